@@ -35,11 +35,16 @@ define install
 	or newer, $(PYTHON) is %d.%d: try make PYTHON=python3.12" % v[:2])'
 	@for compiler in "$$CC" cc gcc clang; do command -v "$$compiler" >/dev/null && exit; done; \
 		echo "quire needs a C compiler: install gcc or clang"; exit 1
-	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-		$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]' \
-		$(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly)))
-	@$(BIN)/python -m compileall -qq -j 0 -x /transformers/models/ $(VENV)/lib || true  # like pip, but on all cores
+	@set -e; began=$$(date +%s); phase() { echo "[$$(($$(date +%s) - began)) s] $$1"; }; \
+	if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		phase "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); \
+	fi; \
+	phase "downloading packages and compiling the C library; the first time this takes minutes"; \
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[$(EXTRAS)]' $(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly))); \
+	phase "compiling Python files"; \
+	$(BIN)/python -m compileall -qq -j 0 -x /transformers/models/ $(VENV)/lib || true; \
+	phase "installed"
 endef
 
 $(STAMP): EXTRAS := dev

@@ -31,7 +31,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker.protocol import Add, pack, to_worker
-from quire.engine.worker.worker import MAX_LOOKED_AT
+from quire.engine.worker.worker import MAX_VISITED_BLOCKS
 
 CONTEXT = 2048
 SMALLEST_STEP_MS = (
@@ -216,7 +216,7 @@ def idle_audit(num_blocks: int) -> tuple[int, float, float]:
     scheduler = Scheduler(KVCacheManager(num_blocks), Fair())
     for request_id in range((num_blocks - 1) // 65):
         fill(scheduler.cache, request_id, random)
-    times, slices = [], audit(scheduler, max_blocks=MAX_LOOKED_AT)
+    times, slices = [], audit(scheduler, max_blocks=MAX_VISITED_BLOCKS)
     while True:
         begin = time.process_time_ns()  # CPU time of this process: others may run in between
         is_over = next(slices, slices) is slices
@@ -287,7 +287,7 @@ def main() -> int:
         print(row([name, *(f"{table[name]:,.0f}" for table in admissions)]))
 
     print(
-        f"\nan idle worker's audit, {MAX_LOOKED_AT} blocks per slice; a pin of 64 blocks while half the pool is pinned"
+        f"\nan idle worker's audit, {MAX_VISITED_BLOCKS} blocks per slice; a pin of 64 blocks with half the pool pinned"
     )
     pools = [size for size in sizes if size <= 100_000]
     print(row(["blocks", *(f"{size:,}" for size in pools)]))

@@ -33,6 +33,13 @@ def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
             assert word in outcome.stdout, outcome.stdout
 
 
+def test_the_first_answer_of_the_default_model_is_right(default_model: Path) -> None:
+    command = [sys.executable, str(FOLDER / "first_answer.py"), "--model", str(default_model), "--answers", "20"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
+    assert outcome.stdout == "20 of 20 answers name Paris (100%; the bar is 95%)\n"
+
+
 def test_the_core_benchmark_runs() -> None:
     script = Path(__file__).parents[1] / "benchmarks/core.py"
     outcome = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, check=False)

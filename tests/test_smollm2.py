@@ -80,10 +80,10 @@ def chat(text: ModelText, question: str) -> tuple[int, ...]:
     return text.encode_chat(as_chat(question), text.spec.max_model_len)
 
 
-def test_sampling_defaults_are_those_recommended_by_the_authors(text: ModelText) -> None:
-    """The model file does not contain them."""
+def test_sampling_defaults_of_the_default_model(text: ModelText) -> None:
+    """The model file has none. With those of its authors (top_p = 0.9) a third of first answers are wrong."""
     params = GenerationParams().sampling(text.defaults, text.eos_token_ids)
-    assert (params.temperature, params.top_p) == (0.2, 0.9)
+    assert (params.temperature, params.top_p) == (0.2, 0.5)
 
 
 def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: Any) -> None:

@@ -7,34 +7,29 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import typer
 
 from quire.cli.chat_model import AnswerUsage, Piece
 
-if TYPE_CHECKING:
-    pass
-
-
-# On a terminal a model must not move the cursor or set colours: only line ends and tabs get through.
+# A model must not move the cursor or set colours of a terminal: of control characters, only \n and \t are printed.
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 class AnswerWriter:
-    """Writes to stdout at once, and knows whether a line is still open. Thoughts go beside it, where somebody looks."""
+    """Writes answers to stdout without delay, and reasoning to stderr if that is a terminal."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
-        self._is_watched = sys.stderr.isatty()
-        self._is_dumb = os.environ.get("TERM") == "dumb"  # it would show the codes for dim letters
+        self._is_stderr_terminal = sys.stderr.isatty()
+        self._is_dumb = os.environ.get("TERM") == "dumb"  # would print the codes for dim text
         self._is_line_open = self._is_thought_open = False
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a character this terminal lacks must not end the answer
+            sys.stdout.reconfigure(errors="replace")  # for characters that the encoding of the terminal lacks
 
     def think(self, text: str) -> None:
-        """Dimmed, on stderr, and only at a terminal: whoever reads a pipe wants the answer."""
-        if text and self._is_watched:
+        """Write reasoning, dimmed, to stderr if that is a terminal."""
+        if text and self._is_stderr_terminal:
             self._is_thought_open = True
             text = text.translate(_CONTROLS)
             typer.echo(text if self._is_dumb else typer.style(text, dim=True), nl=False, err=True)
@@ -42,7 +37,7 @@ class AnswerWriter:
     def say(self, text: str) -> None:
         if text:
             self._end_thought()
-            self._is_line_open = not text.endswith("\n")  # first: a Ctrl-C may come right behind the flush
+            self._is_line_open = not text.endswith("\n")  # before the flush, after which Ctrl-C may interrupt
             sys.stdout.write(text.translate(_CONTROLS) if self._is_terminal else text)
             sys.stdout.flush()
 
@@ -59,7 +54,7 @@ class AnswerWriter:
 
 @dataclass(slots=True)
 class TokenRate:
-    """How fast tokens came."""
+    """Number of tokens and their rate."""
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
@@ -68,12 +63,12 @@ class TokenRate:
     _last_s: float = 0.0
 
     def take(self, piece: Piece) -> None:
-        """Where nobody counts the tokens, text is one, until the bill says better."""
+        """Count a piece. If its tokens are not reported, it counts as one until `settle`."""
         self.count(int(bool(piece.text or piece.thought)) if piece.num_tokens is None else piece.num_tokens)
 
-    def settle(self, bill: AnswerUsage | None) -> None:
-        if bill is not None:
-            self.num_tokens = bill.completion_tokens
+    def settle(self, usage: AnswerUsage | None) -> None:
+        if usage is not None:
+            self.num_tokens = usage.completion_tokens
 
     def count(self, num_tokens: int) -> None:
         if not num_tokens:
@@ -89,7 +84,7 @@ class TokenRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first, which waited for the prompt. None: there was no second one."""
+        """Rate after the first token, which includes the prompt. None if there is only one."""
         if self._first_s is None or self._last_s <= self._first_s:
             return None
         return (self.num_tokens - self._num_first) / (self._last_s - self._first_s)

@@ -21,7 +21,8 @@ from quire.batch.runner import BatchRunner, GaveUp, RetryPolicy
 from quire.cli import options
 from quire.cli.batch_client import BatchClient
 from quire.cli.batch_progress import BatchProgress
-from quire.cli.remote import PATIENT, Server, choose_address, chosen_key, find_server
+from quire.cli.remote_model import find_server
+from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key
 from quire.errors import InvalidRequest, QuireError
 from quire.weights.hub import DEFAULT_MODEL
 
@@ -135,7 +136,7 @@ def _serving(
     # A request waits in this program, not in the queue, so none may be refused for having waited.
     patience = ["--queue-timeout", "86400", "--max-queue", "4096", "--max-queued-tokens", str(1 << 30)]
     with serving(model or DEFAULT_MODEL, [*given, *patience], {"QUIRE_API_KEY": own_key}) as process:
-        name, _ = Server(process.url, own_key, PATIENT).find_model(None)
+        name, _ = ServerClient(process.url, own_key, PATIENT).find_model(None)
         yield _Target(process.url, own_key, name)
 
 

@@ -15,7 +15,7 @@ from quire import __version__
 from quire.batch.lines import BatchRequest
 from quire.batch.results import Reply
 from quire.batch.runner import ConnectionLost
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 
 CONNECT_S = 10.0
 READ_LIMIT_S = 3600.0  # a request of low priority may wait long; a server sends nothing until it answers
@@ -113,7 +113,7 @@ class BatchClient:
             connection.close()
 
     def _lost(self, error: Exception) -> ConnectionLost:
-        reason = "it took too long" if isinstance(error, TimeoutError) else plain(str(error)) or type(error).__name__
+        reason = "timeout" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
         return ConnectionLost(f"{self._url} did not answer: {reason}")
 
 
@@ -122,7 +122,7 @@ def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
     try:
         json.loads(body)
     except (ValueError, RecursionError):
-        text = plain(body[:200].decode("utf-8", "replace")) or response.reason
+        text = printable(body[:200].decode("utf-8", "replace")) or response.reason
         error = {"message": f"not JSON: {text}", "type": "server_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         status = response.status if response.status >= 400 else 502
@@ -132,7 +132,7 @@ def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
     may_retry = response.status in RETRIED and response.headers.get("x-should-retry") != "false"
     return Reply(
         status=status,
-        request_id=plain(response.headers.get("x-request-id", "")),
+        request_id=printable(response.headers.get("x-request-id", "")),
         body=body,
         retry_after_s=min(float(after), READ_LIMIT_S) if after.isdecimal() else None,
         may_retry=may_retry,

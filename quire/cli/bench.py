@@ -1,4 +1,4 @@
-"""`quire bench`: what batching, a shared prefix and priorities are worth on a real model, on this machine.
+"""`quire bench`: measure batching, shared prefixes and priorities with a real model on this machine.
 
 Batching and prefixes are measured in this process, fairness between priorities on a `quire serve` process.
 """
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = BenchConfig()
-_OPTIONS = {  # a field, as the library names it, and the option it came from
+_OPTIONS = {  # field -> option
     **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
     **{name: name for name in ("backend", "precision", "device", "dtype", "load_format")},
     "threads": "threads",
@@ -58,35 +58,36 @@ PLOT_NAME = "speedup.png"
 
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="A model `quire models` lists, a folder or a GGUF file; else the default one.")
+        str | None,
+        typer.Option(help="A name `quire models` lists, a folder or a .gguf file (the default model)."),
     ] = None,
-    clients: Annotated[
-        list[str] | None, typer.Option(help="Clients at once, separated by commas, or repeated (1,2,4,8,16).")
+    clients: Annotated[list[str] | None, typer.Option(help="Numbers of concurrent clients (1,2,4,8,16).")] = None,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each part.")] = _DEFAULT.rounds,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = _DEFAULT.prompt_tokens,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = _DEFAULT.output_tokens,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Part to measure: {', '.join(PARTS)}; repeatable (all).")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How often everything is measured.")] = _DEFAULT.rounds,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of each client's prompt.")] = _DEFAULT.prompt_tokens,
-    output_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = _DEFAULT.output_tokens,
-    only: Annotated[list[str] | None, typer.Option(help=f"Only {', '.join(PARTS)}; repeat for two of them.")] = None,
     seconds: Annotated[
-        float, typer.Option(help="Fairness: how long HIGH requests run beside a LOW backlog.")
+        float, typer.Option(help="Fairness: seconds of HIGH requests beside a LOW backlog.")
     ] = _DEFAULT.seconds,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Fairness: requests in one step of the server.")
+        int, typer.Option(help="Fairness: maximum number of requests in one step of the server.")
     ] = _DEFAULT.max_num_seqs,
-    threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
+    threads: options.ThreadsOption = None,
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
     dtype: options.DtypeOption = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights for a config.json.")] = "auto",
+    device: options.DeviceOption = "auto",
+    load_format: options.LoadFormatOption = "auto",
     out: Annotated[
         Path | None,
         typer.Option(help=f"Write report.json, report.md and, with matplotlib, {PLOT_NAME} into this folder."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Another seed, other prompts.")] = _DEFAULT.seed,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = _DEFAULT.seed,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure a model here: many clients against one at a time, a shared prefix, fairness among priorities."""
+    """Measure a model: concurrent clients against one at a time, a shared prefix, fairness among priorities."""
     facts = {"quire": __version__, "command": shlex.join(["quire", *sys.argv[1:]]), "machine": machine_facts()}
     with _options_named():
         config = BenchConfig(
@@ -124,7 +125,7 @@ def bench(
         raise typer.Exit(1)
 
 
-# What was asked for
+# Options
 
 
 def _clients(given: list[str] | None) -> tuple[int, ...]:
@@ -145,7 +146,7 @@ def _parts(given: list[str] | None) -> tuple[str, ...]:
 
 
 def _prepare(out: Path) -> None:
-    """Refuse before the run what could not be written after it."""
+    """Refuse outputs that could not be written, before the run."""
     if out.exists() and not out.is_dir():
         raise InvalidRequest(f"--out {out} is a file, not a folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,7 @@ def _prepare(out: Path) -> None:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """Let an error name the option as it is typed, not the field it became."""
+    """Replace field names in errors by option names."""
     try:
         yield
     except InvalidRequest as error:
@@ -168,21 +169,21 @@ def _options_named() -> Iterator[None]:
 
 
 def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> BenchReport:
-    """The model in this process is closed before the server starts: there may be no memory for two."""
+    """Run the parts. The model in this process is closed before the server starts: memory may not hold two."""
     from quire.engine.composition import EngineConfig
 
     begun_s = time.perf_counter()
-    EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses what can never work
+    EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses settings that cannot work
     if "fairness" in config.parts:
         check_installed()
-        model_loading.locate(model)  # fetched here, if need be, and not by the server
+        model_loading.locate(model)  # downloaded here if needed, not by the server
     with _progress() as progress:
         report = None if config.parts == ("fairness",) else _run_here(model, config, settings, progress)
         if "fairness" in config.parts:
             found = measure_fairness(model or DEFAULT_MODEL, config, settings, progress)
             report = report or BenchReport(found.setup, config, 0.0, None, None, None)
             report = replace(report, fairness=found.report)
-    assert report is not None  # there is no configuration without parts
+    assert report is not None  # a configuration has at least one part
     return replace(report, duration_s=time.perf_counter() - begun_s)
 
 
@@ -196,7 +197,7 @@ def _run_here(model: str | None, config: BenchConfig, settings: dict[str, Any], 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """How long it will take, on stderr, and a bar where somebody looks."""
+    """The expected duration on stderr, and a progress bar if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -222,7 +223,7 @@ def _duration(seconds: float) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the figures depend on. The load is the one before the run: above 0, others were using the machine."""
+    """Facts that the figures depend on. A load above 0 means that other programs used the machine before the run."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -234,23 +235,23 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """As the system calls it: Linux on ARM knows it only through lscpu, a Mac through sysctl."""
+    """The name of the CPU: from lscpu on Linux on ARM, from sysctl on a Mac."""
     for command, label in ((("lscpu",), "Model name:"), (("sysctl", "-n", "machdep.cpu.brand_string"), "")):
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             continue
-        for line in told.splitlines():
+        for line in output.splitlines():
             if line.strip().startswith(label) and (name := line.strip().removeprefix(label).strip()):
                 return name
     return platform.processor() or platform.machine()
 
 
-# What came out
+# Results
 
 
 def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
-    """The whole report as plain values: the ratios under `speedup`, what they were made of under `throughput`."""
+    """The report as plain values: ratios under `speedup`, the measurements behind them under `throughput`."""
     values = asdict(report)
     values["throughput"] = values["speedup"]
     values["speedup"] = None if report.speedup is None else {str(k): v for k, v in report.speedup.ratios.items()}
@@ -397,7 +398,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-# The report as a page
+# The report in Markdown
 
 
 def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:

@@ -1,8 +1,8 @@
-"""The fairness part of `quire bench`, over HTTP on a `quire serve` process of its own.
+"""The fairness part of `quire bench`, over HTTP, with its own `quire serve` process.
 
-1. Idle: HIGH requests, one at a time, on a server that has nothing else to do.
-2. Backlog: the same, while LOW requests never run out. Shows what LOW work costs HIGH requests, early and late.
-3. Saturated: requests of neither tier run out. Shows whether LOW has its guaranteed share.
+1. Idle: HIGH requests, one at a time, on an idle server.
+2. Backlog: the same beside a constant backlog of LOW requests. Shows the cost of LOW work to HIGH requests over time.
+3. Saturated: a constant backlog of both tiers. Shows whether LOW gets its guaranteed share.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from quire.bench.report import (
     Setup,
     Stage,
 )
-from quire.cli.bench_load import MAX_PROMPTS, Load, News, Shape, Stream, StreamClient
+from quire.cli.bench_load import MAX_PROMPTS, Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
-from quire.cli.remote import PATIENT, Server, ServerError
+from quire.cli.server_client import PATIENT, ServerClient, ServerError
 from quire.core.request import Priority
 from quire.errors import InvalidRequest
 
 HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)
 NUM_WARM_UP = 3
-MAX_PAUSE_S = 0.2  # between two HIGH requests: they come at any point of a step
-GRACE_S = 30.0  # for a HIGH request that is under way when its phase ends
-SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all begin at once
+MAX_PAUSE_S = 0.2  # between two HIGH requests, so that they arrive at any point of a step
+GRACE_S = 30.0  # for a HIGH request that is running when its phase ends
+SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all start at the same time
 POLL_S = 0.05
 PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
 
@@ -56,7 +56,7 @@ class Fairness:
 
 
 def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any], progress: Progress) -> Fairness:
-    """Start a server of this model with these settings of an engine, measure it, and stop it."""
+    """Start a server with this model and these engine settings, measure it and stop it."""
 
     def tell(phase: int) -> None:
         expected_s = None if phase == 0 else 1.7 * config.seconds + NUM_IDLE
@@ -64,7 +64,7 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
 
     tell(0)
     with serving(model, _options(config, settings)) as process:
-        visit = _Visit(process, config)
+        visit = _Measurement(process, config)
         tell(1)
         visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
         idle = visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE)
@@ -76,7 +76,7 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
 
 
 def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
-    """Of `quire serve`. Nothing that this part sends may be refused or given up for having waited."""
+    """Options of `quire serve`, with limits high enough that no request of this part is refused."""
     found = {**settings, "max_num_seqs": config.max_num_seqs}
     options: list[str] = []
     for name, value in found.items():
@@ -89,15 +89,15 @@ def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
     return [*options, "--queue-timeout", f"{longest_s:.0f}", "--drain", "1", "--log-level", "warning"]
 
 
-class _Visit:
-    """A server that is measured."""
+class _Measurement:
+    """Measures one server."""
 
     def __init__(self, process: ServerProcess, config: BenchConfig) -> None:
         self._config = config
-        self._server = Server(process.url, None, PATIENT)
+        self._server = ServerClient(process.url, None, PATIENT)
         self._server.wait_until_ready()
         version = self._server.get("/version")
-        tokens = self._ask("/tokenize", {"prompt": " ".join(SENTENCES)})
+        tokens = self._server.post("/tokenize", {"prompt": " ".join(SENTENCES)})
         try:
             scheduling = version["scheduling"]
             self.setup = Setup(
@@ -114,17 +114,13 @@ class _Visit:
             max_model_len = scheduling["max_model_len"]
             token_ids = tokens["tokens"]
         except (KeyError, TypeError):
-            raise self._server.misspoke("no version or no tokens, but", (version, tokens)) from None
+            raise self._server.malformed("no version or no tokens, but", (version, tokens)) from None
         self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
         longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
         if longest > max_model_len:
             raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_model_len}")
-        self._asker = StreamClient(self._server, self.setup.model, token_ids, config.seed)
+        self._client = StreamClient(self._server, self.setup.model, token_ids, config.seed)
         self._random = Random(config.seed)
-
-    def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        with self._server.open("POST", path, body) as response:
-            return self._server.parse(response.read())
 
     def high_requests(
         self,
@@ -132,9 +128,10 @@ class _Visit:
         limit_s: float | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> tuple[Sample, ...]:
-        """One after the other, with pauses of random length. `is_over`: by their number and the time since the begin.
+        """Send requests one after another, with pauses of random length, until `is_over`.
 
-        `limit_s`: since the begin, too; then a request that is under way is given up.
+        `is_over` gets the number of requests and the seconds since the start. After `limit_s` seconds a running request
+        is cancelled.
         """
         begun_s = time.perf_counter()
         samples: list[Sample] = []
@@ -146,11 +143,11 @@ class _Visit:
         return tuple(samples)
 
     def _high_request(self, phase_s: float, left_s: float | None) -> Sample:
-        stream = Stream(self._asker, self._asker.body(Priority.HIGH, HIGH_SHAPE))
+        stream = Stream(self._client, self._client.body(Priority.HIGH, HIGH_SHAPE))
         times_s: list[float] = []
 
-        def take(news: News) -> None:
-            times_s.extend([time.perf_counter()] * news.num_tokens)
+        def take(new: NewTokens) -> None:
+            times_s.extend([time.perf_counter()] * new.num_tokens)
 
         timer = None if left_s is None else threading.Timer(max(0.0, left_s), stream.cut)
         if timer is not None:
@@ -167,7 +164,7 @@ class _Visit:
 
     def backlog(self, num_low: int) -> BacklogSamples:
         config = self._config
-        low = Load(self._asker, Priority.LOW, self._low_shape, num_low)
+        low = Load(self._client, Priority.LOW, self._low_shape, num_low)
         with _running(low):
             self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)
             clock, before = _Clock(), low.num_tokens
@@ -182,7 +179,7 @@ class _Visit:
 
     def saturated(self) -> SaturatedSamples:
         num_each, seconds = 2 * self._config.max_num_seqs, self._config.seconds / 2
-        high, low = (Load(self._asker, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
+        high, low = (Load(self._client, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
         with _running(high, low):
             self._sleep(seconds * SETTLE_SHARE, high, low)
             clock, before = _Clock(), (high.num_tokens, low.num_tokens)
@@ -199,7 +196,7 @@ class _Visit:
                 load.check()
 
     def _wait_for(self, is_reached: Callable[[int], bool], check: Callable[[], None] = lambda: None) -> None:
-        """Until the server has that many requests: a backlog has arrived, or those that were cut are gone."""
+        """Wait until the number of requests of the server satisfies `is_reached`."""
         give_up_s = time.perf_counter() + GRACE_S
         while True:
             stats = self._server.get("/v1/cache/stats")
@@ -207,13 +204,13 @@ class _Visit:
             if is_reached(num_requests):
                 return
             if time.perf_counter() > give_up_s:
-                raise ServerError(f"{self._server.url} has {num_requests} requests, and still not as many as were sent")
+                raise ServerError(f"{self._server.url} has {num_requests} requests, not the number that was sent")
             check()
             time.sleep(POLL_S)
 
 
 class _Clock:
-    """Time since it was made, and CPU time of this process: the client's."""
+    """Wall time and CPU time of this process, the client, since it was created."""
 
     def __init__(self) -> None:
         self._wall_s = time.perf_counter()
@@ -225,7 +222,7 @@ class _Clock:
 
     @property
     def cpu(self) -> float:
-        """In cores: 1.0 is one core, all the time."""
+        """CPU time in cores: 1.0 is one busy core."""
         return (time.process_time() - self._cpu_s) / self.passed_s
 
 

@@ -1,33 +1,32 @@
-"""Clients of the fairness part of `quire bench`: streams of completions, and a load of them that never runs out.
+"""Clients of the fairness part of `quire bench`: streams of completions, and a constant load of them.
 
-They share the machine with the server, so they are cheap: one HTTP request carries many prompts, and a thread reads it.
+They share the machine with the server and must be cheap: one HTTP request has many prompts, and one thread reads it.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.cli.remote import Server, plain, read_events
+from quire.cli.load_stream import LoadStream
+from quire.cli.server_client import ServerClient
 from quire.core.request import Priority
-from quire.errors import QuireError, RequestFailed
+from quire.errors import QuireError
 
 MAX_PROMPTS = 64  # of one HTTP request; the server takes no more
 
 
 class Shape(NamedTuple):
-    """Tokens of a request: the prompt, and the answer, which is never shorter."""
+    """Tokens of a request: of the prompt, and of the answer, which is never shorter."""
 
     prompt_tokens: int
     output_tokens: int
 
 
-class News(NamedTuple):
+class NewTokens(NamedTuple):
     """Tokens of one prompt of a stream that have just arrived."""
 
     prompt: int  # its number
@@ -36,9 +35,9 @@ class News(NamedTuple):
 
 
 class StreamClient:
-    """Makes requests. No two have a prompt in common, and each has a salt of its own: there is nothing to share."""
+    """Makes request bodies. No two share a prompt, and each has its own cache salt, so that nothing is cached."""
 
-    def __init__(self, server: Server, model: str, token_ids: Sequence[int], seed: int) -> None:
+    def __init__(self, server: ServerClient, model: str, token_ids: Sequence[int], seed: int) -> None:
         self.server = server
         self._model = model
         self._token_ids = token_ids
@@ -64,7 +63,7 @@ class StreamClient:
         }
 
     def _prompts(self, num_prompts: int, length: int) -> list[list[int]]:
-        """Their first tokens differ, as far as there are tokens enough: the cache would share even one."""
+        """Prompts with different first tokens, if there are enough: the cache shares even a single token."""
         is_enough = num_prompts <= len(self._distinct)
         draw = self._random.sample if is_enough else self._random.choices
         firsts = draw(self._distinct, k=num_prompts)
@@ -72,66 +71,41 @@ class StreamClient:
 
 
 class Stream:
-    """One HTTP request on its way. `cut` may be called from any thread, at any time."""
+    """One HTTP request. `cut` may be called from any thread at any time."""
 
-    def __init__(self, asker: StreamClient, body: dict[str, Any]) -> None:
-        self._asker = asker
+    def __init__(self, client: StreamClient, body: dict[str, Any]) -> None:
+        self._client = client
         self._body = body
-        self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
-        self.is_cut = False
+        self._stream = LoadStream(client.server)
 
-    def read(self, take: Callable[[News], None]) -> None:
-        """Send it and give out its tokens as they arrive. Returns at its end, or when it is cut."""
+    def read(self, take: Callable[[NewTokens], None]) -> None:
+        """Send the request and pass on its tokens as they arrive. Returns when it has ended or is cut."""
         try:
-            self._read(take)
+            for chunk in self._stream.chunks(self._body):
+                for tokens in self._parse(chunk):
+                    take(tokens)
         except QuireError:
-            if not self.is_cut:
+            if not self._stream.is_cancelled:
                 raise
-        finally:
-            with self._lock:
-                self._sock = None
 
     def cut(self) -> None:
-        with self._lock:
-            self.is_cut = True
-            if self._sock is not None:
-                with suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
+        self._stream.cancel()
 
-    def _connected(self, sock: socket.socket) -> None:
-        with self._lock:
-            if self.is_cut:
-                raise RequestFailed("it was cut before it was sent")
-            self._sock = sock
-
-    def _read(self, take: Callable[[News], None]) -> None:
-        server = self._asker.server
-        with server.open("POST", "/v1/completions", self._body, self._connected) as response:
-            for data in read_events(server.chunks(response)):
-                if data.startswith("[DONE]"):
-                    return
-                for news in self._parse(server.parse(data)):
-                    take(news)
-        raise RequestFailed(f"{server.url} ended the stream in the midst of the answer")
-
-    def _parse(self, chunk: Any) -> list[News]:
+    def _parse(self, chunk: dict[str, Any]) -> list[NewTokens]:
         try:
-            if error := chunk.get("error"):
-                raise RequestFailed(plain(str(error.get("message") or error)))
             return [
-                News(one["index"], len(one.get("token_ids") or ()), one.get("finish_reason") is not None)
+                NewTokens(one["index"], len(one.get("token_ids") or ()), one.get("finish_reason") is not None)
                 for one in chunk["choices"]
             ]
         except (AttributeError, KeyError, TypeError):
-            raise self._asker.server.misspoke("a chunk that is none", chunk) from None
+            raise self._client.server.malformed("a malformed chunk", chunk) from None
 
 
 class Load:
     """Keeps at least `num_requests` requests of one tier outstanding, from `start` to `stop`."""
 
-    def __init__(self, asker: StreamClient, priority: Priority, shape: Shape, num_requests: int) -> None:
-        self._asker = asker
+    def __init__(self, client: StreamClient, priority: Priority, shape: Shape, num_requests: int) -> None:
+        self._client = client
         self._priority = priority
         self._shape = shape
         self._num_requests = num_requests
@@ -140,7 +114,7 @@ class Load:
         self._is_stopped = False
         self._problem: QuireError | None = None
         self._num_open = 0
-        self.num_tokens = 0  # received; a prompt counts, whole, with its first token
+        self.num_tokens = 0  # received; all of a prompt counts with its first token
 
     @property
     def num_outstanding(self) -> int:
@@ -162,7 +136,7 @@ class Load:
             thread.join()
 
     def check(self) -> None:
-        """Raise what went wrong, if anything did: then there is no load any more."""
+        """Raise the error of a stream, if there was one. The load has stopped then."""
         if self._problem is not None:
             raise self._problem
 
@@ -170,7 +144,7 @@ class Load:
         while self._num_open < self._num_requests and not self._is_stopped:
             num_prompts = min(MAX_PROMPTS, -(-self._num_requests // 2))
             self._num_open += num_prompts
-            stream = Stream(self._asker, self._asker.body(self._priority, self._shape, num_prompts))
+            stream = Stream(self._client, self._client.body(self._priority, self._shape, num_prompts))
             thread = threading.Thread(target=self._run, args=(stream,), daemon=True)
             self._streams[stream] = thread
             thread.start()
@@ -178,13 +152,13 @@ class Load:
     def _run(self, stream: Stream) -> None:
         begun: set[int] = set()
 
-        def take(news: News) -> None:
+        def take(new: NewTokens) -> None:
             with self._lock:
-                if news.num_tokens and news.prompt not in begun:
-                    begun.add(news.prompt)
+                if new.num_tokens and new.prompt not in begun:
+                    begun.add(new.prompt)
                     self.num_tokens += self._shape.prompt_tokens
-                self.num_tokens += news.num_tokens
-                if news.is_finished:
+                self.num_tokens += new.num_tokens
+                if new.is_finished:
                     self._num_open -= 1
                     self._refill()
 

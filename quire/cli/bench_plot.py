@@ -1,4 +1,4 @@
-"""The picture of `quire bench --out`: throughput by clients, time to first token, HIGH requests beside LOW ones."""
+"""The plot of `quire bench --out`: throughput by clients, time to first token, HIGH requests beside LOW ones."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def draw(report: BenchReport, title: str, path: Path) -> None:
 
 
 def _draw_speedup(axes: Axes, speedup: SpeedupReport) -> None:
-    """The bar is the median, the whisker all rounds, the line what one stream does alone."""
+    """Bars are medians, whiskers the range of all rounds, the line is one stream alone."""
     names = ["1", *(str(level.clients) for level in speedup.levels)]
     best = speedup.baseline.tokens_per_s
     rates = [best, *(level.tokens_per_s for level in speedup.levels)]
     below = [0.0, *(level.tokens_per_s - level.ratio_min * best for level in speedup.levels)]
     above = [0.0, *(level.ratio_max * best - level.tokens_per_s for level in speedup.levels)]
-    whiskers = [[max(0.0, size) for size in sizes] for sizes in (below, above)]  # rounding may pass below zero
+    whiskers = [[max(0.0, size) for size in sizes] for sizes in (below, above)]  # rounding may give negative sizes
     bars = axes.bar(names, rates, yerr=whiskers, capsize=3, color=["C7", *["C0"] * len(speedup.levels)])
     axes.bar_label(bars, ["best", *(f"{level.ratio:.2f}x" for level in speedup.levels)], padding=2)
     axes.axhline(best, color="C7", linestyle="--", linewidth=1)
@@ -58,7 +58,7 @@ def _draw_prefix(axes: Axes, prefix: PrefixReport) -> None:
 
 
 def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
-    """p95 of the time to first token of HIGH requests; the line is what the promise allows."""
+    """95th percentile of the time to first token of HIGH requests; the line is the promised limit."""
     windows = fairness.backlog.windows
     names = ["idle", *(f"{round(one.begin_s, 1):g}-{round(one.end_s, 1):g} s" for one in windows)]
     heights = [one.ttft_ms_p95 or 0.0 for one in (fairness.idle, *(window.latency for window in windows))]

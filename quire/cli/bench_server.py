@@ -16,12 +16,12 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO
 
-from quire.cli.remote import ServerError, plain
+from quire.cli.server_client import ServerError, printable
 from quire.errors import MissingExtra, QuireError
 
 STOP_S = 10.0  # after SIGTERM; then it is killed
 NUM_TAIL_LINES = 10
-KEPT_VARIABLES = ("QUIRE_CACHE",)  # where models are; the other variables would be options of the server
+KEPT_VARIABLES = ("QUIRE_CACHE",)  # the folder of models; other variables would set options of the server
 # The comment names the process in a list of processes.
 _SERVE = "from quire.cli.bench_server import run_while_parent_lives as run; run()  # quire serve"
 
@@ -34,7 +34,7 @@ class ServerProcess:
 
 
 def check_installed(what: str = "the server of the fairness part") -> None:
-    """Refuse before anything is measured: `quire bench` runs without the server's libraries, but for this part."""
+    """Refuse a missing library of the server before anything is measured."""
     try:
         import quire.server.launcher  # noqa: F401
     except ModuleNotFoundError as error:
@@ -70,7 +70,7 @@ def serving(model: str, options: Sequence[str], variables: Mapping[str, str] | N
         except QuireError as error:
             if not (tail := _tail(log)):
                 raise
-            raise type(error)(f"{error}. The end of its log:\n{tail}") from error
+            raise type(error)(f"{error}. The last lines of its log:\n{tail}") from error
         finally:
             _stop(process)
 
@@ -91,7 +91,7 @@ def run_while_parent_lives() -> None:
 
 
 def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
-    """Read its announcement. It has no time limit: a large model may load for minutes."""
+    """Wait for the line with the address. There is no time limit: a large model may load for minutes."""
     assert process.stdout is not None
     text = ""
     for line in process.stdout:
@@ -104,17 +104,17 @@ def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
 
 def _tail(log: IO[str]) -> str:
     log.seek(0)
-    return "\n".join(f"  {plain(line.rstrip())}" for line in log.readlines()[-NUM_TAIL_LINES:])
+    return "\n".join(f"  {printable(line.rstrip())}" for line in log.readlines()[-NUM_TAIL_LINES:])
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Its worker process ends with it."""
+    """Stop the server, which stops its worker process."""
     try:
         process.terminate()
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         pass
-    finally:  # also if somebody presses Ctrl-C once more
+    finally:  # also after a second Ctrl-C
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -124,7 +124,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM raise, as Ctrl-C does, so that the server does not outlive the bench."""
+    """Make SIGTERM raise an exception, so that the server is stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

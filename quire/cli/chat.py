@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation at the terminal, or line by line from a pipe."""
+"""`quire chat`: a conversation in the terminal, or line by line from standard input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from quire.cli import answer_output, model_loading, options
 from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 64 << 20
 PROMPT, CONTINUED = "> ", "... "
 DEFAULT_WORDS = ("default", "none")
 
-# What /set can change, and how its value is read.
+# Settings that /set changes -> how to parse the value.
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
     "top_k": int,
@@ -44,7 +44,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 def chat(
     model: options.ModelOption = None,
     system: options.SystemOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    max_tokens: options.MaxTokensOption = 1024,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
     top_p: options.TopPOption = None,
@@ -66,7 +66,7 @@ def chat(
     max_model_len: options.ContextOption = None,
     kv_memory: options.MemoryOption = None,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists what else can be typed."""
+    """Chat with a model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists commands."""
     from quire.engine.params import GenerationParams
 
     with options.options_named():
@@ -95,38 +95,36 @@ def chat(
     )
     with closing(
         model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
-    ) as speaker:
-        if not speaker.has_template:
-            raise TemplateError(f"{speaker.name} has no chat template: quire generate --raw continues a prompt")
-        Repl(speaker, params, system).run()
+    ) as found:
+        if not found.has_template:
+            raise TemplateError(f"{found.name} has no chat template: quire generate --raw continues a prompt")
+        Repl(found, params, system).run()
 
 
 class Repl:
-    """The loop, the conversation so far and how to answer it. An error in a turn is told, and the next turn comes."""
+    """The chat loop and the conversation. An error in a turn is printed and does not end the chat."""
 
-    def __init__(self, speaker: ChatModel, params: GenerationParams, system: str | None = None) -> None:
-        self.speaker = speaker
+    def __init__(self, model: ChatModel, params: GenerationParams, system: str | None = None) -> None:
+        self.model = model
         self.params = params
         self.system = system or None
-        self.messages: list[dict[str, str]] = []  # the system's is kept apart, so that it can be changed
-        self._speech = answer_output.AnswerWriter()
-        self._files: set[Path] = set()  # saved or loaded here: these may be overwritten
+        self.messages: list[dict[str, str]] = []  # without the system prompt, which can be changed
+        self._writer = answer_output.AnswerWriter()
+        self._files: set[Path] = set()  # saved or loaded in this chat: these may be overwritten
         self._last: _Turn | None = None
         self._is_over = False
 
     def run(self) -> None:
         if sys.stdin.isatty():
             with suppress(ImportError):  # not on every system
-                import readline  # noqa: F401  # gives `input` its editing and its history
-            typer.echo(
-                f"{self.speaker.name}, {self.speaker.max_model_len} tokens of context. /help for help.", err=True
-            )
+                import readline  # noqa: F401  # adds line editing and history to `input`
+            typer.echo(f"{self.model.name}, {self.model.max_model_len} tokens of context. /help for help.", err=True)
         for text in read_messages():
-            self._obey(text)
+            self._handle(text)
             if self._is_over:
                 return
 
-    def _obey(self, text: str) -> None:
+    def _handle(self, text: str) -> None:
         try:
             if text.startswith("/"):
                 self._command(text)
@@ -135,11 +133,11 @@ class Repl:
         except BrokenPipeError:
             raise
         except ContextTooLong as error:
-            _complain(f"{_bare(error)}. /reset forgets the conversation, /save FILE keeps it")
+            _remark(f"{_bare(error)}. /reset forgets the conversation, /save FILE keeps it")
         except QuireError as error:
-            _complain(_bare(error))
+            _remark(_bare(error))
         except OSError as error:
-            _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            _remark(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
     # Answering
 
@@ -149,7 +147,7 @@ class Repl:
         return head + self.messages
 
     def _take_turn(self, text: str) -> None:
-        """A turn that fails, or was stopped before a word came, leaves no trace: roles keep alternating."""
+        """Answer a message. A turn without an answer is removed from the conversation, so that roles alternate."""
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
@@ -167,58 +165,60 @@ class Repl:
         def take(piece: Piece) -> None:
             turn.pace.take(piece)
             pieces.append(piece)
-            self._speech.think(piece.thought)
-            self._speech.say(piece.text)
+            self._writer.think(piece.thought)
+            self._writer.say(piece.text)
 
         is_stopped = False
         try:
-            turn.bill = self.speaker.answer(self.conversation, self.params, take)
-        except KeyboardInterrupt:  # leaving the call has cancelled the request
+            turn.usage = self.model.answer(self.conversation, self.params, take)
+        except KeyboardInterrupt:  # the request is cancelled
             is_stopped = True
         except RequestFailed as error:
             raise RequestFailed(f"the answer failed: {error}") from None
         finally:
-            self._speech.end_line()
-        turn.pace.settle(turn.bill)
+            self._writer.end_line()
+        turn.pace.settle(turn.usage)
         self._last = turn
         answer = "".join(piece.text for piece in pieces)
         if is_stopped:
-            _complain("stopped")
+            _remark("stopped")
         else:
-            self._tell_ending(turn, pieces, has_answered=bool(answer))
+            self._print_ending(turn, pieces, has_answered=bool(answer))
         return answer
 
-    def _tell_ending(self, turn: _Turn, pieces: list[Piece], *, has_answered: bool) -> None:
-        """Where the answer was no plain one: a line that says what it was."""
+    def _print_ending(self, turn: _Turn, pieces: list[Piece], *, has_answered: bool) -> None:
+        """Print why an answer ended, if the model did not end it, and what it contained besides text."""
         reason = pieces[-1].finish_reason if pieces else None
         if refusal := "".join(piece.refusal for piece in pieces):
-            _complain(f"the model refused: {plain(refusal)}")
+            _remark(f"the model refused: {printable(refusal)}")
         elif reason == "content_filter":
-            _complain("a filter of the server ended the answer")
+            _remark("a content filter of the server ended the answer")
         if calls := ", ".join(name for piece in pieces for name in piece.calls):
-            _complain(f"the model called {calls}: quire chat has no tools, and the call is forgotten")
+            _remark(f"the model called {calls}: quire chat has no tools and ignores the call")
         if reason == "length":
-            self._tell_length(turn, "" if has_answered else " before it began to answer")
+            self._print_length(turn, "" if has_answered else " before it began to answer")
 
-    def _tell_length(self, turn: _Turn, when: str) -> None:
+    def _print_length(self, turn: _Turn, when: str) -> None:
         if turn.pace.num_tokens == self.params.max_tokens:
-            _complain(f"stopped at max_tokens = {self.params.max_tokens}{when}; /set max_tokens N changes it")
+            _remark(f"stopped at max_tokens = {self.params.max_tokens}{when}; /set max_tokens N changes it")
         else:
-            size = self.speaker.max_model_len
-            _complain(f"stopped{when}: the context of {size} tokens is full. /reset forgets the conversation")
+            size = self.model.max_model_len
+            _remark(f"stopped{when}: the context of {size} tokens is full. /reset forgets the conversation")
 
     # Commands
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
         if name not in COMMANDS:
-            raise InvalidRequest(f"{name} is no command; /help lists them. A message may begin with a space, then a /")
+            raise InvalidRequest(
+                f"{name} is not a command; /help lists them. Put a space before a message that begins with /"
+            )
         COMMANDS[name].run(self, rest.strip())
 
     def help(self, _rest: str) -> None:
         for command in dict.fromkeys(COMMANDS.values()):
-            self._speech.say(f"{command.usage:18}{command.what}\n")
-        self._speech.say("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D leaves.\n")
+            self._writer.say(f"{command.usage:18}{command.what}\n")
+        self._writer.say("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D leaves.\n")
 
     def reset(self, _rest: str) -> None:
         self.messages = []
@@ -229,14 +229,14 @@ class Repl:
     def save(self, rest: str) -> None:
         path = _path("/save", rest)
         if path.exists() and path.resolve() not in self._files:
-            raise InvalidRequest(f"{path} exists already and is not of this conversation: choose another name")
+            raise InvalidRequest(f"{path} exists and was not saved or loaded in this chat: choose another name")
         if path.suffix == ".jsonl":
             text = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.conversation)
         else:
             text = json.dumps(self.conversation, ensure_ascii=False, indent=2) + "\n"
         path.write_text(text, encoding="utf-8")
         self._files.add(path.resolve())
-        _complain(f"wrote {len(self.conversation)} messages to {path}")
+        _remark(f"wrote {len(self.conversation)} messages to {path}")
 
     def load(self, rest: str) -> None:
         path = _path("/load", rest)
@@ -244,21 +244,21 @@ class Repl:
         self.system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
         self.messages = messages
         self._files.add(path.resolve())
-        _complain(f"read {len(self.conversation)} messages from {path}")
+        _remark(f"read {len(self.conversation)} messages from {path}")
 
     def stats(self, _rest: str) -> None:
         if self._last is None:
-            self._speech.say("last answer: none yet\n")
+            self._writer.say("last answer: none yet\n")
         else:
-            self._speech.say(f"last answer: {self._last}\n")
+            self._writer.say(f"last answer: {self._last}\n")
         num_turns = sum(message["role"] == "user" for message in self.messages)
-        self._speech.say(f"conversation: {num_turns} turns, {self.speaker.max_model_len} tokens of context\n")
+        self._writer.say(f"conversation: {num_turns} turns, {self.model.max_model_len} tokens of context\n")
         try:
-            cache = self.speaker.cache_stats()
+            cache = self.model.cache_stats()
         except QuireError as error:
-            self._speech.say(f"cache: not known: {error}\n")
+            self._writer.say(f"cache: not known: {error}\n")
             return
-        self._speech.say(
+        self._writer.say(
             f"cache: {cache.num_cached} of {cache.num_blocks} blocks hold earlier text, {cache.num_evictions} evicted;"
             f" {cache.num_hit_tokens} of {cache.num_queried_tokens} prompt tokens found ({cache.hit_rate:.0%})\n"
         )
@@ -267,7 +267,7 @@ class Repl:
         name, _, value = rest.partition(" ")
         if not name:
             for known in SETTINGS:
-                self._speech.say(f"{known:20}{_shown(getattr(self.params, known))}\n")
+                self._writer.say(f"{known:20}{_shown(getattr(self.params, known))}\n")
             return
         if name not in SETTINGS:
             raise InvalidRequest(f"/set {name}: is not one of {', '.join(SETTINGS)}")
@@ -304,23 +304,23 @@ COMMANDS["/quit"] = COMMANDS["/exit"]
 
 @dataclass(slots=True)
 class _Turn:
-    """How one answer came. Without a bill, it was stopped."""
+    """Figures of one answer. Without usage, the answer was stopped."""
 
     pace: answer_output.TokenRate = field(default_factory=answer_output.TokenRate)
-    bill: AnswerUsage | None = None
+    usage: AnswerUsage | None = None
 
     def __str__(self) -> str:
         first = "" if self.pace.ttft_ms is None else f", the first after {self.pace.ttft_ms:.0f} ms"
-        if self.bill is None:
+        if self.usage is None:
             return f"{self.pace}{first}"
-        return f"{self.pace}{first}; {self.bill.cached_tokens} of {self.bill.prompt_tokens} prompt tokens cached"
+        return f"{self.pace}{first}; {self.usage.cached_tokens} of {self.usage.prompt_tokens} prompt tokens cached"
 
 
-# What is typed
+# Input
 
 
 def read_messages() -> Iterator[str]:
-    """Lines, and those joined by a backslash at their ends. Ctrl-C while waiting for one is the end, like Ctrl-D."""
+    """Messages: lines, joined where one ends with a backslash. Ctrl-C while waiting ends the chat, as Ctrl-D does."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     lines: list[str] = []
@@ -331,7 +331,7 @@ def read_messages() -> Iterator[str]:
             line, lines = None, []
         if line is None:
             if sys.stdin.isatty():
-                typer.echo("", err=True)  # the shell's prompt belongs on a line of its own
+                typer.echo("", err=True)  # the shell's prompt starts on a new line
             if lines:
                 yield "\n".join(lines)
             return
@@ -355,7 +355,7 @@ def _read_line(prompt: str) -> str | None:
 
 
 def read_conversation(path: Path) -> list[dict[str, str]]:
-    """Messages from a file: a JSON list, an object that has them as `messages`, or one message a line."""
+    """Messages of a file: a JSON list, an object with `messages`, or one message per line."""
     from quire.engine.llm import as_chat
 
     if path.stat().st_size > MAX_FILE_BYTES:
@@ -380,7 +380,7 @@ def _read_json(path: Path) -> Any:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except RecursionError:
         raise InvalidRequest(f"{path}: is nested too deeply") from None
-    except ValueError as error:  # of the decoder, or of JSON
+    except ValueError as error:  # of UTF-8 or of JSON
         raise InvalidRequest(f"{path}: is not JSON{' lines' if path.suffix == '.jsonl' else ''}: {error}") from None
 
 
@@ -412,6 +412,6 @@ def _bare(error: QuireError) -> str:
     return str(error).removeprefix("prompts[0]: ")
 
 
-def _complain(text: str) -> None:
-    """To the person, beside the conversation: stderr."""
+def _remark(text: str) -> None:
+    """Print a remark to stderr; stdout has answers only."""
     typer.echo(f"[{text}]", err=True)

@@ -1,4 +1,4 @@
-"""Who answers: `generate` and `chat` ask a `ChatModel`, and do not care whether the model is in this process."""
+"""`ChatModel`: what `generate` and `chat` use. The model is in this process or behind a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.errors import RequestFailed
 if TYPE_CHECKING:
     from quire.core.kv_cache import CacheStats
     from quire.engine.llm import LLM
-    from quire.engine.outputs import Delta, TokenLogprob
+    from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob
     from quire.engine.params import GenerationParams
     from quire.text.answers import AnswerParser
 
@@ -20,13 +20,13 @@ ChatInput = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of one sample at once."""
+    """New output of one sample."""
 
     index: int  # of the sample
     text: str
-    num_tokens: int | None  # None: who answers does not count them
-    thought: str = ""  # what the model thinks aloud before it answers; always ahead of the text
-    calls: tuple[str, ...] = ()  # names of tools whose calls begin here
+    num_tokens: int | None  # None: not reported
+    thought: str = ""  # reasoning, which precedes the text
+    calls: tuple[str, ...] = ()  # names of tools whose calls start in this piece
     refusal: str = ""
     logprobs: tuple[dict[str, Any], ...] = ()  # as --json prints them
     finish_reason: str | None = None
@@ -39,23 +39,25 @@ class AnswerUsage:
     prompt_tokens: int
     completion_tokens: int  # of all samples
     cached_tokens: int
-    cache: dict[str, Any] | None  # how far the prompt was cached and why not further, as --json prints it
+    cache: dict[str, Any] | None  # how much of the prompt was cached and where the match ended, as --json prints it
 
 
 Take = Callable[[Piece], None]
 
 
 class ChatModel(Protocol):
-    """A callback and no iterator: an LLM gives the exact bill only where it drives the whole answer itself."""
+    """A model that answers. Uses a callback: an `LLM` reports exact usage only if it runs the whole answer itself."""
 
     name: str  # of the model
     max_model_len: int
     has_template: bool
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:
-        """Piece by piece, until all samples have ended. What `take` raises, Ctrl-C too, ends the request and comes out.
+        """Pass the answer to `take` until all samples have ended.
 
-        RequestFailed where the answer broke off. None: who answers sent no bill.
+        An exception in `take`, also Ctrl-C, cancels the request and is raised.
+
+        Raises RequestFailed if the answer is incomplete. Returns None if no usage was reported.
         """
 
     def cache_stats(self) -> CacheStats: ...
@@ -81,7 +83,7 @@ class LocalModel:
             try:
                 take(_piece(delta, parsers[delta.index]))
             except Exception as error:
-                problem = error  # an LLM makes it the error of this request; here it is the caller's own
+                problem = error  # an LLM would make it an error of the request
                 raise
 
         if isinstance(ask, str):
@@ -93,10 +95,19 @@ class LocalModel:
         for completion in output.completions:
             if completion.error is not None:
                 raise RequestFailed(completion.error)
-        return AnswerUsage(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
+        return AnswerUsage(**asdict(output.usage), cache=self._cache_of(output))
+
+    def _cache_of(self, output: GenerationOutput) -> dict[str, Any] | None:
+        """The explanation, with the text of the prompt where the match ended."""
+        from quire.text.excerpt import stopped_text
+
+        if (cache := output.cache) is None:
+            return None
+        text = stopped_text(self.llm.text.tokenizer, output.prompt_token_ids, cache)
+        return {**asdict(cache), "stopped_text": None if text is None else asdict(text)}
 
     def _new_parsers(self, ask: ChatInput, num_samples: int) -> list[AnswerParser]:
-        """One a sample. A model that does not think needs no second look at its prompt."""
+        """A parser for each sample. The prompt is rendered again only for models that reason."""
         from quire.engine.llm import as_chat
         from quire.text.answers import PlainAnswer
 
@@ -119,7 +130,7 @@ def _piece(delta: Delta, parser: AnswerParser) -> Piece:
 
     parts = parser.push(delta.text)
     if delta.finish_reason is not None:
-        parts += parser.finish()
+        parts += parser.finish(is_cut=delta.finish_reason == "length")
     return Piece(
         index=delta.index,
         text="".join(part.text for part in parts if isinstance(part, Words)),
@@ -132,7 +143,7 @@ def _piece(delta: Delta, parser: AnswerParser) -> Piece:
 
 
 def _documents(entries: Sequence[TokenLogprob]) -> tuple[dict[str, Any], ...]:
-    """`bytes` beside the text: a token may be part of a character."""
+    """Log probabilities as --json prints them, with `bytes`: a token may be part of a character."""
     return tuple(
         {
             "token_id": entry.token_id,

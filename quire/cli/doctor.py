@@ -1,6 +1,6 @@
-"""`quire doctor`: what this machine has, what runs on it, and how to get what is missing.
+"""`quire doctor`: what this machine has, which backends run, and how to install what is missing.
 
-People paste this into issues: no secrets, no user names, and `~` for home.
+The report is made for issues: no secrets, no user names, and `~` for the home folder.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from quire.errors import install_command
 from quire.sizes import file_size, reported_size
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
 
-# What a package is for, and whether nothing can be generated without it.
+# Package -> its purpose, and whether generation needs it.
 PACKAGES: dict[str, tuple[str, bool]] = {
     "numpy": ("reads the weights", True),
     "tokenizers": ("turns text into tokens", True),
     "jinja2": ("renders chat templates", True),
-    "gguf": ("reads GGUF files, as the default model is", False),
+    "gguf": ("reads GGUF files, such as the default model", False),
     "safetensors": ("reads folders of safetensors", False),
-    "msgspec": ("speaks to the process that runs a model", False),
-    "huggingface-hub": ("fetches models of the hub", False),
+    "msgspec": ("encodes messages to the process that runs a model", False),
+    "huggingface-hub": ("downloads models of the hub", False),
 }
 VARIABLES = (
     "QUIRE_CACHE", "QUIRE_NATIVE_LIBRARY", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
-SECRETS = ("HF_TOKEN",)  # only whether they are set
+SECRETS = ("HF_TOKEN",)  # reported as set or not
 FEATURES = ("asimddp", "i8mm", "bf16", "sve", "sve2", "avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
 ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
 CPUINFO = Path("/proc/cpuinfo")
@@ -49,12 +49,12 @@ LITTLE_DISK_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Problem:
     what: str
-    how: str  # a command that mends it
+    how: str  # a command that solves it
     is_essential: bool
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
-    """Say what this machine has, what runs on it and how to get what is missing. Exit code 1: nothing can run."""
+    """Check this machine: hardware, backends, packages, models, and what is missing. Exit code 1: no model can run."""
     report = examine()
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -66,7 +66,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 
 def examine() -> dict[str, Any]:
-    """Everything, as plain values that are safe to show to anyone."""
+    """The report as plain values, without private data."""
     native, torch = _native(), _torch()
     packages = {name: _version(name) for name in ("torch", *PACKAGES)}
     models = [_model(model, packages) for model in local_models()]
@@ -94,11 +94,11 @@ def examine() -> dict[str, Any]:
     return shown
 
 
-# Looking
+# Examination
 
 
 def _native() -> dict[str, Any]:
-    """What the library of the native backend says of itself, or why it cannot be loaded."""
+    """The kernels of the native backend, or why its library cannot be loaded."""
     try:
         from quire.backends.native.library import kernels_available, kernels_in_use
 
@@ -110,7 +110,7 @@ def _native() -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """What PyTorch says of itself. A broken one is as good as none, and says why."""
+    """The devices of PyTorch, or why it cannot be imported."""
     try:
         import torch
     except Exception as error:
@@ -152,7 +152,7 @@ def _hardware(torch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """Its name, and those of its features that fast kernels use."""
+    """The name of the CPU and its features that kernels use."""
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -181,7 +181,7 @@ def _backends(native: dict[str, Any], torch: dict[str, Any]) -> list[dict[str, A
 
 
 def _model(model: LocalModel, packages: dict[str, str | None]) -> dict[str, Any]:
-    has_reader = packages[model.format] is not None  # formats and the packages that read them share their names
+    has_reader = packages[model.format] is not None  # a format has the name of the package that reads it
     problem = model.problem or ("" if has_reader else f"{model.format} is not installed")
     return {
         "name": model.name,
@@ -205,15 +205,15 @@ def _environment() -> dict[str, str | None]:
     return shown | {name: "set, not shown" if os.environ.get(name) else None for name in SECRETS}
 
 
-# Judging
+# Problems
 
 
 def _backend_problems(
     packages: dict[str, str | None], native: dict[str, Any], torch: dict[str, Any]
 ) -> Iterator[Problem]:
-    """One of the two is enough."""
+    """Problems of the backends. One working backend is enough."""
     if not native["works"]:
-        how = "make install   # in the folder quire was installed from: it builds the library, with gcc or clang"
+        how = "make install   # in the folder of the source: builds the library with gcc or clang"
         yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, not torch["works"])
     if packages["torch"] is not None and not torch["works"]:
         how = install_command("--force-reinstall torch")
@@ -234,30 +234,30 @@ def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Ite
         what = "there is an NVIDIA GPU, and PyTorch, which computes on it, is not installed"
         yield Problem(what, install_command("torch"), False)
     elif torch["works"] and torch["cuda"] is None:
-        how = f"{install_command('--force-reinstall torch')}   # the usual one has CUDA on Linux"
+        how = f"{install_command('--force-reinstall torch')}   # the default package has CUDA on Linux"
         yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
     elif torch["works"]:
-        how = "nvidia-smi   # says what is wrong with the driver; CUDA_VISIBLE_DEVICES may hide the GPU"
+        how = "nvidia-smi   # shows the state of the driver; CUDA_VISIBLE_DEVICES may hide the GPU"
         yield Problem(f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it", how, False)
 
 
 def _model_problems(models: list[dict[str, Any]], disk: dict[str, Any]) -> Iterator[Problem]:
     works = any(model["opens"] for model in models)
     if not works:
-        yield Problem("no model that can be opened is on this machine", f"quire pull {DEFAULT_MODEL}", True)
+        yield Problem("there is no model on this machine that can be opened", f"quire pull {DEFAULT_MODEL}", True)
     for model in models:
-        if not model["opens"] and not model["problem"].endswith(" is not installed"):  # that was said already
+        if not model["opens"] and not model["problem"].endswith(" is not installed"):  # reported above
             name = re.sub(r":[^:]*\.gguf$", "", model["name"]) if "/" in model["name"] else model["name"]
             yield Problem(f"{model['name']} cannot be opened: {model['problem']}", f"quire pull {name}", False)
     if disk["free_bytes"] < LITTLE_DISK_BYTES:
         yield Problem(f"{file_size(disk['free_bytes'])} are free for models", f"df -h {disk['path']}", False)
 
 
-# Showing
+# Output
 
 
 def _anonymous(value: Any) -> Any:
-    """Strings without the home folder and, in paths, without the user's name."""
+    """The value with the home folder and the user name in paths replaced."""
     if isinstance(value, dict):
         return {key: _anonymous(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -273,7 +273,7 @@ def _anonymous(value: Any) -> Any:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container may run under a number nobody has named
+    except (KeyError, OSError, ImportError):  # in a container the user id may have no name
         return ""
 
 
@@ -281,18 +281,18 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     hardware, cache = report["hardware"], report["cache"]
     yield f"quire {report['quire']}, Python {report['python']}, {report['system']}"
     yield ""
-    features = ", ".join(hardware["features"]) or "none that matter"
+    features = ", ".join(hardware["features"]) or "no relevant features"
     yield f"cpu       {hardware['cpu']}, {hardware['cores']} cores usable; {features}"
     yield f"memory    {reported_size(hardware['memory_bytes'])}, {reported_size(hardware['available_bytes'])} available"
     for gpu in hardware["gpus"]:
         yield f"gpu       {gpu['name']}, {reported_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
     if not hardware["gpus"]:
-        yield "gpu       none that PyTorch can use"
+        yield "gpu       none usable by PyTorch"
     yield f"disk      {file_size(cache['free_bytes'])} free for {cache['path']}"
     yield ""
     for backend in report["backends"]:
         others = backend.get("other_kernels")
-        kernels = backend["kernels"] + (f"; {', '.join(others)} would run too" if others else "")
+        kernels = backend["kernels"] + (f"; {', '.join(others)} also run" if others else "")
         runs = f"runs in {backend['dtype']} ({kernels})" if backend["runs"] else "does not run here"
         yield f"{backend['name']:12}{runs}"
     yield ""
@@ -309,4 +309,4 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     for problem in report["problems"]:
         yield f"{'MISSING' if problem['is_essential'] else 'note'}: {problem['what']}"
         yield f"    {problem['how']}"
-    yield "quire can generate here." if report["can_generate"] else "quire cannot generate here yet."
+    yield "quire can run models here." if report["can_generate"] else "quire cannot run models here yet."

@@ -1,4 +1,4 @@
-"""The first words of a server: one question asked twice through its own front door, to show that the cache works."""
+"""`quire serve --hello`: one question sent twice to the server over HTTP, to show an answer and a cache hit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import typer
 
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 
 QUESTION = "What is the capital of France?"
 LIMIT_S = 300.0
 
 
 def ask_first_question(url: str, model: str, keys: Sequence[str]) -> None:
-    """In a thread: whoever calls runs the loop that has to answer."""
+    """Send the question in a thread: the caller runs the event loop that answers it."""
     threading.Thread(target=_ask_twice, args=(url, model, keys), name="quire-hello", daemon=True).start()
 
 
@@ -26,7 +26,7 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
     try:
         for number in (1, 2):
             answer = _ask(url, model, keys)
-            text = plain(answer["choices"][0]["message"]["content"].strip())
+            text = printable(answer["choices"][0]["message"]["content"].strip())
             typer.echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
             typer.echo(f"  cache: {answer['cache']['message']}")
         typer.echo("")
@@ -47,7 +47,7 @@ def _ask(url: str, model: str, keys: Sequence[str]) -> Any:
         headers["authorization"] = f"Bearer {keys[0]}"
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     context = None
-    if url.startswith("https"):  # our own certificate, on this machine: its name need not be this machine's
+    if url.startswith("https"):  # this server's own certificate, which may name another host
         context = ssl.create_default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

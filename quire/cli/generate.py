@@ -1,4 +1,4 @@
-"""`quire generate`: one prompt, its answer on stdout and nothing else there."""
+"""`quire generate`: answer one prompt. Only the answer is written to stdout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SEPARATOR = "-" * 8  # between the answers of --n
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to answer; - or nothing reads a pipe.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing: read it from standard input.")] = None,
     model: options.ModelOption = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     system: options.SystemOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_tokens: options.MaxTokensOption = 512,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
     top_p: options.TopPOption = None,
@@ -39,12 +39,12 @@ def generate(
     frequency_penalty: options.FrequencyOption = 0.0,
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="How many answers.")] = 1,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end.")] = False,
-    json_schema: Annotated[Path | None, typer.Option(help="Answer in JSON by the schema in this file.")] = None,
-    regex: Annotated[str | None, typer.Option(help="Answer with what this regular expression matches.")] = None,
-    grammar: Annotated[Path | None, typer.Option(help="Answer by the grammar in this file, Lark or GBNF.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to show at each token.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Number of answers.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue when the model ends its answer.")] = False,
+    json_schema: Annotated[Path | None, typer.Option(help="File with the JSON schema of the answer.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="File with the grammar of the answer, Lark or GBNF.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to print for each token.")] = None,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
     local: options.LocalOption = False,
@@ -58,7 +58,7 @@ def generate(
     kv_memory: options.MemoryOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the answer.")] = False,
 ) -> None:
-    """Answer one prompt. The answer alone goes to stdout, as it comes."""
+    """Answer one prompt. The answer is written to stdout as it is generated."""
     from quire.engine.params import GenerationParams
 
     _check_shown(logprobs, as_json=as_json)
@@ -87,8 +87,8 @@ def generate(
     )  # fmt: skip
     with closing(
         model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
-    ) as speaker:
-        _answer(speaker, ask, params, as_json=as_json)
+    ) as model_used:
+        _answer(model_used, ask, params, as_json=as_json)
 
 
 def _check_shown(logprobs: int | None, *, as_json: bool) -> None:
@@ -105,14 +105,14 @@ def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> ChatInp
 
 
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
-    """What the answer must look like, said in one of three ways or not at all."""
+    """The grammar of the answer, from one of three options; None if none is given."""
     from quire.text.gbnf import written_grammar
     from quire.text.grammar import Grammar, GrammarKind
 
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise InvalidRequest(f"{' and '.join(names)} say different things: give one of them")
+        raise InvalidRequest(f"{' and '.join(names)} exclude each other")
     if regex is not None:
         return _checked(partial(Grammar, GrammarKind.REGEX, regex), f"--regex {regex!r:.80}")
     if json_schema is not None:
@@ -126,7 +126,7 @@ def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path |
 def _schema_grammar(source: str) -> Grammar:
     from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
-    Grammar(GrammarKind.JSON_SCHEMA, source)  # says what is wrong with the text
+    Grammar(GrammarKind.JSON_SCHEMA, source)  # reports what is wrong with the text
     return json_schema_grammar(json.loads(source))
 
 
@@ -148,7 +148,7 @@ def _read_file(option: str, path: Path) -> str:
 
 
 def read_prompt(given: str | None, *, is_raw: bool) -> str:
-    """The argument, or what is piped in. One line end at the end of a pipe is the shell's, not the prompt's."""
+    """The argument, or standard input without its last line end."""
     if given is None and sys.stdin.isatty():
         raise InvalidRequest('prompt is missing: quire generate "...", or pipe one in')
     text = given
@@ -167,37 +167,37 @@ def read_prompt(given: str | None, *, is_raw: bool) -> str:
     return text
 
 
-def _answer(speaker: ChatModel, ask: ChatInput, params: GenerationParams, *, as_json: bool) -> None:
-    if not isinstance(ask, str) and not speaker.has_template:
-        raise TemplateError(f"{speaker.name} has no chat template: use --raw to continue the prompt as it is")
+def _answer(model_used: ChatModel, ask: ChatInput, params: GenerationParams, *, as_json: bool) -> None:
+    if not isinstance(ask, str) and not model_used.has_template:
+        raise TemplateError(f"{model_used.name} has no chat template: use --raw to continue the prompt as it is")
     samples = [_Sample() for _ in range(params.n)]
     printer = _Printer(samples, is_silent=as_json)
     try:
         with options.options_named():
-            bill = speaker.answer(ask, params, printer.take)
+            usage = model_used.answer(ask, params, printer.take)
     finally:
-        printer.finish()  # also after ^C: what was printed stands on a line of its own
-    printer.pace.settle(bill)
-    if len(samples) == 1 and bill is not None:
-        samples[0].num_tokens = bill.completion_tokens
+        printer.finish()  # also after Ctrl-C: the next output starts on a new line
+    printer.pace.settle(usage)
+    if len(samples) == 1 and usage is not None:
+        samples[0].num_tokens = usage.completion_tokens
     if as_json:
         has_logprobs = params.logprobs is not None
-        document = _document(speaker.name, samples, bill, printer.pace, has_logprobs=has_logprobs)
+        document = _document(model_used.name, samples, usage, printer.pace, has_logprobs=has_logprobs)
         typer.echo(json.dumps(document, ensure_ascii=False))
     elif sys.stderr.isatty():
-        typer.echo(_summary(samples, bill, printer.pace, params.max_tokens, speaker.max_model_len), err=True)
+        typer.echo(_summary(samples, usage, printer.pace, params.max_tokens, model_used.max_model_len), err=True)
     elif cuts := [sample for sample in samples if sample.end is not None and sample.end.finish_reason == "length"]:
-        # a pipe has no use for the figures, but who reads it may take half an answer for a whole one
-        typer.echo(f"{_why_stopped(cuts[0], params.max_tokens, speaker.max_model_len)}: the answer is cut", err=True)
+        # without a terminal no figures are printed, but the reader must know that the answer is incomplete
+        typer.echo(f"{_why_stopped(cuts[0], params.max_tokens, model_used.max_model_len)}: the answer is cut", err=True)
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One answer, as far as it has come."""
+    """One answer, as far as it is received."""
 
     text: str = ""
     thought: str = ""
-    num_tokens: int | None = 0  # None: nobody counted them
+    num_tokens: int | None = 0  # None: not counted
     num_printed: int = 0  # characters
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     end: Piece | None = None
@@ -213,14 +213,14 @@ class _Sample:
 
 
 class _Printer:
-    """Prints answers one after another: the first as it comes, the others when it is their turn."""
+    """Prints answers one after another. The current one is printed as it arrives, the others are kept."""
 
     def __init__(self, samples: list[_Sample], *, is_silent: bool) -> None:
         self.pace = answer_output.TokenRate()
         self._samples = samples
-        self._speech = answer_output.AnswerWriter()
+        self._writer = answer_output.AnswerWriter()
         self._is_silent = is_silent
-        self._is_broken = False  # stdout is gone
+        self._is_broken = False  # stdout is closed
         self._current = 0
 
     def take(self, piece: Piece) -> None:
@@ -230,7 +230,7 @@ class _Printer:
             return
         try:
             if piece.index == self._current:
-                self._speech.think(piece.thought)
+                self._writer.think(piece.thought)
             self._print()
         except OSError:
             self._is_broken = True
@@ -238,42 +238,42 @@ class _Printer:
 
     def finish(self) -> None:
         if not self._is_broken:
-            self._speech.end_line()
+            self._writer.end_line()
 
     def _print(self) -> None:
         while True:
             sample = self._samples[self._current]
             text = sample.text[sample.num_printed :]
             sample.num_printed += len(text)
-            self._speech.say(text)
+            self._writer.say(text)
             if sample.end is None or self._current + 1 == len(self._samples):
                 return
-            self._speech.end_line()
-            self._speech.say(f"{SEPARATOR}\n")
+            self._writer.end_line()
+            self._writer.say(f"{SEPARATOR}\n")
             self._current += 1
 
 
-# What came out
+# Output
 
 
 def _summary(
     samples: list[_Sample],
-    bill: AnswerUsage | None,
+    usage: AnswerUsage | None,
     pace: answer_output.TokenRate,
     max_tokens: int | None,
     max_model_len: int,
 ) -> str:
-    cached = "" if bill is None else f", {bill.cached_tokens} of {bill.prompt_tokens} prompt tokens cached"
+    cached = "" if usage is None else f", {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
     parts = [f"{pace}{cached}"]
     for sample in samples:
-        said = _why_stopped(sample, max_tokens, max_model_len)
-        if said and said not in parts:
-            parts.append(said)
+        reason = _why_stopped(sample, max_tokens, max_model_len)
+        if reason and reason not in parts:
+            parts.append(reason)
     return "; ".join(parts)
 
 
 def _why_stopped(sample: _Sample, max_tokens: int | None, max_model_len: int) -> str:
-    """Nothing, if the model ended its answer itself."""
+    """Why the answer was cut; empty if the model ended it."""
     if sample.end is not None and sample.end.stop is not None:
         return f"stopped at --stop {sample.end.stop!r}"
     if sample.end is None or sample.end.finish_reason != "length":
@@ -286,12 +286,12 @@ def _why_stopped(sample: _Sample, max_tokens: int | None, max_model_len: int) ->
 
 
 def _document(
-    name: str, samples: list[_Sample], bill: AnswerUsage | None, pace: answer_output.TokenRate, *, has_logprobs: bool
+    name: str, samples: list[_Sample], usage: AnswerUsage | None, pace: answer_output.TokenRate, *, has_logprobs: bool
 ) -> dict[str, Any]:
     completions = [_completion(sample, has_logprobs=has_logprobs) for sample in samples]
     document = {"model": name, **completions[0]}
-    document["usage"] = None if bill is None else _usage(bill)
-    document["cache"] = None if bill is None else bill.cache
+    document["usage"] = None if usage is None else _usage(usage)
+    document["cache"] = None if usage is None else usage.cache
     document["timings"] = {"ttft_ms": _rounded(pace.ttft_ms), "tokens_per_s": _rounded(pace.tokens_per_s)}
     if len(completions) > 1:
         document["completions"] = completions
@@ -309,12 +309,12 @@ def _completion(sample: _Sample, *, has_logprobs: bool) -> dict[str, Any]:
     return document
 
 
-def _usage(bill: AnswerUsage) -> dict[str, int]:
+def _usage(usage: AnswerUsage) -> dict[str, int]:
     return {
-        "prompt_tokens": bill.prompt_tokens,
-        "completion_tokens": bill.completion_tokens,
-        "cached_tokens": bill.cached_tokens,
-        "total_tokens": bill.prompt_tokens + bill.completion_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 

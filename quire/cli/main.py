@@ -1,9 +1,11 @@
-"""The `quire` command. Imports nothing but what it is asked to run: `quire --help` answers in a blink."""
+"""The `quire` command. A command's module is imported only when the command runs: `quire --help` is quick."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -11,29 +13,55 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from quire import __version__
-from quire.errors import QuireError
+from quire.errors import InvalidRequest, QuireError
 
-# name -> what it does, in the words of its help. Each is a function of that name in quire/cli/NAME.py, or in the file
-# that FILES names.
-COMMANDS: dict[str, str] = {
-    "serve": "Serve models to OpenAI, Anthropic and Ollama clients.",
-    "generate": "Answer one prompt.",
-    "chat": "Talk with a model.",
-    "batch": "Answer a file of prompts or requests.",
-    "bench": "Measure a model here.",
-    "pull": "Fetch a model; with no name, the default one.",
-    "models": "List the models on this machine and the ones that can be fetched.",
-    "doctor": "Say what this machine has, what runs on it and how to get the rest.",
-    "sim": "Run the real scheduler on a trace.",
-    "ps": "List the models of a server, loaded or not.",
-    "load": "Load a model of a server.",
-    "unload": "Unload a model of a server.",
-    "pin": "Keep a model of a server in memory.",
-    "unpin": "Let it go when room is needed.",
-    "top": "Show what a server does, live.",
-    "replay": "Play a trace to a server, beside what the simulator says.",
+# Commands by group: name -> one-line help. Each is a function of that name in quire/cli/NAME.py, or in the file that
+# FILES names.
+GROUPS: dict[str, dict[str, str]] = {
+    "Run a model": {
+        "run": "Chat with a model, or answer one prompt.",
+        "chat": "Chat with a model in the terminal.",
+        "generate": "Answer one prompt.",
+        "batch": "Answer a file of prompts or requests.",
+    },
+    "Serve models": {
+        "serve": "Start a server for OpenAI, Anthropic and Ollama clients.",
+        "ps": "List the models and running requests of a server.",
+        "top": "Show the activity of a server, live.",
+        "load": "Load a model into a server.",
+        "unload": "Unload a model from a server.",
+        "pin": "Keep a model in a server's memory.",
+        "unpin": "Allow a server to unload a model.",
+        "cancel": "Cancel a request of a server.",
+    },
+    "Models on this machine": {
+        "models": "List models, and suggest models that run here (also: list).",
+        "pull": "Download a model; without a name, the default one.",
+        "show": "Show the facts of a model.",
+        "rm": "Delete a downloaded model.",
+        "doctor": "Check this machine: what runs, and what is missing.",
+    },
+    "Measure": {
+        "bench": "Measure a model on this machine.",
+        "sim": "Run the scheduler on a trace, without a model.",
+        "replay": "Send a trace to a server and compare with the simulator.",
+    },
 }
-FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin"), "model_admin")
+COMMANDS: dict[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
+FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin", "cancel"), "model_admin")
+ALIASES = {"list": "models", "ls": "models"}
+# Commands of Ollama that quire has no equivalent for, and what to do instead.
+ADVICE: dict[str, str] = {
+    "stop": "`quire unload MODEL` unloads a model from a server; Ctrl-C or SIGTERM stops the server",
+    "cp": "`quire serve MODEL --served-model-name NAME` serves a model under another name, without a copy",
+    "create": "quire has no Modelfile: `quire serve PATH` serves a folder or a .gguf file, and --config FILE.yaml"
+    " sets names and options",
+    "push": "quire does not upload models: `hf upload` does, of the package huggingface_hub",
+    "signin": "quire has no accounts: for gated models of the hub, set HF_TOKEN or run `hf auth login`",
+    "signout": "quire has no accounts: `hf auth logout` removes the token of the hub",
+    "launch": "start the agent itself with the addresses that `quire serve` prints; docs/clients.md lists agents",
+    "help": "`quire --help` lists the commands, `quire COMMAND --help` the options of one",
+}
 HELP = {"help_option_names": ["--help", "-h"]}
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -43,31 +71,54 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _Commands(TyperGroup):
-    """Finds a command's module when the command is asked for, not before."""
+    """Imports the module of a command when the command is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
         return list(COMMANDS)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in ADVICE:
+            raise InvalidRequest(f"there is no command {name!r}: {ADVICE[name]}")
+        if name not in COMMANDS and name not in ALIASES:
+            near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`quire --help` lists the commands"
+            raise InvalidRequest(f"there is no command {name!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         del ctx
-        if cmd_name not in COMMANDS:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
             return None
-        module = importlib.import_module(f"quire.cli.{FILES.get(cmd_name, cmd_name)}")
+        module = importlib.import_module(f"quire.cli.{FILES.get(name, name)}")
         command = typer.Typer(**_SETTINGS)
         settings = {**HELP, **getattr(module, "CONTEXT", {})}
-        command.command(name=cmd_name, context_settings=settings)(getattr(module, cmd_name))
-        return get_command(command)
+        command.command(name=cmd_name, context_settings=settings)(getattr(module, name))
+        found: Any = get_command(command)
+        if old := getattr(module, "OLD_OPTIONS", None):
+            parse = found.parse_args
+            found.parse_args = lambda context, args: parse(context, [_renamed(arg, old) for arg in args])
+        return found
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{width}}", text) for name, text in commands.items()])
+
+
+def _renamed(argument: str, names: Mapping[str, str]) -> str:
+    """The new name of an option, which may be followed by =VALUE."""
+    option, equals, value = argument.partition("=")
+    return f"{names.get(option, option)}{equals}{value}"
 
 
 app = typer.Typer(
     cls=_Commands,
-    help="Run open language models for many people at once, from code one can read.",
+    help="Run open language models on this machine and serve them to many clients at once.",
     no_args_is_help=True,
     context_settings=HELP,
     **_SETTINGS,
@@ -83,14 +134,14 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     del version  # handled by its callback
 
 
 def run() -> None:
-    """The entry point: an error of ours is one line on stderr, never a traceback."""
+    """The entry point. An error of quire is one line on stderr, without a traceback."""
     try:
         app(prog_name="quire")
     except QuireError as error:

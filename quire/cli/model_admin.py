@@ -1,84 +1,140 @@
-"""`quire ps`, `load`, `unload`, `pin`, `unpin`: the models of a running server."""
+"""Commands for a running server: `quire ps`, `load`, `unload`, `pin`, `unpin` and `cancel`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from quire.cli import options
-from quire.cli.remote import Server, plain, reach_server
+from quire.cli.server_client import ServerClient, printable, reach_server
+from quire.errors import InvalidRequest
 from quire.sizes import reported_size
 
-Name = Annotated[str, typer.Argument(help="A name or an alias that `quire ps` lists.")]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name or an alias that `quire ps` lists.")]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of a request that `quire ps` lists.")]
 
 
 def ps(
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
+    requests: Annotated[bool, typer.Option("--requests", help="List the running requests only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the models of a server: which are loaded, and what they hold."""
+    """List the models of a server with their state and memory, and its running requests."""
     remote = reach_server(server, api_key)
-    found = remote.get("/v1/models")
-    entries = found.get("data") if isinstance(found, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise remote.misspoke("a list of models that is none", found)
     if as_json:
-        typer.echo(json.dumps(entries, indent=2))
-    else:
-        _print_table(entries)
+        found = _list_requests(remote) if requests else remote.list_models()
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not requests:
+        _print_models(remote.list_models())
+    running = _list_requests(remote)
+    if running and not requests:
+        typer.echo("")
+    if running:
+        _print_requests(running)
+    elif requests:
+        typer.echo("no request is running")
+
+
+def cancel(name: RequestId, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+    """Cancel a running request. An admin key cancels any request, another key its own."""
+    remote = reach_server(server, api_key)
+    found = remote.post(f"/v1/requests/{quote(name, safe='')}/cancel", {})
+    if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
+        raise remote.malformed("no number of cancelled requests", found)
+    count = found["cancelled"]
+    typer.echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
 
 
 def load(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
-    """Load a model into a server, and wait for it. Others may have to go for it."""
-    _tell(_order(reach_server(server, api_key), "load", {"model": name}))
+    """Load a model into a server and wait until it is ready. Other models are unloaded if memory is short."""
+    _print_state(_order(reach_server(server, api_key), "load", {"model": name}))
 
 
 def unload(
     name: Name,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Cut requests under way.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Cancel its running requests.")] = False,
 ) -> None:
-    """Unload a model of a server, when its requests have ended. The next request loads it again."""
-    _tell(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))
+    """Unload a model when its requests have finished. The next request loads it again."""
+    _print_state(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))
 
 
 def pin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
-    """Keep a model in memory, once it is there, whoever needs room."""
-    _tell(_order(reach_server(server, api_key), "pin", {"model": name}))
+    """Keep a model in memory once it is loaded, even if other models need the memory."""
+    _print_state(_order(reach_server(server, api_key), "pin", {"model": name}))
 
 
 def unpin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
-    """Let a model go when room is needed."""
-    _tell(_order(reach_server(server, api_key), "unpin", {"model": name}))
+    """Allow the server to unload a model when memory is short."""
+    _print_state(_order(reach_server(server, api_key), "unpin", {"model": name}))
 
 
-def _order(remote: Server, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-    with remote.open("POST", f"/v1/models/{verb}", body) as response:
-        found = remote.parse(b"".join(remote.chunks(response)))
+def _order(remote: ServerClient, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+    found = remote.post(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
-        raise remote.misspoke("no state of a model", found)
+        raise remote.malformed("no model state", found)
     return found
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _print_state(found: dict[str, Any]) -> None:
     pinned = ", pinned" if found.get("is_pinned") is True else ""
-    typer.echo(f"{plain(str(found.get('model')))} is {plain(found['state'])}{pinned}{_shortened(found)}")
+    typer.echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_context_note(found)}")
 
 
-def _shortened(found: dict[str, Any]) -> str:
-    """Nothing, if its context is as long as it can be."""
+def _context_note(found: dict[str, Any]) -> str:
+    """A note if the KV cache limits the context; else empty."""
     length, full = found.get("max_model_len"), found.get("full_model_len")
     if found["state"] != "ready" or type(length) is not int or type(full) is not int or length >= full:
         return ""
     return f", with {length:,} tokens of context instead of {full:,}: its KV cache has no room"
 
 
-def _print_table(entries: list[dict[str, Any]]) -> None:
-    """One row a model: its other names stand beside it."""
+def _list_requests(remote: ServerClient) -> list[dict[str, Any]]:
+    try:
+        found = remote.get("/v1/requests")
+    except InvalidRequest as error:
+        if "HTTP 404" in str(error):
+            return []  # an older server does not list them
+        raise
+    entries = found.get("data") if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise remote.malformed("a malformed list of requests", found)
+    return entries
+
+
+def _print_models(entries: list[dict[str, Any]]) -> None:
+    """One row for each model, with its aliases."""
+    rows = []
+    for name, aliases, entry in _by_model(entries):
+        state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
+        num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
+        shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
+        held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
+        rows.append((name, ", ".join(aliases), state, held, str(context)))
+    _print_table(("name", "aliases", "state"), ("memory", "context"), rows)
+
+
+def _print_requests(entries: list[dict[str, Any]]) -> None:
+    rows = []
+    for entry in entries:
+        texts = [str(entry.get(field)) for field in ("id", "model", "key", "state", "priority")]
+        age_s, prompt, limit = entry.get("age_s"), entry.get("prompt_tokens"), entry.get("max_tokens")
+        age = f"{age_s:.0f} s" if isinstance(age_s, int | float) else "?"
+        cached = f", {entry.get('cached_tokens')} cached" if entry.get("cached_tokens") else ""
+        answer = f"{entry.get('completion_tokens')}{'' if limit is None else f' of {limit}'}"
+        rows.append((*texts, age, "" if prompt is None else f"{prompt}{cached}", answer))
+    _print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
+
+
+def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table without lines; columns of numbers come last."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -87,17 +143,12 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # a file has room for long names
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "aliases", "state"):
+    for column in texts:
         table.add_column(column, overflow="fold")
-    for column in ("memory", "context"):
+    for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, aliases, entry in _by_model(entries):
-        state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
-        num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
-        shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
-        held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
-        row = [name, ", ".join(aliases), state, held, str(context)]
-        table.add_row(*(Text(plain(cell)) for cell in row))
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
 
 

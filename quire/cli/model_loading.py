@@ -1,4 +1,4 @@
-"""Opens the model that a command asks: a running server that has it, or the model in this process."""
+"""Opens the model of a command: on a running server that has it, or in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import typer
 from quire.cli.chat_model import ChatModel, LocalModel
 from quire.cli.options import option_name, options_named
 from quire.cli.pull import download_bar
-from quire.cli.remote import choose_address, chosen_key, find_server
+from quire.cli.remote_model import find_server
+from quire.cli.server_client import choose_address, chosen_key
 from quire.errors import ModelNotFound, QuireError
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def open_chat_model(
     model: str | None, settings: dict[str, Any], *, server: str | None, api_key: str | None, is_local: bool
 ) -> ChatModel:
-    """A running server that has the model, or else the model itself. Settings of an engine mean one of our own."""
+    """The model on a running server that has it, else in this process. Engine settings select this process."""
     address = choose_address(server, is_local=is_local, engine_options=[option_name(name) for name in settings])
     if address is not None:
         remote = find_server(address, model, chosen_key(api_key))
@@ -35,7 +36,7 @@ def open_chat_model(
 
 
 def open_llm(model: str | None, settings: dict[str, Any]) -> LLM:
-    """Load a model, with a bar on a terminal. One that quire knows and that is not here is fetched first."""
+    """Load a model, with a progress bar on a terminal. A known model that is not here is downloaded first."""
     from quire.engine.llm import LLM
 
     path, name = locate(model), model or DEFAULT_MODEL
@@ -50,14 +51,14 @@ def locate(name: str | None) -> Path:
         known = find_known(name or DEFAULT_MODEL)
         if known is None:
             raise
-    typer.echo(f"{known.name} is not on this machine: fetching it, {known.size_bytes / 1e6:.0f} MB", err=True)
+    typer.echo(f"{known.name} is not on this machine: downloading it, {known.size_bytes / 1e6:.0f} MB", err=True)
     with download_bar(known.name) as progress:
         return pull(known.name, progress)
 
 
 @contextmanager
 def _memory_named(name: str) -> Iterator[None]:
-    """A model too large for the machine is no bug: say it in one line. PyTorch has no class for it on a CPU."""
+    """Report a model that does not fit into memory in one line. On a CPU, PyTorch raises RuntimeError for it."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -69,7 +70,7 @@ def _memory_named(name: str) -> Iterator[None]:
 
 @contextmanager
 def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr while the weights are read; nothing where nobody looks."""
+    """A progress bar on stderr while weights are read; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -78,5 +79,5 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"loading {name}", total=None)  # of unknown length while PyTorch itself loads
+        task = bar.add_task(f"loading {name}", total=None)  # unknown while PyTorch is imported
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,56 +1,98 @@
-"""`quire models`: what is on this machine, and what can be pulled."""
+"""`quire models`: the models on this machine, and models that can be pulled and run on it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli.machine_fit import Fit, read_memory
+from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
 from quire.sizes import file_size
 from quire.weights.hub import KNOWN_MODELS, LocalModel, local_models
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
-    """List the models on this machine and the ones that can be pulled by name."""
+
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """List the models on this machine with sizes and paths, and suggest models that run on it."""
     here = local_models()
-    if as_json:
-        typer.echo(json.dumps(_document(here), indent=2))
-    else:
-        _print_table(here)
-
-
-def _document(here: list[LocalModel]) -> dict[str, object]:
     names = {model.name for model in here if not model.problem}
+    suggested = suggest(read_memory(), names)
+    if as_json:
+        typer.echo(json.dumps(_document(here, names, suggested), indent=2))
+    else:
+        _print_tables(here, names, suggested)
+
+
+def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> dict[str, object]:
     return {
         "local": [{**asdict(model), "path": str(model.path)} for model in here],
         "known": [{**asdict(model), "is_local": model.name in names} for model in KNOWN_MODELS.values()],
+        "suggested": [
+            {**asdict(one), "size_bytes": one.size_bytes, "device": place.device} for one, place in suggested
+        ],
     }
 
 
-def _print_table(here: list[LocalModel]) -> None:
+def _print_tables(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # a file has room for long names
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "format", "type", "architecture"):
-        table.add_column(column, overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    for model in here:
-        if not model.problem:
-            row = [model.name, model.format, model.quantization, model.architecture, file_size(model.size_bytes)]
-            table.add_row(*(Text(cell) for cell in row))
-    names = {model.name for model in here if not model.problem}
-    for known in KNOWN_MODELS.values():
-        if known.name not in names:
-            row = [known.name, "gguf", "", f"not here: quire pull {known.name}", file_size(known.size_bytes)]
-            table.add_row(*(Text(cell, style="dim") for cell in row))
-    console.print(table)
+    _print_local(console, here)
+    missing = [known for known in KNOWN_MODELS.values() if known.name not in names]
+    if missing or suggested:
+        if names:
+            console.print()
+        console.print(Text("Can be pulled and runs here:"))
+        rows = [(one.name, "gguf", "", file_size(one.size_bytes), "") for one in missing]
+        rows += [
+            (one.name, one.family, one.type, file_size(one.size_bytes), f"{one.max_model_len:,}")
+            for one, _ in suggested
+        ]
+        _print_rows(console, ("quire pull ...", "family", "type", "size", "context"), rows)
+    if suggested:
+        console.print(Text(f"Coding agents need at least {AGENT_CONTEXT:,} tokens of context, and KV memory for them."))
+
+
+def _print_local(console: Console, here: list[LocalModel]) -> None:
+    from rich.text import Text
+
+    rows = [
+        (model.name, model.architecture, model.quantization, file_size(model.size_bytes), short_path(model.path))
+        for model in here
+        if not model.problem
+    ]
+    if rows:
+        _print_rows(console, ("name", "architecture", "type", "size", "path"), rows)
     for model in here:
         if model.problem:
-            console.print(Text(f"{model.name}: {model.problem}"))
+            console.print(Text(f"{model.name}: {model.problem} ({short_path(model.path)})"))
+
+
+def _print_rows(console: Console, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        is_number = column in ("size", "context")
+        settings: dict[str, Any] = {"justify": "right", "no_wrap": True} if is_number else {"overflow": "fold"}
+        table.add_column(column, **settings)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def short_path(path: Path) -> str:
+    """With ~ for the home folder."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) and path != home else str(path)

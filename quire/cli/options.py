@@ -1,4 +1,4 @@
-"""Options that several commands share, and the engine settings they become."""
+"""Options that several commands share, and the engine settings made from them."""
 
 from __future__ import annotations
 
@@ -9,56 +9,87 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.remote import DEFAULT_URL
+from quire.cli.server_client import DEFAULT_URL
+from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
+from quire.core.policy import PATIENCE_S
 from quire.errors import InvalidRequest
+from quire.sizes import compared_sizes
 
 if TYPE_CHECKING:
+    from quire.engine.composition import EngineConfig
     from quire.engine.params import GenerationParams
 
-# The options, once. None: what the model's makers recommend.
+# None selects the default of the model.
 
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", help="A name `quire models` lists, a folder of safetensors or a .gguf file."),
 ]
-SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions to the model, ahead of the talk.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="0: always the most probable token.")]
-TopKOption = Annotated[int | None, typer.Option(help="Draw among this many tokens; 0: all.")]
-TopPOption = Annotated[float | None, typer.Option(help="Draw among the tokens that make up this probability.")]
-MinPOption = Annotated[float | None, typer.Option(help="Leave out what is less probable than this share of the best.")]
-RepetitionOption = Annotated[float | None, typer.Option(help="Above 1: avoid tokens already there, the prompt's too.")]
-PresenceOption = Annotated[float, typer.Option(help="Above 0: avoid tokens the answer has used.")]
-FrequencyOption = Annotated[float, typer.Option(help="Above 0: avoid them the more, the oftener they were used.")]
-SeedOption = Annotated[int | None, typer.Option(help="The same seed draws the same answer.")]
+SystemOption = Annotated[str | None, typer.Option("--system", help="System prompt.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="Sampling temperature, 0 to 2; 0 always selects the most probable token.")
+]
+MaxTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+TopKOption = Annotated[int | None, typer.Option(help="Sample from this many most probable tokens; 0: from all.")]
+TopPOption = Annotated[
+    float | None, typer.Option(help="Sample from the most probable tokens that have this total probability.")
+]
+MinPOption = Annotated[
+    float | None, typer.Option(help="Exclude tokens less probable than this share of the most probable one.")
+]
+RepetitionOption = Annotated[float | None, typer.Option(help="Above 1: avoid tokens of the prompt and the answer.")]
+PresenceOption = Annotated[float, typer.Option(help="Above 0: avoid tokens that the answer contains.")]
+FrequencyOption = Annotated[
+    float, typer.Option(help="Above 0: avoid tokens in proportion to their number in the answer.")
+]
+SeedOption = Annotated[int | None, typer.Option(help="Seed of random sampling; the same seed gives the same answer.")]
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
 BackendOption = Annotated[
-    str | None, typer.Option(help="What computes: auto, native, torch, or fake: nothing, for tests of clients.")
+    str | None,
+    typer.Option(help="Backend: auto, native, torch, or fake, which computes nothing, for tests of clients."),
 ]
 PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
-DtypeOption = Annotated[str | None, typer.Option(help="auto; of the torch backend: float32, float16, bfloat16.")]
-DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
-LoadFormatOption = Annotated[str | None, typer.Option(help="auto, or dummy: random weights for a config.json.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; as many as there are cores.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="Number format of the torch backend: auto, float32, float16 or bfloat16.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu or cuda.")]
+LoadFormatOption = Annotated[
+    str | None, typer.Option(help="Weights: auto, or dummy for random ones of the shapes in config.json.")
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="Number of CPU threads; by default the number of cores.")]
 ContextOption = Annotated[
     int | None,
-    typer.Option("--max-model-len", help="Most tokens of prompt and answer; as the model was made for."),
+    typer.Option("--max-model-len", help="Maximum number of tokens of prompt and answer; by default the model's own."),
 ]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
+        # `quire.backends.kv_memory` has the numbers; a test compares them
         help="Memory for the KV cache, like 2G or 512M. By default 40 % of free memory and at most 4G on a CPU;"
-        " on a GPU, all that steps leave.",  # `quire.backends.kv_memory` has the numbers; a test compares them
+        " on a GPU, the memory that steps do not need.",
     ),
 ]
 ServerOption = Annotated[
     str | None,
     typer.Option(
-        "--server", metavar="URL", help=f"Ask this server; else $QUIRE_SERVER, else {DEFAULT_URL} if it is up."
+        "--server", metavar="URL", help=f"Server to use; else $QUIRE_SERVER, else {DEFAULT_URL} if a server runs there."
     ),
 ]
-KeyOption = Annotated[str | None, typer.Option("--api-key", metavar="KEY", help="For the server; else $QUIRE_API_KEY.")]
-LocalOption = Annotated[bool, typer.Option("--local", help="Load the model here, whatever server is up.")]
+KeyOption = Annotated[
+    str | None, typer.Option("--api-key", metavar="KEY", help="API key for the server; else $QUIRE_API_KEY.")
+]
+PatienceOption = Annotated[
+    float | None,
+    typer.Option(help=f"Policy aging: seconds of waiting that raise a request by one tier ({PATIENCE_S:g})."),
+]
+NormalShareOption = Annotated[
+    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier normal ({NORMAL_SHARE:g}).")
+]
+LowShareOption = Annotated[
+    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
+]
+LocalOption = Annotated[bool, typer.Option("--local", help="Load the model in this process, even if a server runs.")]
 
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -69,7 +100,7 @@ _FIELDS = {
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Let an error name the option as it is typed, not the field it became."""
+    """Replace field names in errors by option names."""
     try:
         yield
     except InvalidRequest as error:
@@ -81,7 +112,7 @@ def options_named() -> Iterator[None]:
 
 
 def check_answer(params: GenerationParams) -> None:
-    """Refuse an answer of no tokens, which scores prompts over HTTP: here there would be nothing to print."""
+    """Refuse answers of 0 tokens. Over HTTP they score prompts; a command has nothing to print for them."""
     if params.is_empty:
         raise InvalidRequest("max_tokens = 0 leaves no room for an answer")
 
@@ -101,7 +132,7 @@ def engine_settings(
     max_model_len: int | None,
     kv_memory: str | None,
 ) -> dict[str, Any]:
-    """Those that were given, refused here if they can never work: before anything is fetched or loaded."""
+    """The settings that were given. Refuses settings that cannot work, before a model is downloaded or loaded."""
     given: dict[str, Any] = {
         "backend": backend,
         "precision": precision,
@@ -117,5 +148,18 @@ def engine_settings(
         from quire.engine.composition import EngineConfig
 
         with options_named():
-            EngineConfig(**settings)
+            check_memory(EngineConfig(**settings))
     return settings
+
+
+def check_memory(engine: EngineConfig) -> None:
+    """Refuse a KV cache larger than the free memory before the model is loaded."""
+    if engine.kv_memory is None or engine.backend == "fake":
+        return
+    from quire.cli.machine_fit import read_memory
+
+    memory = read_memory()
+    free = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
+    if engine.kv_memory > free:
+        wanted, there = compared_sizes(engine.kv_memory, free)
+        raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} of free memory")

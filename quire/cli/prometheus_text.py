@@ -1,4 +1,4 @@
-"""Prometheus' text format, read back: what a command wants to know of a server's /metrics."""
+"""Reads Prometheus' text format, the format of a server's /metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sample:
 
 
 def read_exposition(text: str) -> Iterator[Sample]:
-    """Every sample. What is not in the format is passed over."""
+    """All samples. Lines in another format are skipped."""
     for line in text.splitlines():
         found = _LINE.match(line)
         if found is None:
@@ -32,7 +32,7 @@ def read_exposition(text: str) -> Iterator[Sample]:
 
 
 def total(samples: list[Sample], name: str, **labels: str) -> float | None:
-    """The sum over all series of that name with these labels; None where there is none."""
+    """The sum of all series of a name with these labels; None if there are none."""
     found = [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
     return sum(found) if found else None
 

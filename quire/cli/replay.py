@@ -1,4 +1,4 @@
-"""`quire replay`: a recorded trace against a live server, and what the simulator says of the same trace."""
+"""`quire replay`: send a recorded trace to a server and compare with the simulation of the same trace."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
-from quire.cli.remote import Server, ServerError, note, reach_server
 from quire.cli.replay_report import Replayed, described, document, print_report
+from quire.cli.server_client import ServerClient, ServerError, note, reach_server
 from quire.errors import InvalidRequest, QuireError
 from quire.sim.replay import Ending, Fit, Probe, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
@@ -33,24 +33,26 @@ def replay(
         str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
     ] = None,
     from_log: Annotated[
-        str | None, typer.Option(metavar="LOG", help="Instead: the log of a server with --log-format json.")
+        str | None, typer.Option(metavar="LOG", help="In place of a trace: the log of a server with --log-format json.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Which of the server's models (its first).")
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model of the server (the first).")] = None,
+    speed: Annotated[float, typer.Option(help="Speed of the trace: 2.0 sends it in half the time.")] = 1.0,
+    max_requests: Annotated[int | None, typer.Option(help="Maximum number of requests to send.")] = None,
+    base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the measured one.")] = None,
+    token_us: Annotated[
+        float | None, typer.Option(help="Time per computed token, in place of the measured one.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="2.0 sends everything in half the time.")] = 1.0,
-    max_requests: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
-    base_ms: Annotated[float | None, typer.Option(help="Time of any step, instead of the measured one.")] = None,
-    token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the measured.")] = None,
-    context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the measured.")] = None,
+    context_us: Annotated[
+        float | None, typer.Option(help="Time per KV token that is read, in place of the measured one.")
+    ] = None,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    save_trace: Annotated[Path | None, typer.Option(help="Write the trace that is played to this file.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and write the trace, and send nothing.")] = False,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the trace that is sent to this file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and write the trace without sending it.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Play a recorded trace to a live server and compare what came of it with the simulator's prediction."""
+    """Send a recorded trace to a server and compare its figures with those of the simulator."""
     _check_outputs(trace or from_log, {"--save": save, "--save-trace": save_trace})
     todo = _trace(trace, from_log, speed, max_requests)
     if save_trace is not None:
@@ -71,11 +73,11 @@ def replay(
         print_report(result)
 
 
-# What was asked for
+# Options
 
 
 def _check_outputs(trace: str | None, outputs: dict[str, Path | None]) -> None:
-    """Refuse before the run what could not be written after it."""
+    """Refuse outputs that could not be written, before the run."""
     for option, path in outputs.items():
         if path is None:
             continue
@@ -88,13 +90,13 @@ def _check_outputs(trace: str | None, outputs: dict[str, Path | None]) -> None:
 
 def _trace(path: str | None, log: str | None, speed: float, max_requests: int | None) -> list[TraceRequest]:
     if (path is None) == (log is None):
-        raise InvalidRequest("a trace is needed, as an argument or with --from-log, and only one of them")
+        raise InvalidRequest("give one trace, as an argument or with --from-log")
     if log is not None:
         recorded = read_log(log)
         found = recorded.requests
         typer.echo(
-            f"{log}: {len(found):,} requests, {recorded.num_left_out:,} that were not served left out."
-            " What prompts shared is in no log: in this trace they share nothing",
+            f"{log}: {len(found):,} requests, {recorded.num_left_out:,} that were not served are left out."
+            " A log does not contain prompts: in this trace no prompts share a prefix",
             err=True,
         )
     else:
@@ -111,23 +113,25 @@ def _trace(path: str | None, log: str | None, speed: float, max_requests: int | 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Since the server began. None: it does not say."""
+    """Counters since the start of the server. None: not reported."""
 
     num_preemptions: int | None
     num_steps: int | None
 
 
-def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]) -> Replayed:
+def _run(
+    server: ServerClient, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]
+) -> Replayed:
     from quire.cli.replay_client import ReplayClient, Texts, find_vocab_size
 
     model, _ = server.find_model(wanted)
     texts = Texts(find_vocab_size(server, model))
-    player = ReplayClient(server, model, texts, f"replay-{secrets.token_hex(8)}")
+    client = ReplayClient(server, model, texts, f"replay-{secrets.token_hex(8)}")
     config = server_config(server, model)
-    found = _step_times(player, config, given)
+    found = _step_times(client, config, given)
     before = _counts(server, model)
     with _progress(len(trace), "replaying") as show:
-        served = player.play(trace, show)
+        served = client.play(trace, show)
     after = _counts(server, model)
     with _progress(len(trace), "simulating") as show:
         report = simulate(trace, config, found.step_time, show)
@@ -139,8 +143,8 @@ def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], give
         num_made_up=texts.num_made_up,
         live=measured(
             served,
-            num_preemptions=_gained(before.num_preemptions, after.num_preemptions),
-            num_steps=_gained(before.num_steps, after.num_steps),
+            num_preemptions=_difference(before.num_preemptions, after.num_preemptions),
+            num_steps=_difference(before.num_steps, after.num_steps),
         ),
         report=report,
         fit=found,
@@ -148,25 +152,25 @@ def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], give
     )
 
 
-def server_config(server: Server, model: str) -> SimConfig:
-    """What its scheduler works with."""
+def server_config(server: ServerClient, model: str) -> SimConfig:
+    """The settings of the server's scheduler."""
     from urllib.parse import quote
 
     found = server.get(f"/version?model={quote(model)}")
     try:
         return SimConfig(**found["scheduling"])
     except (KeyError, TypeError):
-        raise server.misspoke("no account of its scheduling", found) from None
+        raise server.malformed("no scheduling settings", found) from None
 
 
-def _step_times(player: ReplayClient, config: SimConfig, given: dict[str, float | None]) -> Fit:
-    """Measured, but for what was given."""
+def _step_times(client: ReplayClient, config: SimConfig, given: dict[str, float | None]) -> Fit:
+    """Step times: those that were given, the others measured."""
     known = {name: value for name, value in given.items() if value is not None}
     try:
         if len(known) == len(given):
             return Fit(StepTime(**known), 0.0, 0.0)
         note("measuring how long steps take")
-        found = fit(_probes(player, config))
+        found = fit(_probes(client, config))
         return replace(found, step_time=replace(found.step_time, **known))
     except InvalidRequest as error:
         field, rest = str(error).split(" ", 1)
@@ -175,21 +179,21 @@ def _step_times(player: ReplayClient, config: SimConfig, given: dict[str, float 
         raise InvalidRequest(f"--{field.replace('_', '-')} {rest}") from None
 
 
-def _probes(player: ReplayClient, config: SimConfig) -> list[Probe]:
-    """Short and long prompts, with and without answers, alone and in company: what tells the unknowns apart."""
+def _probes(client: ReplayClient, config: SimConfig) -> list[Probe]:
+    """Measurements with short and long prompts, with and without answers, alone and batched, to fit step times."""
     room = min(config.max_model_len or 1 << 30, (config.num_blocks - 1) * config.block_size)
-    long, answer, company = min(LONG_PROBE, room // 2), min(33, room // 4), min(8, config.max_num_seqs)
+    long, answer, batched = min(LONG_PROBE, room // 2), min(33, room // 4), min(8, config.max_num_seqs)
     short = min(8, room // 4)
-    shapes = [(short, 1, 1), (short, answer, 1), (long, 1, 1), (long, answer, 1), (short, answer, company)]
+    shapes = [(short, 1, 1), (short, answer, 1), (long, 1, 1), (long, answer, 1), (short, answer, batched)]
     probes: list[Probe] = []
     for number in range(PROBE_ROUNDS + 1):
-        for prompt, outputs, num_requests in shapes if number else shapes[:1]:  # the first one wakes things up
+        for prompt, outputs, num_requests in shapes if number else shapes[:1]:  # the first round is a warm-up
             name = f"probe {number} {prompt} {outputs} {num_requests}"
             todo = [
                 TraceRequest(0.0, prompt, outputs, shared=((f"{name} {index}", prompt),))
                 for index in range(num_requests)
             ]
-            served = player.play(todo)
+            served = client.play(todo)
             for one in served:
                 if one.ending is not Ending.FINISHED or one.num_outputs != outputs:
                     raise ServerError(
@@ -200,13 +204,12 @@ def _probes(player: ReplayClient, config: SimConfig) -> list[Probe]:
     return probes[1:]
 
 
-def _counts(server: Server, model: str) -> _Counts:
+def _counts(server: ServerClient, model: str) -> _Counts:
     from quire.cli.prometheus_text import read_exposition, total
 
     try:
-        with server.open("GET", "/metrics") as response:
-            text = b"".join(server.chunks(response)).decode("utf-8", "replace")
-    except QuireError:  # a key may be kept from it
+        text = server.get_text("/metrics")
+    except QuireError:  # the key may not be allowed to read metrics
         return _Counts(None, None)
     samples = list(read_exposition(text))
     preemptions = total(samples, "quire:num_preemptions_total", model_name=model)
@@ -214,7 +217,7 @@ def _counts(server: Server, model: str) -> _Counts:
     return _Counts(None if preemptions is None else int(preemptions), None if steps is None else int(steps))
 
 
-def _gained(before: int | None, after: int | None) -> int | None:
+def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 

@@ -1,11 +1,10 @@
-"""Plays a trace to a live server: each request on a connection of its own, at its time.
+"""Sends a trace to a server: each request at its time, on its own connection.
 
-A thread a request: while a token is under way nothing here runs, so a few hundred of them do no harm.
+Each request has a thread, which waits for tokens most of the time: a few hundred threads cost little.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,45 +13,43 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from quire.cli.remote import Server, ServerError, plain, read_events
+from quire.cli.load_stream import LoadStream
+from quire.cli.server_client import ServerClient, ServerError
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, RequestFailed
 from quire.sim.replay import Ending, Served
 from quire.sim.traces import TraceRequest, text
 
-LEAD_S = 0.05  # a thread begins so much earlier, to have its prompt made when it is due
-MAX_OPEN = 1000  # connections at once; beyond that, requests are late and it is said
+LEAD_S = 0.05  # a thread starts this much earlier, to prepare its prompt
+MAX_OPEN = 1000  # connections; further requests are sent late, which is reported
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 500, 250)
 
 
-def find_vocab_size(server: Server, model: str) -> int:
-    """The largest of those sizes that this model has ids for: the text of traces is made of them."""
+def find_vocab_size(server: ServerClient, model: str) -> int:
+    """The largest of VOCAB_SIZES that the model's vocabulary has. Prompts of traces use ids below it."""
     for size in VOCAB_SIZES:
-        with (
-            suppress(InvalidRequest),
-            server.open("POST", "/detokenize", {"model": model, "tokens": [size - 1]}) as response,
-        ):
-            response.read()
+        with suppress(InvalidRequest):
+            server.post("/detokenize", {"model": model, "tokens": [size - 1]})
             return size
     raise ServerError(f"{server.url}: the vocabulary of {model} has fewer than {VOCAB_SIZES[-1]} tokens")
 
 
 class Texts:
-    """What the parts of prompts are made of. An answer that a later prompt contains is the one the server gave."""
+    """Token ids of the parts of prompts. A part that is an earlier answer has the ids that the server returned."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._answers: dict[str, list[int]] = {}
-        self._made_up: set[str] = set()  # asked for before they were there: they stay what they were then
+        self._made_up: set[str] = set()  # needed before they were received: they keep their made-up text
         self._lock = threading.Lock()
         self._names: frozenset[str] = frozenset()
 
     @property
     def num_made_up(self) -> int:
-        """Answers that later prompts contain, and that were not there in time."""
+        """Number of answers that were not received before a later prompt needed them."""
         return len(self._made_up)
 
     def expect(self, names: frozenset[str]) -> None:
-        """These are answers."""
+        """Set the names of parts that are answers."""
         self._names = names
 
     def answered(self, name: str, ids: list[int]) -> None:
@@ -80,32 +77,29 @@ class Texts:
 
 
 @dataclass(slots=True)
-class _Visit:
-    """One request on its way."""
+class _Run:
+    """One request of the trace, sent to the server."""
 
-    sock: socket.socket | None = None
-    has_left: bool = False
+    stream: LoadStream
     token_ids: list[int] = field(default_factory=list)
     first_at_s: float | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    is_done: bool = False
 
 
 class ReplayClient:
-    """`salt` keeps what is played apart from everything the server has cached before."""
+    """Sends traces. `salt` separates their prompts from everything that the server has cached before."""
 
-    def __init__(self, server: Server, model: str, texts: Texts, salt: str) -> None:
+    def __init__(self, server: ServerClient, model: str, texts: Texts, salt: str) -> None:
         self._server = server
         self._model = model
         self._texts = texts
         self._salt = salt
-        self._lock = threading.Lock()
-        self._places = threading.Semaphore(MAX_OPEN)
+        self._slots = threading.Semaphore(MAX_OPEN)
 
     def play(self, trace: Sequence[TraceRequest], progress: Callable[[int], None] = lambda _done: None) -> list[Served]:
-        """Until everyone has an end. `progress` is told how many have."""
+        """Send the trace and wait until all requests have ended. `progress` gets their number."""
         self._texts.expect(frozenset(one.output for one in trace if one.output))
-        visits = [_Visit() for _ in trace]
+        runs = [_Run(LoadStream(self._server)) for _ in trace]
         served: list[Served | None] = [None] * len(trace)
         events = [(one.arrival_s - LEAD_S, number, True) for number, one in enumerate(trace)]
         for number, one in enumerate(trace):
@@ -114,65 +108,55 @@ class ReplayClient:
         start_s = time.monotonic() + 2 * LEAD_S
         threads: list[threading.Thread] = []
 
-        def visit(number: int) -> None:
+        def send(number: int) -> None:
             try:
-                served[number] = self._visit(number, trace[number], visits[number], start_s)
+                served[number] = self._send(number, trace[number], runs[number], start_s)
             finally:
-                self._places.release()
+                self._slots.release()
                 progress(sum(one is not None for one in served))
 
         try:
             for at_s, number, is_arrival in sorted(events):
                 time.sleep(max(0.0, start_s + at_s - time.monotonic()))
                 if is_arrival:
-                    self._places.acquire()
-                    threads.append(threading.Thread(target=visit, args=(number,), daemon=True))
+                    self._slots.acquire()
+                    threads.append(threading.Thread(target=send, args=(number,), daemon=True))
                     threads[-1].start()
                 else:
-                    self._leave(visits[number])
+                    runs[number].stream.cancel()
             for thread in threads:
                 thread.join()
-        finally:  # an interrupted replay leaves no work behind
-            for one_visit in visits:
-                self._leave(one_visit)
+        finally:  # an interrupted replay cancels its requests
+            for run in runs:
+                run.stream.cancel()
         if (lost := next((number for number, one in enumerate(served) if one is None), None)) is not None:
-            raise RequestFailed(f"request {lost} of the trace could not be played")
+            raise RequestFailed(f"request {lost} of the trace could not be sent")
         return [one for one in served if one is not None]
 
-    def _leave(self, visit: _Visit) -> None:
-        with self._lock:
-            visit.has_left = True
-            if visit.sock is not None and not visit.is_done:
-                with suppress(OSError):
-                    visit.sock.shutdown(socket.SHUT_RDWR)
-
-    def _visit(self, number: int, one: TraceRequest, visit: _Visit, start_s: float) -> Served:
+    def _send(self, number: int, one: TraceRequest, run: _Run, start_s: float) -> Served:
         body = self._body(number, one)
         time.sleep(max(0.0, start_s + one.arrival_s - time.monotonic()))
         sent_s = time.monotonic()
         ending, problem = Ending.FINISHED, ""
         try:
-            self._read(body, visit)
+            self._read(body, run)
             if one.output:
-                self._texts.answered(one.output, visit.token_ids)
+                self._texts.answered(one.output, run.token_ids)
         except QuireError as error:
             refused = isinstance(error, QueueFull | InvalidRequest | ContextTooLong)
             ending, problem = Ending.REFUSED if refused else Ending.FAILED, str(error)
-            if visit.has_left:
+            if run.stream.is_cancelled:
                 ending, problem = Ending.LEFT, ""
-        finally:
-            with self._lock:
-                visit.is_done = True
-        details = visit.usage.get("prompt_tokens_details") or {}
+        details = run.usage.get("prompt_tokens_details") or {}
         return Served(
             priority=one.priority,
             due_s=one.arrival_s,
             sent_s=sent_s - start_s,
             end_s=time.monotonic() - start_s,
             ending=ending,
-            ttft_s=None if visit.first_at_s is None else visit.first_at_s - sent_s,
-            num_outputs=len(visit.token_ids),
-            num_prompt_tokens=visit.usage.get("prompt_tokens", 0),
+            ttft_s=None if run.first_at_s is None else run.first_at_s - sent_s,
+            num_outputs=len(run.token_ids),
+            num_prompt_tokens=run.usage.get("prompt_tokens", 0),
             num_cached_tokens=details.get("cached_tokens", 0),
             problem=problem,
         )
@@ -191,28 +175,13 @@ class ReplayClient:
             "cache_salt": f"{self._salt}.{blake2b(one.salt.encode(), digest_size=8).hexdigest()}",
         }
 
-    def _read(self, body: dict[str, Any], visit: _Visit) -> None:
-        def connected(sock: socket.socket) -> None:
-            with self._lock:
-                visit.sock = sock
-                if visit.has_left:
-                    raise RequestFailed("it left before it was heard")
-
-        with self._server.open("POST", "/v1/completions", body, connected) as response:
-            for data in read_events(self._server.chunks(response)):
-                if data.startswith("[DONE]"):
-                    return
-                self._take(self._server.parse(data), visit)
-        raise RequestFailed(f"{self._server.url} ended the stream in the midst of the answer")
-
-    def _take(self, chunk: Any, visit: _Visit) -> None:
-        try:
-            if error := chunk.get("error"):
-                raise RequestFailed(plain(str(error.get("message") or error)))
-            for choice in chunk["choices"]:
-                if ids := choice.get("token_ids"):
-                    visit.first_at_s = visit.first_at_s or time.monotonic()
-                    visit.token_ids += map(int, ids)
-            visit.usage = chunk.get("usage") or visit.usage
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise self._server.misspoke("a chunk that is none", chunk) from None
+    def _read(self, body: dict[str, Any], run: _Run) -> None:
+        for chunk in run.stream.chunks(body):
+            try:
+                for choice in chunk["choices"]:
+                    if ids := choice.get("token_ids"):
+                        run.first_at_s = run.first_at_s or time.monotonic()
+                        run.token_ids += map(int, ids)
+                run.usage = chunk.get("usage") or run.usage
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise self._server.malformed("a malformed chunk", chunk) from None

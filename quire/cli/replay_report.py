@@ -1,4 +1,4 @@
-"""What `quire replay` prints: the figures of a live server and of the simulator, side by side."""
+"""The output of `quire replay`: the figures of a server and of the simulator, side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 from quire.core.request import Priority
 from quire.sim.replay import Ending, Figures, Fit, Served, measured_part, predicted_part
 from quire.sim.simulator import SimReport, percentile
@@ -17,8 +17,8 @@ from quire.sim.traces import TraceRequest
 if TYPE_CHECKING:
     from rich.table import Table
 
-LATE_S = 0.1  # requests sent later than this say something about this machine, not about the server
-MAX_PROBLEMS = 3  # that are quoted
+LATE_S = 0.1  # later requests show a limit of this machine, not of the server
+MAX_PROBLEMS = 3  # printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Replayed:
     model: str
     trace: Sequence[TraceRequest]
     served: list[Served]
-    num_made_up: int  # answers that a later prompt contains, and that came too late to be in it
+    num_made_up: int  # answers that were received too late for a prompt that contains them
     live: Figures
     report: SimReport
     fit: Fit
@@ -83,7 +83,7 @@ def print_report(result: Replayed) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=100)
-    console.print(f"{described(result.trace)}\nto {plain(result.model)} on {result.url}\n")
+    console.print(f"{described(result.trace)}\nto {printable(result.model)} on {result.url}\n")
     console.print(_table(result))
     for line in _remarks(result):
         console.print(line)
@@ -128,20 +128,20 @@ def _number(value: float | None) -> str:
 
 
 def _remarks(result: Replayed) -> Iterator[str]:
-    """What the figures rest on, and what went otherwise than the trace says."""
+    """The fitted step times, and deviations from the trace."""
     step, found = result.fit.step_time, result.fit
     base, token, context = (_short(value) for value in (step.base_ms, step.token_us, step.context_us))
     yield (
-        f"\nA step there takes {base} ms + {token} us a token + {context} us a token of context, and a request"
-        f" {_short(found.overhead_s * 1000)} ms outside the engine (fitted within {found.worst:.0%})."
+        f"\nA step of the server takes {base} ms + {token} us per token + {context} us per token of context, and"
+        f" a request {_short(found.overhead_s * 1000)} ms outside the engine (fitted within {found.worst:.0%})."
     )
     late_s = _late(result.served, 0.95)
     if late_s > LATE_S:
-        yield f"This machine sent requests late, 5 % by more than {late_s:.2f} s: the server had it easier than it was."
+        yield f"This machine sent requests late, 5 % by more than {late_s:.2f} s: the load was lower than in the trace."
     if result.num_made_up:
         yield (
-            f"{result.num_made_up:,} answers were not there when a later prompt needed them: it had made-up text in"
-            " their place, and found less in the cache than the simulator thinks."
+            f"{result.num_made_up:,} answers were received too late for a prompt that contains them: the prompt has"
+            " made-up text in their place, and fewer cached tokens than the simulator assumes."
         )
     for problem, count in _problems(result.served).items():
         yield f"{count:,} times: {problem}"

@@ -1,6 +1,6 @@
-"""`quire serve`: models behind the OpenAI, Anthropic and Ollama protocols.
+"""`quire serve`: a server for models with the OpenAI, Anthropic and Ollama protocols.
 
-Every option can be set by a flag, by `QUIRE_NAME` in the environment or by its name in a YAML file, in that order.
+An option is set by a flag, by `QUIRE_NAME` in the environment or by its name in a YAML file; the first of them wins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,9 +21,8 @@ import typer
 
 from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
-from quire.cli.options import option_name
+from quire.cli.options import check_memory, option_name
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sizes import parse_size, reported_size
@@ -36,17 +35,20 @@ CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
 Opt = typer.Option
 Texts = list[str] | None
-StateDirOption = Annotated[
-    str | None, Opt(metavar="PATH", help="Folder for uploaded files and batches; none: do not serve them.")
-]
 
 
 def _many(what: str) -> Any:
     return typer.Option(metavar="TEXT", help=f"{what}; repeatable.")
 
 
+AdminKeys = Annotated[Texts, _many("API key that may also load and unload models, cancel requests and clear the cache")]
+DefaultMaxTokens = Annotated[
+    int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
+]
+
+
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Values of the YAML file become defaults, so that flags and the environment go before them."""
+    """Make the values of the YAML file defaults, so that flags and the environment override them."""
     if path is None:
         return None
     known = {parameter.name for parameter in context.command.params}
@@ -58,7 +60,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     flags = {parameter.name for parameter in context.command.params if getattr(parameter, "is_flag", False)}
     for name, value in values.items():
         if isinstance(value, bool) and name not in flags:
-            raise InvalidRequest(f"--config {str(path)!r}: {name} = {value} is not a value but yes or no")
+            raise InvalidRequest(f"--config {str(path)!r}: {name} = {value} is yes or no, and the option needs a value")
     repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
     for name, value in values.items():
         if name in repeatable and isinstance(value, str):
@@ -72,84 +74,81 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 def serve(
     model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
     model_option: Annotated[str | None, Opt("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
-    config: Annotated[Path | None, Opt(help="YAML file of options.", is_eager=True, callback=read_config)] = None,
-    host: Annotated[str, Opt(help="Where to listen. Anything but this machine needs a key.")] = "127.0.0.1",
-    port: Annotated[int, Opt(help="Port to listen on; 0: any free one.")] = 8000,
+    config: Annotated[Path | None, Opt(help="YAML file with options.", is_eager=True, callback=read_config)] = None,
+    host: Annotated[str, Opt(help="Address to listen on. Beyond this machine, API keys are required.")] = "127.0.0.1",
+    port: Annotated[int, Opt(help="Port to listen on; 0: any free port.")] = 8000,
     models_dir: Annotated[Path | None, Opt(help="Serve every model in this folder.")] = None,
     memory: Annotated[str | None, Opt(metavar="SIZE", help="Memory for weights and KV of all models, like 8G.")] = None,
-    idle_unload: Annotated[float | None, Opt(help="Seconds after which an unused model is unloaded.")] = None,
+    idle_unload: Annotated[float | None, Opt(help="Unload a model after this many seconds without a request.")] = None,
     served_model_name: Annotated[Texts, _many("Names clients may use")] = None,
-    api_key: Annotated[Texts, _many("A key: who has it may ask")] = None,
-    admin_api_key: Annotated[
-        Texts, _many("Who has it may also load and unload models, clear and pin the cache")
-    ] = None,
-    api_keys_file: Annotated[Path | None, Opt(help="YAML: keys with names, tiers and limits.")] = None,
-    insecure: Annotated[bool, Opt("--insecure", help="Let other machines in without a key.")] = False,
-    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Let keys share what is cached.")] = False,
-    max_model_len: Annotated[int | None, Opt(help="Most tokens of prompt and answer.")] = None,
-    max_num_seqs: Annotated[int | None, Opt(help="Requests in one step: 64, on a GPU 256.")] = None,
-    max_num_batched_tokens: Annotated[int | None, Opt(help="Tokens in one step; by the device and the model.")] = None,
-    max_chunk_tokens: Annotated[int | None, Opt(help="Tokens of one prompt in one step; by the device.")] = None,
-    block_size: Annotated[int, Opt(help="Tokens in a block of KV cache.")] = 32,
-    num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache, in place of --kv-memory.")] = None,
+    api_key: Annotated[Texts, _many("API key of clients")] = None,
+    admin_api_key: AdminKeys = None,
+    api_keys_file: Annotated[Path | None, Opt(help="YAML file of API keys with names, tiers and limits.")] = None,
+    insecure: Annotated[bool, Opt("--insecure", help="Accept requests of other machines without an API key.")] = False,
+    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Share cached prefixes among keys.")] = False,
+    max_model_len: Annotated[int | None, Opt(help="Maximum number of tokens of prompt and answer.")] = None,
+    default_max_tokens: DefaultMaxTokens = 4096,
+    max_num_seqs: Annotated[int | None, Opt(help="Maximum requests in one step; by default 64, on a GPU 256.")] = None,
+    max_num_batched_tokens: Annotated[int | None, Opt(help="Maximum tokens in one step (by device and model).")] = None,
+    max_chunk_tokens: Annotated[int | None, Opt(help="Maximum tokens of one prompt in one step (by device).")] = None,
+    block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
+    num_blocks: Annotated[int | None, Opt(help="Blocks of the KV cache, in place of --kv-memory.")] = None,
     kv_memory: options.MemoryOption = None,
-    enable_prefix_caching: Annotated[bool, Opt(help="Reuse what was computed for an equal prefix.")] = True,
+    enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     load_format: options.LoadFormatOption = "auto",
     threads: options.ThreadsOption = None,
-    scheduling_policy: Annotated[str, Opt(help=f"Order of service: {', '.join(POLICIES)}.")] = "fair",
-    normal_share: Annotated[
-        float | None, Opt(help=f"Share of tokens guaranteed to the tier normal, under fair: {NORMAL_SHARE:g}.")
+    scheduling_policy: Annotated[str, Opt(help=f"Scheduling policy: {', '.join(POLICIES)}.")] = "fair",
+    normal_share: options.NormalShareOption = None,
+    low_share: options.LowShareOption = None,
+    patience: options.PatienceOption = None,
+    max_queue: Annotated[int, Opt(help="Maximum number of waiting requests; more are refused with status 429.")] = 512,
+    max_queued_tokens: Annotated[int, Opt(help="Maximum number of prompt tokens of waiting requests.")] = 1 << 20,
+    queue_timeout: Annotated[float, Opt(help="Seconds a request may wait before it is refused.")] = 60.0,
+    drain: Annotated[float, Opt(help="Seconds that running requests may take to finish after SIGTERM.")] = 30.0,
+    max_body_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of a request body.")] = "16M",
+    state_dir: Annotated[
+        str | None, Opt(metavar="PATH", help="Folder for uploaded files and batches; none: do not serve them.")
     ] = None,
-    low_share: Annotated[
-        float | None, Opt(help=f"Share of tokens guaranteed to the tier low, under fair: {LOW_SHARE:g}.")
-    ] = None,
-    patience: Annotated[float | None, Opt(help="Seconds of waiting worth one tier, under aging: 10.")] = None,
-    max_queue: Annotated[int, Opt(help="Requests that may wait; more get 429.")] = 512,
-    max_queued_tokens: Annotated[int, Opt(help="Tokens that may wait.")] = 1 << 20,
-    queue_timeout: Annotated[float, Opt(help="Seconds a request may wait.")] = 60.0,
-    drain: Annotated[float, Opt(help="Seconds for requests under way after SIGTERM.")] = 30.0,
-    max_body_size: Annotated[str, Opt(metavar="SIZE", help="Largest body of a request.")] = "16M",
-    state_dir: StateDirOption = None,
-    max_file_size: Annotated[str, Opt(metavar="SIZE", help="Largest uploaded file.")] = "200M",
-    max_file_storage: Annotated[str, Opt(metavar="SIZE", help="Largest size of all files of one key.")] = "2G",
-    body_timeout: Annotated[float, Opt(help="Seconds for a body to arrive, and one for each MiB.")] = 10.0,
-    header_timeout: Annotated[float, Opt(help="Seconds for headers to arrive.")] = 10.0,
-    slow_client_timeout: Annotated[float, Opt(help="Seconds a stream may go unread.")] = 30.0,
-    keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a silent stream.")] = 10.0,
-    max_connections: Annotated[int, Opt(help="Connections open at once.")] = 4096,
-    hang_limit: Annotated[float, Opt(help="Seconds of silence after which the model's process is replaced.")] = 30.0,
-    allowed_origins: Annotated[Texts, _many("Web pages that may call (CORS)")] = None,
-    allowed_hosts: Annotated[Texts, _many("Host names to answer to without a key")] = None,
-    ssl_certfile: Annotated[Path | None, Opt(help="TLS certificate.")] = None,
-    ssl_keyfile: Annotated[Path | None, Opt(help="Private key of the TLS certificate.")] = None,
-    root_path: Annotated[str, Opt(help="Path prefix a proxy strips.")] = "",
-    metrics_compat: Annotated[str | None, Opt(help="vllm: metrics under vLLM's names as well.")] = None,
-    log_level: Annotated[str, Opt(help="debug, info, warning or error.")] = "info",
-    log_format: Annotated[str, Opt(help="text or json.")] = "text",
-    hello: Annotated[bool, Opt("--hello", help="Ask it something once it is up, and show what the cache did.")] = False,
+    max_file_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of an uploaded file.")] = "200M",
+    max_file_storage: Annotated[str, Opt(metavar="SIZE", help="Maximum size of all files of one key.")] = "2G",
+    body_timeout: Annotated[float, Opt(help="Seconds for a request body to arrive, plus one for each MiB.")] = 10.0,
+    header_timeout: Annotated[float, Opt(help="Seconds for request headers to arrive.")] = 10.0,
+    slow_client_timeout: Annotated[float, Opt(help="Seconds until a stream that is not read is cancelled.")] = 30.0,
+    keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a stream without events.")] = 10.0,
+    max_connections: Annotated[int, Opt(help="Maximum number of open connections.")] = 4096,
+    hang_limit: Annotated[float, Opt(help="Seconds without a sign of life until a worker process is replaced.")] = 30.0,
+    allowed_origins: Annotated[Texts, _many("Origins of web pages that may send requests (CORS)")] = None,
+    allowed_hosts: Annotated[Texts, _many("Host names that a server without API keys accepts")] = None,
+    ssl_certfile: Annotated[Path | None, Opt(help="File with the TLS certificate.")] = None,
+    ssl_keyfile: Annotated[Path | None, Opt(help="File with the private key of the TLS certificate.")] = None,
+    root_path: Annotated[str, Opt(help="Path prefix that a reverse proxy removes.")] = "",
+    metrics_compat: Annotated[str | None, Opt(help="vllm: publish metrics under vLLM's names too.")] = None,
+    log_level: Annotated[str, Opt(help="Log level: debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
+    hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
 ) -> None:
     """Serve models to OpenAI, Anthropic and Ollama clients. Each option is also QUIRE_NAME in the environment."""
     options = dict(locals())
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the server has its own: nothing is under way yet
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
         signal.signal(number, _leave)
     _serve(options)
 
 
 def _leave(number: int, frame: object) -> None:
-    """At once: an exception raised wherever Python happens to be may be lost. A fetch leaves nothing half-done."""
+    """Exit at once: an exception raised in a signal handler may be lost. A download leaves no partial model."""
     del number, frame
     if sys.stderr.isatty():
-        os.write(2, b"\x1b[?25h\n")  # the cursor, which a bar hides
+        os.write(2, b"\x1b[?25h\n")  # show the cursor, which a progress bar hides
     os._exit(0)
 
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Let an error name the option as it is typed, not the field it became."""
+    """Replace field names in errors by option names."""
     try:
         yield
     except InvalidRequest as error:
@@ -159,15 +158,15 @@ def options_named() -> Iterator[None]:
         raise
 
 
-def _warn_of_strangers() -> None:
-    """A mistyped variable would otherwise be ignored without a word."""
+def _warn_of_unknown_variables() -> None:
+    """Warn of variables that are no options: they may be mistyped."""
     known = {f"QUIRE_{name.upper()}" for name in inspect.signature(serve).parameters} | OTHER_VARIABLES
     for name in sorted(name for name in os.environ if name.startswith("QUIRE_") and name not in known):
         typer.echo(f"quire: {name} in the environment is not an option of `quire serve`, and is ignored", err=True)
 
 
 def _serve(options: dict[str, Any]) -> None:
-    _warn_of_strangers()
+    _warn_of_unknown_variables()
     named = options.pop("model_option")
     if named is not None and options["model"]:
         raise InvalidRequest(
@@ -198,7 +197,7 @@ def _serve(options: dict[str, Any]) -> None:
 
 
 def make_config(options: dict[str, Any]) -> ServeConfig:
-    """Of what was given. Refuses what can never work before a model is fetched."""
+    """The configuration of the server. Refuses options that cannot work, before a model is downloaded."""
     from quire.engine.composition import EngineConfig
     from quire.server.config import ServeConfig
 
@@ -213,6 +212,8 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
     server = {field.name: given[field.name] for field in fields(ServeConfig) if field.name != "models"}
     draft = ServeConfig(models=list_models(options, engine), **server)
+    for model in draft.models:
+        check_memory(model.engine)
     return replace(draft, models=locate_all(draft.models))
 
 
@@ -227,7 +228,7 @@ def _state_dir(given: str | None) -> Path | None:
 
 
 def announce(startup: Startup) -> None:
-    """On stdout: where it is, what was chosen and why, and lines to paste."""
+    """Print the address, the chosen settings with their reasons, and variables for clients."""
     config, ready = startup.config, startup.ready
     capacity, facts = ready.capacity, ready.facts
     num_blocks = capacity.num_blocks - 1
@@ -260,7 +261,7 @@ def announce(startup: Startup) -> None:
 
 
 def _others(startup: Startup) -> list[str]:
-    """Where there are several: who they are, and what they share."""
+    """Lines about the other models and their common memory; none if there is one model."""
     lines: list[str] = []
     others = startup.config.models[1:]
     label = "others"
@@ -275,7 +276,7 @@ def _others(startup: Startup) -> list[str]:
 
 
 def _why(startup: Startup) -> str:
-    """Where the size of the KV cache comes from."""
+    """The reason for the size of the KV cache."""
     from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 
     engine = startup.config.models[0].engine
@@ -296,11 +297,30 @@ def _why(startup: Startup) -> str:
 
 
 def _audience(config: ServeConfig) -> str:
+    where = "" if config.is_local else f"; on a phone or another machine: {_elsewhere(config)}"
     if config.has_keys:
-        return "those who have a key" + ("" if config.is_local else f"; from other machines {_elsewhere(config)}")
-    return "this machine only, without a key" if config.is_local else "EVERYONE who can reach it, without a key"
+        return f"clients with an API key{where}"
+    return (
+        "this machine only, without a key"
+        if config.is_local
+        else f"ALL CLIENTS that can reach it, without a key{where}"
+    )
 
 
 def _elsewhere(config: ServeConfig) -> str:
-    name = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
+    name = _lan_address() if config.host in ("", "0.0.0.0", "::") else config.host
+    name = f"[{name}]" if ":" in name else name
     return f"http{'' if config.ssl_certfile is None else 's'}://{name}:{config.port}"
+
+
+def _lan_address() -> str:
+    """The IPv4 address other machines of the network can use; the host name where there is none.
+
+    Connecting a UDP socket sends no packet: it only asks the system which of its addresses it would send from.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation
+        address: str = probe.getsockname()[0]
+        if not address.startswith(("127.", "0.")):
+            return address
+    return socket.gethostname()

@@ -1,5 +1,4 @@
-"""Which models `quire serve` has: those that were typed, those of a folder, and those of the YAML file with settings of
-their own."""
+"""The models of `quire serve`: from the command line, from a folder, and from the YAML file with their own settings."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
     from quire.engine.composition import EngineConfig
     from quire.server.config import ModelConfig
 
-# Settings that a model in the file may have of its own.
+# Settings that a model in the YAML file may have.
 ENGINE_FIELDS = (
     *("max_model_len", "max_num_seqs", "num_blocks", "kv_memory", "dtype", "precision", "backend", "load_format"),
     *("device", "threads"),
 )
-# Options that are paths and nothing else; state_dir may also be `none`.
+# Options whose values are paths; state_dir may also be `none`.
 PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The YAML file of options, names with underscores. Its paths are absolute: they are relative to its folder."""
+    """The options in the YAML file, with underscores in names. Paths relative to its folder are made absolute."""
     import msgspec
 
     try:
@@ -41,7 +40,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
     values = {str(name).replace("-", "_"): value for name, value in found.items()}
     if "model" in values and "models" in values:
-        raise InvalidRequest(f"--config {str(path)!r}: model and models exclude each other: name them all under models")
+        raise InvalidRequest(f"--config {str(path)!r}: model and models exclude each other: list all under models")
     for name in PATHS:
         if isinstance(values.get(name), str) and values[name] != "none":
             values[name] = os.path.join(_folder(path), os.path.expanduser(values[name]))
@@ -52,7 +51,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _anchored(value: Any, file: Path) -> Any:
-    """A model or a list of them, each a text or settings: where it can only be a path, or is one seen from the file."""
+    """A model or a list of models, with paths relative to the folder of the file made absolute."""
     if isinstance(value, list):
         return [_anchored(one, file) for one in value]
     if isinstance(value, dict):
@@ -68,18 +67,28 @@ def _folder(file: Path) -> str:
 
 
 def models_from_environment() -> list[str]:
-    """QUIRE_MODEL: one, or several with blanks between them; a path may have blanks itself."""
+    """Models in QUIRE_MODEL, separated by blanks; a single path may contain blanks."""
     text = os.environ.get("QUIRE_MODEL", "").strip()
     return [text] if text and Path(text).exists() else text.split()
 
 
 def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[ModelConfig, ...]:
-    """In order: typed, of the file, of the folder. None of them: the default model. Nothing is opened or fetched."""
+    """The models of the command line, of the file and of the folder, in this order; if there are none, the default one.
+
+    Nothing is opened or downloaded.
+    """
     from quire.server.config import ModelConfig
 
     def plain(name: str) -> ModelConfig:
         served = _served_name(name)
-        return ModelConfig(_place(name), (served,), served, engine, idle_unload=options["idle_unload"])
+        return ModelConfig(
+            _place(name),
+            (served,),
+            served,
+            engine,
+            idle_unload=options["idle_unload"],
+            default_max_tokens=options["default_max_tokens"],
+        )
 
     found = [plain(name) for name in options["model"] or ()]
     found += _of_file(options, engine)
@@ -94,19 +103,19 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
 
 
 def locate_all(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
-    """Where they lie. What quire knows and is not here is fetched."""
+    """Find the files of the models. Known models that are not on this machine are downloaded."""
     return tuple(replace(model, path=model_loading.locate(str(model.path))) for model in models)
 
 
 def _place(name: str) -> Path:
-    """A path keeps what tells it from a name of the hub: without its `./`, `./org/name` would be one."""
+    """Keep the `./` of a path: without it, `./org/name` would be a name of the hub."""
     return Path(os.path.abspath(os.path.expanduser(name)) if is_path(name) else name)
 
 
 def _served_name(name: str) -> str:
-    """What clients call it: its name, or the name of its file or folder."""
+    """The name for clients: the name of the model, or of its file or folder."""
     if Path(name).exists():
-        found = Path(os.path.abspath(name))  # not what a link leads to: it was given this name on purpose
+        found = Path(os.path.abspath(name))  # links are not resolved: the name of a link is chosen on purpose
         return found.stem if found.is_file() else found.name
     return name
 
@@ -137,14 +146,17 @@ def _of_file(options: Mapping[str, Any], engine: EngineConfig) -> list[ModelConf
 
 
 def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> ModelConfig:
-    """One of the file's list. Errors begin with the field."""
+    """A model in the list of the file. Errors begin with the field."""
     from quire.server.config import ModelConfig
     from quire.server.inference_request import priority_of
 
     if not isinstance(entry, dict):
         raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")
     given = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    known = {"model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format", *ENGINE_FIELDS}
+    known = {
+        *("model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format"),
+        *("default_max_tokens", *ENGINE_FIELDS),
+    }
     for field in given:
         if field not in known:
             raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
@@ -171,12 +183,13 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
             idle_unload=idle_s,
             priority=priority_of(tier),
             tool_format=_text(given, "tool_format"),
+            default_max_tokens=given.get("default_max_tokens", options["default_max_tokens"]),
         )
 
 
 @contextmanager
 def _fields_named() -> Iterator[None]:
-    """Let an error name the field as the file has it."""
+    """Replace field names in errors by those of the file."""
     theirs = {"served_model_name": "name or aliases"}
     try:
         yield
@@ -186,14 +199,14 @@ def _fields_named() -> Iterator[None]:
 
 
 def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
-    """What is not said of this model is what was said of all."""
+    """The engine settings of a model: its own, else those of all models."""
     settings = {name: value for name, value in given.items() if name in ENGINE_FIELDS}
     types = {field.name: field.type for field in fields(engine)}
     for name, value in settings.items():
         if types[name] == "str" and not isinstance(value, str):
             raise InvalidRequest(f"{name} = {value!r:.80} is not text")
     if "kv_memory" in settings and "num_blocks" not in settings:
-        settings["num_blocks"] = None  # the one said of all would go before it
+        settings["num_blocks"] = None  # the setting for all models would override it
     return replace(engine, **settings)
 
 

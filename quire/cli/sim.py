@@ -1,4 +1,4 @@
-"""`quire sim`: the real scheduler on a trace, with a model of time in place of a device."""
+"""`quire sim`: the scheduler on a trace, with modelled step times instead of a device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
-from quire.core.policy import PATIENCE_S, POLICIES
+from quire.cli import options
+from quire.core.policy import POLICIES
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sim.scenarios import SCENARIOS
@@ -30,57 +30,56 @@ if TYPE_CHECKING:
 _DEFAULT = SimConfig()
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
 DEFAULT_BLOCKS = (512, 4096)
-MAX_BLOCKS = 10_000_000  # the simulator holds an object for each
+MAX_BLOCKS = 10_000_000  # the simulator has an object for each
 PLOT_SUFFIXES = (".png", ".svg")
 
-Patience = Annotated[
-    float | None, typer.Option(help=f"Seconds of waiting worth one tier, under aging ({PATIENCE_S:g}).")
-]
-NormalShare = Annotated[
-    float | None, typer.Option(help=f"Share of tokens guaranteed to NORMAL, under fair ({NORMAL_SHARE:g}).")
-]
-LowShare = Annotated[float | None, typer.Option(help=f"Share of tokens guaranteed to LOW, under fair ({LOW_SHARE:g}).")]
+OLD_OPTIONS = {  # older names, still accepted
+    "--policy": "--scheduling-policy",
+    "--blocks": "--num-blocks",
+    "--cache": "--enable-prefix-caching",
+    "--no-cache": "--no-enable-prefix-caching",
+}
 
 
 def sim(
     trace: Annotated[
         str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
     ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help=f"Order of service: {', '.join(POLICIES)}; repeat to compare (all).")
+    scheduling_policy: Annotated[
+        list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeat to compare (all).")
     ] = None,
-    blocks: Annotated[
-        list[int] | None, typer.Option(help="Blocks in the KV pool; repeat to compare (512 and 4096).")
+    num_blocks: Annotated[
+        list[int] | None, typer.Option(help="Blocks of the KV cache; repeat to compare (512 and 4096).")
     ] = None,
-    machine: Annotated[str, typer.Option(help=f"Step times of {', '.join(MACHINES)}.")] = "h200-llama3-8b",
-    base_ms: Annotated[float | None, typer.Option(help="Time of any step, instead of the machine's.")] = None,
-    token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the machine's.")] = None,
-    context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the machine's.")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, instead of the machine's.")] = None,
+    machine: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(MACHINES)}.")] = "h200-llama3-8b",
+    base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the machine's.")] = None,
+    token_us: Annotated[float | None, typer.Option(help="Time per computed token, in place of the machine's.")] = None,
+    context_us: Annotated[float | None, typer.Option(help="Time per read KV token, in place of the machine's.")] = None,
+    kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, in place of the machine's.")] = None,
     scenario: Annotated[
         str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Synthetic trace: how many requests (600).")] = None,
+    requests: Annotated[int | None, typer.Option(help="Synthetic trace: number of requests (600).")] = None,
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Synthetic trace: another seed, another trace (0).")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _DEFAULT.max_num_seqs,
+    seed: Annotated[int | None, typer.Option(help="Synthetic trace: random seed (0).")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")] = _DEFAULT.block_size,
+    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running requests.")] = _DEFAULT.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Most tokens in one step.")
+        int, typer.Option(help="Maximum number of tokens in one step.")
     ] = _DEFAULT.max_num_batched_tokens,
     max_chunk_tokens: Annotated[
-        int, typer.Option(help="Most prompt tokens of one request in one step.")
+        int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")
     ] = _DEFAULT.max_chunk_tokens,
-    max_waiting: Annotated[int, typer.Option(help="Longest queue; more is refused.")] = _DEFAULT.max_waiting,
-    patience: Patience = None,
-    normal_share: NormalShare = None,
-    low_share: LowShare = None,
-    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Prefix reuse.")] = True,
-    plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this .png or .svg file.")] = None,
-    save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file, to edit and rerun.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
+    patience: options.PatienceOption = None,
+    normal_share: options.NormalShareOption = None,
+    low_share: options.LowShareOption = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run the real scheduler on a trace and compare policies and pool sizes: throughput, waits, hits, preemptions."""
+    """Run the scheduler on a trace and compare policies and cache sizes: throughput, waits, hits, preemptions."""
     _check_outputs(trace, plot, save_trace)
     device = _machine(machine, base_ms, token_us, context_us, kv_bytes)
     base = SimConfig(
@@ -93,9 +92,9 @@ def sim(
         max_num_batched_tokens=max_num_batched_tokens,
         max_chunk_tokens=max_chunk_tokens,
         max_waiting=max_waiting,
-        enable_prefix_caching=cache,
+        enable_prefix_caching=enable_prefix_caching,
     )
-    configs = _configs(base, policy, blocks)
+    configs = _configs(base, scheduling_policy, num_blocks)
     synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
     todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
     if save_trace is not None:
@@ -121,11 +120,11 @@ def _draw(reports: Sequence[SimReport], title: str, plot: Path) -> None:
     typer.echo(f"Wrote {plot}", err=True)
 
 
-# What was asked for
+# Options
 
 
 def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
+    """Refuse outputs that could not be written, before the run."""
     if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
         raise InvalidRequest(f"--plot {plot} does not end in {' or '.join(PLOT_SUFFIXES)}")
     if plot is not None and find_spec("matplotlib") is None:
@@ -153,17 +152,17 @@ def _machine(
 
 
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
-    """One for each pair, all of them known to work."""
+    """A configuration for each policy and cache size. Refuses those that cannot work."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
-    own = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # what means something under one policy
+    own = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
     with _options_named():
         for policy, fields in own.items():
             for field in fields:
                 if getattr(base, field) is not None and policy not in names:
-                    raise InvalidRequest(f"{field} means something only under --policy {policy}")
+                    raise InvalidRequest(f"{field} is for --scheduling-policy {policy} only")
     for size in sizes:
         if not 2 <= size <= MAX_BLOCKS:
-            raise InvalidRequest(f"--blocks {size} is not from 2 to {MAX_BLOCKS} (one is never handed out)")
+            raise InvalidRequest(f"--num-blocks {size} is not from 2 to {MAX_BLOCKS} (one block is never used)")
     configs = []
     for name, size in product(names, sizes):
         config = replace(base, scheduling_policy=name, num_blocks=size)
@@ -192,8 +191,8 @@ def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """Let an error name the option as it is typed, not the argument it became."""
-    names = {"max_requests": "max_waiting", "scheduling_policy": "policy"}
+    """Replace field names in errors by option names."""
+    names = {"max_requests": "max_waiting"}
     try:
         yield
     except InvalidRequest as error:
@@ -219,7 +218,7 @@ def _advance(show: Callable[[int, str], None], base: int, name: str) -> Callable
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on stderr, so that the result can be piped; nothing where nobody looks."""
+    """A progress bar on stderr if that is a terminal; the result on stdout can be piped."""
     if not sys.stderr.isatty():
         yield lambda _done, _name: None
         return
@@ -232,7 +231,7 @@ def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, name: bar.update(task, completed=done, description=name)
 
 
-# What came out
+# Results
 
 
 def summary(report: SimReport) -> dict[str, Any]:
@@ -256,7 +255,7 @@ def summary(report: SimReport) -> dict[str, Any]:
 
 
 def _tenants(report: SimReport) -> dict[str, list[RequestRecord]]:
-    """The records of each tenant of a tier, where a trace names any."""
+    """The records of each tenant of a tier, if the trace has tenants."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in report.records:
         if record.tenant:
@@ -313,7 +312,7 @@ def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, rep
 
 
 def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
-    """A row per run and tier; what belongs to the whole run stands in the first of its rows. Fits 80 columns."""
+    """A row for each run and tier; figures of the whole run are in its first row. Fits 80 columns."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0))
@@ -337,19 +336,19 @@ def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
 
 
 def _remarks(report: SimReport) -> Iterator[str]:
-    """What went otherwise than by an answer in full, so that no figure looks better than it is."""
-    said = {
+    """Requests without a complete answer, which the figures do not include."""
+    texts = {
         Outcome.CUT: "cut at the end of the context: the pool is too small for them",
-        Outcome.LEFT: "not answered in full: the client left (waits and TTFT count those who got that far)",
+        Outcome.LEFT: "not answered in full: the client left (waits and TTFT include those that were admitted)",
         Outcome.TOO_LONG: "refused: too long for the pool",
         Outcome.QUEUE_FULL: "refused: the queue was full",
     }
     for priority in Priority:
         outcomes = Counter(record.outcome for record in report.tier(priority))
-        for outcome, words in said.items():
+        for outcome, text in texts.items():
             if outcomes[outcome]:
                 run = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
-                yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {words}"
+                yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {text}"
 
 
 def _seconds(value: float | None) -> str:

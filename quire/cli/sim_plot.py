@@ -1,4 +1,4 @@
-"""The picture of `quire sim --plot`: how long each tier waited for its first token, and how full the machine was."""
+"""The plot of `quire sim --plot`: time to first token of each tier, and use of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def draw(reports: Sequence[SimReport], title: str, path: Path) -> None:
-    """Write a .png or .svg file, by its name. A run has one colour everywhere; a column per tier, then the machine."""
+    """Write a .png or .svg file: a column for each tier, then the machine. A run has the same colour in all of them."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""`quire top`: what a server does, in the terminal. The same facts as its page, from the same /v1/watch."""
+"""`quire top`: the activity of a server in the terminal, from /v1/watch as on its web page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
-from quire.cli.remote import PATIENT, Server, ServerError, choose_address, chosen_key, read_events
+from quire.cli.server_client import PATIENT, ServerClient, ServerError, chosen_key, require_address
 from quire.errors import InvalidRequest, QuireError
 
 if TYPE_CHECKING:
@@ -22,27 +22,23 @@ if TYPE_CHECKING:
 RETRY_S = 1.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
 
-Snapshot = dict[
-    str, Any
-]  # as `WatchSnapshot` in quire/server/observability/snapshot.py has it; believed only as far as it is drawn
+Snapshot = dict[str, Any]  # `WatchSnapshot` of quire/server/observability/snapshot.py, not validated
 
 
 def top(
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks.")] = 0.5,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print snapshots as JSON, one a line.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two updates.")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print snapshots as JSON, one per line.")] = False,
 ) -> None:
-    """Show what a server does: models and memory, blocks, queue, requests, speed. Ctrl-C ends it."""
+    """Show the activity of a server: models, memory, blocks, queue, requests, speed. Ctrl-C ends it."""
     if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
         raise InvalidRequest(f"--interval {interval:g} is not from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
-    address = choose_address(server, is_local=False, engine_options=())
-    if address is None:
-        raise InvalidRequest("this needs a server, and QUIRE_SERVER says none: --server URL names one")
+    address = require_address(server)
     if not (once or as_json or sys.stdout.isatty()):
-        raise InvalidRequest("this is no terminal to draw on: --once prints one frame, --json snapshots for a program")
-    source = Server(address.url, chosen_key(api_key), PATIENT)
+        raise InvalidRequest("stdout is not a terminal: --once prints one frame, --json prints snapshots")
+    source = ServerClient(address.url, chosen_key(api_key), PATIENT)
     if once:
         _print_once(source, as_json=as_json)
         return
@@ -54,32 +50,32 @@ def top(
             _draw_live(source, interval)
 
 
-# What the server says
+# Snapshots
 
 
-def look(server: Server) -> Snapshot:
-    """One snapshot."""
+def look(server: ServerClient) -> Snapshot:
+    """Get one snapshot."""
     return _checked(server, server.get("/v1/watch?once=true"))
 
 
-def snapshots(server: Server, interval_s: float) -> Iterator[Snapshot]:
-    """As they come, until the server goes away: then it raises what became of it."""
-    with server.open("GET", f"/v1/watch?interval_ms={round(interval_s * 1000)}") as response:
-        for data in read_events(server.chunks(response)):
+def snapshots(server: ServerClient, interval_s: float) -> Iterator[Snapshot]:
+    """Snapshots as they arrive. Raises when the stream ends."""
+    with server.events("GET", f"/v1/watch?interval_ms={round(interval_s * 1000)}") as events:
+        for data in events:
             yield _checked(server, server.parse(data))
     raise ServerError(f"{server.url} ended the stream")
 
 
-def _checked(server: Server, found: Any) -> Snapshot:
+def _checked(server: ServerClient, found: Any) -> Snapshot:
     if not isinstance(found, dict) or not isinstance(found.get("models"), list):
-        raise server.misspoke("a snapshot that is none", found)
+        raise server.malformed("a malformed snapshot", found)
     return found
 
 
-# On the screen
+# Output
 
 
-def _print_once(server: Server, *, as_json: bool) -> None:
+def _print_once(server: ServerClient, *, as_json: bool) -> None:
     snapshot = look(server)
     if as_json:
         typer.echo(json.dumps(snapshot))
@@ -90,7 +86,7 @@ def _print_once(server: Server, *, as_json: bool) -> None:
     console.print(_frame(server, snapshot, console, None))
 
 
-def _draw_live(server: Server, interval_s: float) -> None:
+def _draw_live(server: ServerClient, interval_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -104,18 +100,18 @@ def _draw_live(server: Server, interval_s: float) -> None:
                     live.update(_frame(server, snapshot, console, console.height), refresh=True)
             except QuireError as error:
                 if last is None or isinstance(error, InvalidRequest):
-                    raise  # it never was there, or will not have us
-                away = f"away: {error}. Trying again"
+                    raise  # not reachable from the start, or a refusal
+                away = f"disconnected: {error}. Trying again"
                 live.update(_frame(server, last, console, console.height, away), refresh=True)
             time.sleep(RETRY_S)
 
 
-def _frame(server: Server, snapshot: Snapshot, console: Console, height: int | None, away: str = "") -> Text:
-    """What cannot be drawn is the server's fault, and said so."""
+def _frame(server: ServerClient, snapshot: Snapshot, console: Console, height: int | None, away: str = "") -> Text:
+    """One frame. A snapshot that cannot be drawn is an error of the server."""
     from quire.cli.top_view import Screen, draw
 
     screen = Screen(console.width, height, is_ascii=console.options.ascii_only)
     try:
         return draw(snapshot, server.url, screen, away)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        raise server.misspoke("a snapshot that is none", snapshot) from None
+        raise server.malformed("a malformed snapshot", snapshot) from None

@@ -1,4 +1,4 @@
-"""One frame of `quire top`: a snapshot of /v1/watch as lines of text. Fits 80 columns, and says all without colour."""
+"""One frame of `quire top`: a snapshot of /v1/watch as text. Fits 80 columns and is complete without colours."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.text import Text
 
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 from quire.sizes import reported_size
 
-# State of blocks -> its mark in the bar, one for terminals that know ASCII only, and its colour where there are any.
+# State of blocks -> mark in the bar, mark on ASCII terminals, colour.
 MARKS = {
     "pinned": ("■", "P", "magenta"),
     "shared": ("█", "#", "yellow"),
@@ -19,7 +19,7 @@ MARKS = {
     "cached": ("░", "-", "blue"),
     "free": ("·", ".", "bright_black"),
 }
-NAMES = {"in_use": "held by one"}  # shared and pinned ones are in use as well, in the statistics and metrics
+NAMES = {"in_use": "held by one"}  # in statistics and metrics, `in_use` includes shared and pinned blocks
 MIN_WIDTH = 60
 MAX_BAR = 100
 INDENT = "  "
@@ -37,20 +37,20 @@ COLUMNS = (  # of requests: title, field, width
 @dataclass(frozen=True, slots=True)
 class Screen:
     width: int
-    height: int | None = None  # None: as many lines as it takes
+    height: int | None = None  # None: unlimited
     is_ascii: bool = False
 
 
 def draw(snapshot: dict[str, Any], url: str, screen: Screen, away: str = "") -> Text:
-    """`away`: the server is gone, and this is the last that it said."""
+    """Draw a frame. `away`: the reason why the server is disconnected; the snapshot is its last one."""
     width, height = max(screen.width, MIN_WIDTH), screen.height
     models = snapshot["models"]
     lines = [_head(snapshot, url, width)]
     if away:
-        lines.append(Text(plain(away), "bold red"))
+        lines.append(Text(printable(away), "bold red"))
     bodies = [_model(model, width, 1 if screen.is_ascii else 0) for model in models]
     busy = [model for model in models if _num_requests(model)]
-    room: int | None = None  # of each, for its requests
+    room: int | None = None  # lines for the requests of each model
     if height is not None:
         room = (height - 1 - len(lines) - sum(len(body) + 1 for body in bodies)) // max(1, len(busy))
     for model, body in zip(models, bodies, strict=True):
@@ -61,7 +61,7 @@ def draw(snapshot: dict[str, Any], url: str, screen: Screen, away: str = "") -> 
 
 
 def _head(snapshot: dict[str, Any], url: str, width: int) -> Text:
-    left = f"quire {plain(str(snapshot['version']))} at {url}"
+    left = f"quire {printable(str(snapshot['version']))} at {url}"
     right = time.strftime("%H:%M:%S", time.localtime(float(snapshot["at"])))
     if snapshot["is_draining"]:
         right = f"draining  {right}"
@@ -69,11 +69,13 @@ def _head(snapshot: dict[str, Any], url: str, width: int) -> Text:
 
 
 def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
-    head = Text.assemble((plain(model["name"]), "bold"), f"  {_state(model)}")
+    head = Text.assemble((printable(model["name"]), "bold"), f"  {_state(model)}")
     engine = model["engine"]
     if engine is None:
         return [head]
-    head.append(f"  {plain(engine['backend'])}, {plain(engine['device'])}, {plain(engine['dtype'])}", "bright_black")
+    head.append(
+        f"  {printable(engine['backend'])}, {printable(engine['device'])}, {printable(engine['dtype'])}", "bright_black"
+    )
     ttft = "-"
     if engine["num_ttft"]:
         ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}"
@@ -98,7 +100,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
 
 
 def _state(model: dict[str, Any]) -> str:
-    state = plain(model["state"])
+    state = printable(model["state"])
     if model["progress"] is not None:
         state += f" {model['progress']:.0%}"
     if model["is_pinned"]:
@@ -111,7 +113,7 @@ def _state(model: dict[str, Any]) -> str:
 
 
 def _blocks(blocks: dict[str, Any] | None, width: int, kind: int) -> list[Text]:
-    """A bar of all blocks by state, and how many there are of each; `kind` of mark."""
+    """A bar of all blocks by state and their numbers. `kind` selects the mark."""
     if blocks is None:
         return []
     counts = {state: int(blocks["counts"][state]) for state in MARKS}
@@ -135,7 +137,7 @@ def _pool(engine: dict[str, Any]) -> str:
 
 
 def _shares(counts: dict[str, int], width: int) -> dict[str, int]:
-    """How many places each gets. Whoever is there at all gets one."""
+    """Number of cells for each state. A state with any block gets at least one."""
     total = sum(counts.values())
     sizes = {state: max(1, count * width // total) if count else 0 for state, count in counts.items()}
     largest = max(sizes, key=lambda state: sizes[state])
@@ -144,7 +146,7 @@ def _shares(counts: dict[str, int], width: int) -> dict[str, int]:
 
 
 def _tier(tier: dict[str, Any]) -> str:
-    name = f"{tier['num_waiting']:,} {plain(tier['tier'])}"
+    name = f"{tier['num_waiting']:,} {printable(tier['tier'])}"
     return f"{name} ({tier['oldest_age_s']:.1f} s)" if tier["num_waiting"] else name
 
 
@@ -163,7 +165,7 @@ def _num_requests(model: dict[str, Any]) -> int:
 
 
 def _requests(model: dict[str, Any], width: int, room: int | None) -> list[Text]:
-    """A line each, in `room` lines with their title; those that have none are counted."""
+    """A line for each request, in at most `room` lines with the title; the number of the others is printed."""
     total = _num_requests(model)
     if not total or (room is not None and room < 3):
         return []
@@ -173,7 +175,7 @@ def _requests(model: dict[str, Any], width: int, room: int | None) -> list[Text]
     name_width = width - len(INDENT) - sum(size for _, _, size in COLUMNS)
     rows = [_line(f"{'request':<{name_width}}" + "".join(f"{title:>{size}}" for title, _, size in COLUMNS), "bold")]
     for one in shown:
-        name = plain(one["id"]) + (f" x{one['num_samples']}" if one["num_samples"] > 1 else "")
+        name = printable(one["id"]) + (f" x{one['num_samples']}" if one["num_samples"] > 1 else "")
         cells = {field: _cell(one[field]) for _, field, _ in COLUMNS}
         if not one["is_running"]:
             cells["tokens_per_s"] = "waits"
@@ -187,7 +189,7 @@ def _requests(model: dict[str, Any], width: int, room: int | None) -> list[Text]
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
-    return plain(value) if isinstance(value, str) else f"{value:,}"
+    return printable(value) if isinstance(value, str) else f"{value:,}"
 
 
 def _line(text: str, style: str = "") -> Text:

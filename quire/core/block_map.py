@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
@@ -45,6 +46,14 @@ class CellRun(NamedTuple):
     num_in_use: int
     num_shared: int
     num_pinned: int
+
+
+class HeldRun(NamedTuple):
+    """Consecutive blocks with the same number of holders. No holders: kept by pins alone."""
+
+    first: int
+    num_blocks: int
+    num_holders: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,8 @@ class BlockMap:
         self._known = {cell: cell for cell in self._cells}
         self._totals = [self.num_blocks, *[0] * (len(BlockState) - 1)]
         self._by_holders: Counter[int] = Counter()
+        self._held: set[int] = set()  # blocks that a request holds or a pin keeps
+        self._shared: set[int] = set()
         self._next = FIRST_BLOCK  # first block of the initial scan that has not been read yet
         cache.pool.changed = set()
 
@@ -121,6 +132,24 @@ class BlockMap:
                 runs.append(CellRun(num_cells, *last))
                 last, num_cells = cell, 1
         return (*runs, CellRun(num_cells, *last))
+
+    def held_runs(self, max_blocks: int) -> tuple[HeldRun, ...]:
+        """Blocks that a request holds or a pin keeps, in order; shared ones only if there are more than `max_blocks`.
+
+        A pool of 100,000 blocks has 50 in a cell, and a prefix that eight requests share would be a part of one cell.
+        """
+        chosen = self._held if len(self._held) <= max_blocks else set(islice(self._shared, max_blocks))
+        runs: list[HeldRun] = []
+        first = end = num_holders = 0  # of the run that is not complete
+        for block_id in sorted(chosen):
+            if block_id != end or self._holders[block_id] != num_holders:
+                if end > first:
+                    runs.append(HeldRun(first, end - first, num_holders))
+                first, num_holders = block_id, self._holders[block_id]
+            end = block_id + 1
+        if end > first:
+            runs.append(HeldRun(first, end - first, num_holders))
+        return tuple(runs)
 
     def update(self, max_blocks: int) -> None:
         """Read at most `max_blocks` blocks, changed blocks first."""
@@ -163,8 +192,16 @@ class BlockMap:
                 totals[old] -= 1
                 totals[new] += 1
                 states[block_id] = new
+                self._sort(block_id, new)
                 dirty.add(cell)
         return dirty
+
+    def _sort(self, block_id: int, state: BlockState) -> None:
+        for blocks, is_in in ((self._held, state >= _IN_USE), (self._shared, state == _SHARED)):
+            if is_in:
+                blocks.add(block_id)
+            else:
+                blocks.discard(block_id)
 
     def _move(self, old: int, new: int) -> None:
         """Record that the number of holders of one block changed."""

@@ -1,1 +1,1 @@
-"""Drives a scheduler: today against a model of time (`simulate`), next against a device."""
+"""The engine: composes a model, scheduler and backend, and runs them in this process or in a worker process."""

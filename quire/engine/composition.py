@@ -1,4 +1,4 @@
-"""Composes an engine: a checkpoint, a backend's runner, a cache of its size and a scheduler over it."""
+"""Composes an engine from a checkpoint, a backend's runner, a KV cache and a scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.sizes import parse_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import LOAD_FORMATS, open_checkpoint
 
-# A backend is a module with `make_runner(checkpoint, options, progress)`, and the extra that brings what it needs.
+# A backend is a module with `make_runner(checkpoint, options, progress)`.
 BACKENDS: dict[str, str] = {
     "native": "quire.backends.native.build",
     "torch": "quire.backends.torch.build",
@@ -40,18 +40,18 @@ LIMITS = {
     "max_chunk_tokens": 1 << 20,
     "max_waiting": 1 << 24,
 }
-CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # by the backend, if they are not given
+CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # by the backend, unless set
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """All that decides who runs when, and in how much memory: the simulator takes the same."""
+    """Everything that determines scheduling: policy, limits and pool size. The simulator uses the same."""
 
     scheduling_policy: str
-    patience: float | None  # None, here and below: the policy's own
+    patience: float | None  # None, here and below: the policy's default
     normal_share: float | None
     low_share: float | None
-    num_blocks: int  # the null block included
+    num_blocks: int  # including the null block
     block_size: int
     max_num_seqs: int
     max_model_len: int
@@ -64,9 +64,9 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that can be set, in plain values: it travels to the worker process as it is."""
+    """All engine settings, as plain values. It is sent to the worker process unchanged."""
 
-    backend: str = "auto"  # torch where there is a GPU for it, else native
+    backend: str = "auto"  # torch if there is a GPU, else native
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"
@@ -75,7 +75,7 @@ class EngineConfig:
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_memory: int | None = None  # bytes; text such as "512M" or "2G" is converted
-    max_num_seqs: int | None = None  # None, here and below: as the backend thinks best for its device
+    max_num_seqs: int | None = None  # None, here and below: the backend's choice for its device
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
@@ -92,11 +92,11 @@ class EngineConfig:
             object.__setattr__(self, "kv_memory", parse_size("kv_memory", kv_memory))  # frozen after this
         if self.backend not in ("auto", *BACKENDS):
             raise InvalidRequest(f"backend = {self.backend!r} is not one of auto, {', '.join(BACKENDS)}")
-        if self.backend != "fake" and self.device not in DEVICES:  # the fake takes its speed there
+        if self.backend != "fake" and self.device not in DEVICES:  # the fake backend reads its speed from it
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
         if self.precision not in PRECISIONS:
             raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
-        make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses what cannot be
+        make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         for name, low in (("threads", 1), ("num_blocks", 2), ("kv_memory", 1), ("max_model_len", 2)):
@@ -113,7 +113,7 @@ class EngineConfig:
             raise InvalidRequest(f"enable_prefix_caching = {self.enable_prefix_caching!r} is not true or false")
 
     def scheduling(self, capacity: Capacity) -> Scheduling:
-        """What the scheduler of an engine with that capacity is given."""
+        """The scheduler's settings for an engine of that capacity."""
         return Scheduling(
             scheduling_policy=self.scheduling_policy,
             patience=self.patience,
@@ -140,7 +140,7 @@ class EngineConfig:
 def make_engine(
     path: Path, config: EngineConfig, progress: Progress | None = None, observe: Observer = ignore
 ) -> Engine:
-    """Load a model and make it ready. The checkpoint is closed again: its weights are in the runner."""
+    """Load a model and compose its engine. The checkpoint is closed: the runner holds the weights."""
     checkpoint = open_checkpoint(path, config.load_format)
     try:
         runner = make_runner(checkpoint, config, progress)
@@ -156,7 +156,7 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 
 
 def choose_backend(config: EngineConfig) -> str:
-    """Of `auto`: torch for a GPU and for what only torch has, native for everything else."""
+    """Resolve `auto`: torch for a GPU and for settings only torch supports, otherwise native."""
     if config.backend != "auto":
         return config.backend
     has_torch = importlib.util.find_spec("torch") is not None
@@ -165,13 +165,13 @@ def choose_backend(config: EngineConfig) -> str:
     if config.device == "auto" and has_torch and has_nvidia():
         return "torch"
     if has_torch and (problem := _native_problem()) is not None:
-        log.warning("the torch backend runs in place of the native one, slower: %s", problem)
+        log.warning("using the torch backend instead of the native one, which is faster: %s", problem)
         return "torch"
     return "native"
 
 
 def _native_problem() -> str | None:
-    """Why the native backend cannot be used here; None: it can."""
+    """Why the native backend cannot be used; None if it can."""
     try:
         from quire.backends.native.library import load_library
 
@@ -182,7 +182,7 @@ def _native_problem() -> str | None:
 
 
 def import_backend(config: EngineConfig) -> ModuleType:
-    """The module that makes runners. Its libraries may take seconds, the first time."""
+    """The backend's module. Importing its libraries may take seconds the first time."""
     name = choose_backend(config)
     try:
         return importlib.import_module(BACKENDS[name])
@@ -195,13 +195,13 @@ def import_backend(config: EngineConfig) -> ModuleType:
 def make_scheduler(
     runner: Runner, config: EngineConfig, observe: Observer = ignore, *, num_blocks: int | None = None
 ) -> Scheduler:
-    """`num_blocks`: fewer than the runner has, for a scheduler that serves little."""
+    """`num_blocks`: at most this many of the runner's blocks, for a small scheduler such as the warm-up's."""
     capacity = runner.capacity()
     if num_blocks is not None:
         capacity = replace(capacity, num_blocks=min(num_blocks, capacity.num_blocks))
     given = config.scheduling(capacity)
     policy = make_policy(given.scheduling_policy, given.patience, given.normal_share, given.low_share)
-    # A secret root: nobody can prepare tokens whose chain keys collide with another tenant's.
+    # A secret root, so that a client cannot craft tokens whose chain keys collide with another tenant's.
     cache = KVCacheManager(
         given.num_blocks,
         given.block_size,

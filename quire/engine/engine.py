@@ -1,4 +1,4 @@
-"""The engine loop. Knows token ids, plans and results; knows nothing of text, processes or tensors."""
+"""The engine loop. Knows token ids, plans and results, not text, processes or tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.engine.params import PinPrefix
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.errors import InvalidRequest, QuireError
 
-MAX_FAILED_STEPS = 3  # in a row: then it is not the requests
+MAX_FAILED_STEPS = 3  # in a row: then the requests are not the cause
 
 log = logging.getLogger(__name__)
 
 
 class EngineOutput(NamedTuple):
-    """News of one request. What the cache gave it comes with the first: it is known before any token is."""
+    """New tokens of one request. `cache` is set in its first output only."""
 
     request_id: int
     tokens: tuple[int, ...]
@@ -35,18 +35,18 @@ class EngineOutput(NamedTuple):
 
 
 class BrokenRunner(QuireError):
-    """Step after step failed, each with other requests: it is not the requests, and this engine should be replaced."""
+    """Several steps in a row failed, with different requests. The engine should be replaced."""
 
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    error: str | None  # it could not be enqueued
+    error: str | None  # why it could not be enqueued
 
 
 class Engine:
-    """Drives a runner by a scheduler's plans, with one step in flight where the runner gains by it.
+    """Executes a scheduler's plans on a runner, with one step in flight if the runner supports overlap.
 
-    Not thread-safe: whoever owns it calls `add`, `cancel`, `finish` and `step`, one at a time.
+    Not thread-safe: its owner calls `add`, `cancel`, `finish` and `step` one at a time.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Engine:
         self.capacity = runner.capacity()
         self.clock = clock
         self.on_plan = on_plan  # called with every plan before it runs
-        self._requests: dict[int, Request] = {}  # alive, and known to whoever reads the outputs
-        self._pins: dict[int, Sequence[PinPrefix]] = {}  # request id -> what to keep of its prompt, once that is there
+        self._requests: dict[int, Request] = {}  # unfinished, and not cancelled by the caller
+        self._pins: dict[int, Sequence[PinPrefix]] = {}  # request id -> pins to set once its prompt is computed
         self._masking = GrammarMasks()
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
@@ -85,11 +85,11 @@ class Engine:
         pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """Let a request in, or raise and change nothing. With a parent that is alive, it shares what that computed.
+        """Add a request, or raise and change nothing. It shares the KV of a running parent.
 
-        A `PackedPrompt` is let in without a look at each of its tokens: all were checked when it was made.
-        `pins` are set when its prompt has been computed; if it ends before that, there is nothing to keep. `matcher` is
-        this request's alone: it says which tokens its answer may go on with.
+        The tokens of a `PackedPrompt` are not checked again. `pins` are set when the prompt has been computed; if the
+        request ends before that, they are dropped. `matcher` restricts the tokens of the answer and must not be shared
+        between requests.
         """
         prompt = self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
@@ -102,12 +102,12 @@ class Engine:
             self._masking.add(request_id, matcher)
 
     def cancel(self, request_id: int) -> bool:
-        """Frees everything the request holds now. No further output comes for it."""
+        """Free everything the request holds. It produces no further output. Returns whether it was unfinished."""
         self._forget(request_id)
         return self.scheduler.cancel(request_id)
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
-        """The answer is complete after so many tokens. No further output comes for it."""
+        """End the request after this many output tokens. It produces no further output."""
         was_alive = self.scheduler.finish(request_id, num_output_tokens)
         self._forget(request_id)
         return was_alive
@@ -118,14 +118,14 @@ class Engine:
         self._masking.remove(request_id)
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
-        """Keep what the cache has of this prefix for `ttl_s`. Returns how many tokens that is: full blocks."""
+        """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
         return self.scheduler.cache.pin(pin_id, prefix, salt, self._deadline_ns(ttl_s))
 
     def _deadline_ns(self, ttl_s: float) -> int:
         return self.clock() + int(ttl_s * 1e9)
 
     def step(self) -> list[EngineOutput]:
-        """Plan a step and enqueue it, then collect the one before, or this one where nothing runs beside the host."""
+        """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap."""
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
@@ -141,9 +141,11 @@ class Engine:
         self.runner.close()
 
     def _step_masked(self, plan: StepPlan) -> list[EngineOutput]:
-        """With a grammar among its rows, a step is sampled once the tokens before it are known. A device is given it
-        before that, and computes while masks are. Where the device is this processor, masks come first: threads beside
-        those of the backend would stop them in the middle of their work, and they wait for each other."""
+        """Run a step with grammar masks, which depend on the tokens of the previous step.
+
+        With overlap, the forward pass is enqueued first and runs while the masks are computed. On a CPU the masks are
+        computed first: mask threads would preempt the backend's spin-waiting threads.
+        """
         outputs: list[EngineOutput] = []
         if self.capacity.has_overlap:
             error = self._try(plan, lambda: self.runner.forward(plan))
@@ -172,7 +174,7 @@ class Engine:
         return self._try(plan, launch)
 
     def _try(self, plan: StepPlan, enqueue: Callable[[], None]) -> str | None:
-        """Enqueue (part of) a step. What a backend raises ends the requests of that step, not the engine."""
+        """Enqueue a step or a part of it. An exception of the backend ends the requests of the step, not the engine."""
         try:
             enqueue()
         except Exception as error:
@@ -184,7 +186,7 @@ class Engine:
     def _commit(self, step: _InFlight) -> list[EngineOutput]:
         result = self._collect(step)
         updates = self.scheduler.commit(step.plan, result)
-        if result.is_poisoned:  # what such a request left in the cache is not to be found by another
+        if result.is_poisoned:  # other requests must not reuse what such a request left in the cache
             self.scheduler.cache.clear()
         if self._masking:
             updates = [self._match(update) for update in updates]
@@ -209,7 +211,7 @@ class Engine:
         return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
 
     def _match(self, update: TokenUpdate) -> TokenUpdate:
-        """Tell the request's matcher of its tokens. An answer that can go no further is complete, however short."""
+        """Pass the tokens to the request's matcher. The request ends when its grammar is complete."""
         if update.finish_reason not in (None, FinishReason.LENGTH):
             return update
         request_id = update.request_id
@@ -248,15 +250,15 @@ class Engine:
         )
 
     def _keep_prefixes(self, request: Request, update: TokenUpdate) -> None:
-        """Its first token says that the prompt is computed and published. An end without one: there is nothing."""
+        """Set the pins of a request at its first token, when its prompt is computed and published."""
         pins = self._pins.pop(request.request_id, ())
         for pin in pins if update.tokens else ():
             self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, self._deadline_ns(pin.ttl_s))
 
     def check(self, prompt: PackedPrompt | Sequence[int], sampling: SamplingParams) -> PackedPrompt:
-        """Refuse what can never run: too long, or ids beyond the embedding, which would take the whole batch down.
+        """Raise if the request can never run: too long, or token ids outside the vocabulary.
 
-        Returns the prompt, checked: `add` need not do it again.
+        Such ids would make the whole batch fail. Returns the checked prompt, which `add` does not check again.
         """
         prompt = PackedPrompt.of(prompt)
         self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_model_len)

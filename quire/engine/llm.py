@@ -1,4 +1,4 @@
-"""Offline use: `LLM(model).generate(prompts)`, in this process, with all prompts batched."""
+"""Offline inference in this process: `LLM(model).generate(prompts)` batches all prompts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 Prompt = str | Sequence[int]
 Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
-OnOutput = Callable[[int, Delta], None]  # number of the prompt, what one step added to it
+OnOutput = Callable[[int, Delta], None]  # index of the prompt, and its new text
 
 
 class LLM:
-    """A model in this process. Give it all prompts at once: they share steps, and what they have in common.
+    """A model in this process. Pass all prompts at once: they are batched and share common prefixes.
 
-    `model` is a name (`quire models` lists them), a folder of safetensors or a GGUF file; without one, the default
-    model, fetched the first time. Settings are those of `EngineConfig`. Threads may share it: they share its steps.
+    `model` is a name (`quire models` lists them), a folder of safetensors or a GGUF file. Without one, the default
+    model is used and downloaded the first time. Settings are those of `EngineConfig`. Thread-safe: requests of several
+    threads are batched together.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
@@ -50,11 +51,11 @@ class LLM:
             self.text.close()
             raise
         self.max_model_len = self.engine.scheduler.max_model_len
-        words = self.text.tokenizer, self.text.eos_token_ids
-        self.grammars = Grammars(lambda: words, self.engine.capacity.vocab_size)
+        vocabulary = self.text.tokenizer, self.text.eos_token_ids
+        self.grammars = Grammars(lambda: vocabulary, self.engine.capacity.vocab_size)
         self._num_requests = 0
-        self.owners: dict[int, _Run] = {}  # request id -> whose it is: calls may be nested, streams interleaved
-        self.lock = threading.RLock()  # around the engine: threads may share an LLM, and then share its steps
+        self.owners: dict[int, _Run] = {}  # request id -> its run: calls may be nested, streams interleaved
+        self.lock = threading.RLock()  # protects the engine
         self._is_closed = False
 
     def generate(
@@ -65,7 +66,7 @@ class LLM:
         on_output: OnOutput | None = None,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Continue each prompt: text as it is, or token ids. A prompt that fails carries its error; others go on.
+        """Continue each prompt, raw text or token ids. A failed prompt has its error in the output; others go on.
 
         `progress`: show a bar on a terminal while there are several prompts.
         """
@@ -83,7 +84,7 @@ class LLM:
         on_output: OnOutput | None = None,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Answer each conversation through the model's chat template. A string is one message of a user.
+        """Answer each conversation, using the model's chat template. A string is a single user message.
 
         `progress`: show a bar on a terminal while there are several conversations.
         """
@@ -95,7 +96,7 @@ class LLM:
         return self._run(requests, on_output, has_bar=progress and len(requests) > 1)
 
     def stream(self, request: GenerationRequest) -> Generator[Delta, None, None]:
-        """One request, delta by delta. Stopping early cancels it."""
+        """Yield the deltas of one request. Closing the generator early cancels it."""
         run = _Run(self, [request])
         try:
             while not run.is_finished:
@@ -114,7 +115,7 @@ class LLM:
 
     def check_open(self) -> None:
         if self._is_closed:
-            raise InvalidRequest("this LLM is closed: make a new one")
+            raise InvalidRequest("this LLM is closed: create a new one")
 
     def __enter__(self) -> LLM:
         return self
@@ -146,14 +147,14 @@ class LLM:
                         if bar is not None:
                             bar(number, delta)
                         if on_output is not None:
-                            run.tell(on_output, number, delta)
+                            run.call_back(on_output, number, delta)
         finally:
             run.close()
         return [answers.output() for answers in run.answers]
 
 
 class _Run:
-    """Some requests on their way through an engine that runs in this thread."""
+    """The requests of one call, run on the engine in this thread."""
 
     def __init__(self, llm: LLM, requests: Sequence[GenerationRequest]) -> None:
         llm.check_open()
@@ -172,15 +173,15 @@ class _Run:
         self._todo = deque((number, index) for number, request in enumerate(requests) for index in range(request.n))
         self._parents: dict[int, int] = {}  # number of a request -> id of its first sample
         self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
-        self._deltas: list[tuple[int, Delta]] = []  # not told yet
-        self._silenced: set[int] = set()  # whose callback has raised
+        self._deltas: list[tuple[int, Delta]] = []  # not returned yet
+        self._failed_callbacks: set[int] = set()  # request numbers whose callback raised
 
     @property
     def is_finished(self) -> bool:
         return not self._alive and not self._todo and not self._deltas
 
     def step(self) -> list[tuple[int, Delta]]:
-        """What is new for this run. A step serves everyone, so another run's may have brought it."""
+        """The new deltas of this run. They may come from a step of another run, since runs are batched together."""
         with self._llm.lock:
             if not self._deltas:
                 self._llm.check_open()
@@ -198,20 +199,20 @@ class _Run:
         answers = self.answers[number]
         try:
             delta = answers.push(index, output)
-        except Exception as error:  # its text could not be made: it ends, the others do not
+        except Exception as error:  # ends this sample only
             delta = answers.fail(index, f"the answer could not be read: {type(error).__name__}: {error}")
         if delta.finish_reason is not None:
             self._end(output.request_id, output.finish_reason, answers.num_tokens(index))
         self._deltas.append((number, delta))
 
-    def tell(self, on_output: OnOutput, number: int, delta: Delta) -> None:
-        """A callback that raises ends its own request, and is not called for it again."""
-        if number in self._silenced:
+    def call_back(self, on_output: OnOutput, number: int, delta: Delta) -> None:
+        """Call `on_output`. If it raises, its request ends and it is not called for that request again."""
+        if number in self._failed_callbacks:
             return
         try:
             on_output(number, delta)
         except Exception as error:
-            self._silenced.add(number)
+            self._failed_callbacks.add(number)
             message = f"its callback raised {type(error).__name__}: {error}"
             with self._llm.lock:
                 self.answers[number].fail_all(message)
@@ -222,7 +223,7 @@ class _Run:
                 self._deltas = [entry for entry in self._deltas if entry[0] != number]
 
     def close(self) -> None:
-        """Cancel what is left. The last run to end also collects the step that may still be in flight."""
+        """Cancel unfinished requests. The last run to end also collects a step that is still in flight."""
         with self._llm.lock:
             self._todo.clear()
             for request_id in list(self._alive):
@@ -231,7 +232,7 @@ class _Run:
                 self._engine.step()
 
     def _fill(self) -> None:
-        """Let in as many as the queue takes: a caller may bring more prompts than a server would let wait."""
+        """Add requests until the queue is full: a call may have more prompts than the queue can hold."""
         while self._todo:
             number, index = self._todo[0]
             request = self.answers[number].request
@@ -259,7 +260,7 @@ class _Run:
     def _end(self, request_id: int, engine_reason: FinishReason | None, num_tokens: int | None) -> None:
         del self._alive[request_id], self._llm.owners[request_id]
         if engine_reason is not None:
-            return  # the engine knows already
+            return  # already ended in the engine
         if num_tokens is None:
             self._engine.cancel(request_id)
         else:
@@ -268,10 +269,10 @@ class _Run:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C waits for the end of the step: in the midst of one it would leave a plan half done."""
+    """Defer Ctrl-C to the end of the step, so that no plan is left half executed."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # nobody would raise here
+        yield  # no KeyboardInterrupt can be raised here
         return
     was_asked = False
 
@@ -289,7 +290,7 @@ def _interrupt_deferred() -> Iterator[None]:
 
 
 def _find(name: str | None) -> Path:
-    """Where the model lies. One that quire knows is fetched if it is not here: nobody has to have heard of `pull`."""
+    """The path of a model. A model that quire knows is downloaded if it is missing."""
     try:
         return resolve(name)
     except ModelNotFound:
@@ -299,7 +300,7 @@ def _find(name: str | None) -> Path:
 
 
 def as_chat(conversation: Conversation) -> ChatRequest:
-    """Messages as the clients of the field write them: {"role": ..., "content": ...}."""
+    """A ChatRequest of messages in the usual form {"role": ..., "content": ...}."""
     if isinstance(conversation, ChatRequest):
         return conversation
     if isinstance(conversation, str):
@@ -308,7 +309,9 @@ def as_chat(conversation: Conversation) -> ChatRequest:
     for i, message in enumerate(conversation):
         unknown = set(message) - {"role", "content", "name"}
         if unknown or not {"role", "content"} <= set(message):
-            raise InvalidRequest(f"messages[{i}] has the fields {sorted(message)}, not role, content and maybe name")
+            raise InvalidRequest(
+                f"messages[{i}] has the fields {sorted(message)}, not role, content and optionally name"
+            )
         if message["role"] not in list(Role):
             raise InvalidRequest(f"messages[{i}].role = {message['role']!r} is not one of {', '.join(Role)}")
         if not isinstance(message["content"], str):

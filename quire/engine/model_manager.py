@@ -1,6 +1,6 @@
-"""Which models are in memory: one budget for the weights and KV of all of them, one load at a time.
+"""Loads and unloads models within one memory budget for weights and KV, one load at a time.
 
-Knows bytes, leases and the order of use; nothing of text, HTTP or processes. Belongs to one event loop.
+Knows bytes, leases and the order of use, not text, HTTP or processes. Must be used from a single event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.backends.machine import available_bytes
 from quire.errors import LoadFailed, ModelTooLarge, QuireError
 from quire.sizes import compared_sizes, memory_size
 
-FREE_SHARE = 0.8  # of the memory free at the start: steps, page cache and the rest of the machine need some
+FREE_SHARE = 0.8  # of the memory free at start; the rest is for steps, page cache and other programs
 MAX_BACKOFF_S = 30.0
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
 
@@ -28,70 +28,72 @@ log = logging.getLogger(__name__)
 
 class ModelState(StrEnum):
     UNLOADED = "unloaded"
-    LOADING = "loading"  # or waiting for its turn, or for room
+    LOADING = "loading"  # or waiting for another load or for free memory
     READY = "ready"
-    UNLOADING = "unloading"  # finishes what it has; what comes waits for its return
-    FAILED = "failed"  # the last load failed; the next request tries again
+    UNLOADING = "unloading"  # finishes its requests; new ones wait until it is loaded again
+    FAILED = "failed"  # the last load failed; the next request retries
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model takes. Weights are an estimate until it was loaded once."""
+    """Memory that a model needs. The weights are an estimate until it was loaded once."""
 
     weight_bytes: int
-    context_bytes: int  # of KV: one context of full length
-    kv_bytes: int | None = None  # as it was set; None: its share
+    context_bytes: int  # KV of one context of full length
+    kv_bytes: int | None = None  # as configured; None: its share
 
 
 class Loadable(Protocol):
-    """A model as the manager moves it in and out of memory."""
+    """The manager's interface to a model."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def needs(self) -> Needs:
-        """As far as it is known without opening anything."""
+        """An estimate that needs no file access."""
 
     async def measure(self) -> Needs:
-        """Exactly, from the headers of its files. Raises QuireError."""
+        """The exact needs, read from the headers of its files. Raises QuireError."""
 
     async def load(self, kv_bytes: int | None) -> int:
-        """Returns the bytes it holds; 0: it cannot say. Raises QuireError, and then holds nothing.
-        `kv_bytes` of None: as it thinks best."""
+        """Load the model. Returns the bytes it holds, or 0 if unknown. Raises QuireError, and then holds nothing.
+
+        `kv_bytes`: for the KV cache; None: the backend's choice.
+        """
 
     async def unload(self) -> None:
-        """Gives everything back. Nobody has a lease then, unless they were cut."""
+        """Free all memory. There are no leases at that time, unless `cut` was called."""
 
     def cut(self) -> None:
-        """End what is under way, with an error to each."""
+        """Fail all running requests."""
 
 
 class ManagedModel:
-    """One model's place, taken or not."""
+    """The manager's state of one model, loaded or not."""
 
     def __init__(self, model: Loadable, *, is_pinned: bool = False, idle_unload_s: float | None = None) -> None:
         self.model = model
         self.is_pinned = is_pinned
         self.idle_unload_s = idle_unload_s
         self.state = ModelState.UNLOADED
-        self.num_bytes = 0  # held, or set aside while it loads and leaves
+        self.num_bytes = 0  # held, or reserved while it loads or unloads
         self.num_leases = 0
-        self.last_use = 0  # of all uses of all models, in order
+        self.last_use = 0  # sequence number over the uses of all models
         self.waiters: list[asyncio.Future[None]] = []
         self.error: QuireError | None = None  # of the last load
         self.num_loads = 0
         self.num_failures = 0
         self.num_unloads = 0
         self.num_failed_in_a_row = 0
-        self.load_s: float | None = None  # how long the last one took
-        self.began_s: float | None = None  # while it loads
-        self.is_asked = False  # to load, though no request waits
-        self.is_leaving_for_room = False  # not because someone said so: it may stay if another goes first
-        self.is_closing = False  # there is no way back
+        self.load_s: float | None = None  # duration of the last load
+        self.began_s: float | None = None  # start of the current load
+        self.is_load_requested = False  # by `load`, without a waiting request
+        self.is_evicted = False  # unloading to free memory: cancelled if another model can go instead
+        self.is_closing = False  # the unload can no longer be cancelled
         self.is_loaded = False
-        self.idle = asyncio.Event()  # nobody has a lease
-        self.leaving: asyncio.Task[None] | None = None
+        self.idle = asyncio.Event()  # there are no leases
+        self.unloading: asyncio.Task[None] | None = None
         self.loading: asyncio.Task[None] | None = None
         self.idle_timer: asyncio.TimerHandle | None = None
 
@@ -105,134 +107,140 @@ class ManagedModel:
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_asked or bool(self.waiters)
+        return self.is_load_requested or bool(self.waiters)
 
 
-class _NobodyWaits(Exception):
-    """A load was given up before it began."""
+class _LoadAbandoned(Exception):
+    """No request waits for the load any more."""
 
 
 class ModelManager:
-    """Loads, and makes room for what is to be loaded.
+    """Loads models, and unloads others to free memory for them.
 
-    Room is made of models that are not pinned: idle ones first, then busy ones, each in the order of their last use. A
-    busy one that is chosen takes no new work, so that it can starve nobody, and goes when what it has is done. If
-    another becomes idle before that, that one goes and the chosen one stays.
+    Models that are not pinned can be unloaded: idle ones first, then busy ones, each least recently used first. A busy
+    model that is chosen accepts no new requests, so that it cannot starve the waiting load, and is unloaded when its
+    requests have ended. If another model becomes idle before that, it is unloaded instead and the chosen one stays.
     """
 
     def __init__(
-        self, seats: Sequence[ManagedModel], budget_bytes: int | None, kv_cap_bytes: int | None = None
+        self, models: Sequence[ManagedModel], budget_bytes: int | None, kv_cap_bytes: int | None = None
     ) -> None:
-        self.seats = tuple(seats)
-        self.budget_bytes = budget_bytes  # None: no bound, and each takes what it thinks best
-        self._kv_cap_bytes = kv_cap_bytes  # of a share
-        self._turn = asyncio.Lock()
+        self.models = tuple(models)
+        self.budget_bytes = budget_bytes  # None: unlimited, and backends choose the size of their KV cache
+        self._kv_cap_bytes = kv_cap_bytes  # maximum of a share
+        self._load_lock = asyncio.Lock()
         self._uses = count(1)
-        self._change = asyncio.Event()  # of anything that may make room; who has the turn waits for it
+        self._change = asyncio.Event()  # set when memory may have become free; the current load waits for it
         self._is_closed = False
 
     def __iter__(self) -> Iterator[ManagedModel]:
-        return iter(self.seats)
+        return iter(self.models)
 
     @property
     def num_bytes(self) -> int:
-        return sum(seat.num_bytes for seat in self.seats)
+        return sum(managed.num_bytes for managed in self.models)
 
-    # Using
+    # Leases
 
-    async def hold(self, seat: ManagedModel) -> None:
-        """A lease on a loaded model: it stays until `release`. Waits for it to be loaded; raises what kept it from it.
+    async def hold(self, managed: ManagedModel) -> None:
+        """Take a lease on a model, which keeps it loaded until `release`. Loads it first; raises if that fails.
 
-        Leases are given at the moment it is ready, so nobody can make room of it before those who waited have begun.
+        Waiters get their leases at the moment the model is ready, so it cannot be unloaded before they have begun.
         """
-        if seat.state is ModelState.READY:
-            self._lease(seat)
+        if managed.state is ModelState.READY:
+            self._lease(managed)
             return
         self._check_open()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        seat.waiters.append(turn)
-        self._want(seat)
+        lease: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        managed.waiters.append(lease)
+        self._start_load(managed)
         try:
-            await turn
+            await lease
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.release(seat)  # it came at the same moment
+            if lease.done() and not lease.cancelled() and lease.exception() is None:
+                self.release(managed)  # the lease was granted at the same moment
             raise
         finally:
-            if turn in seat.waiters:
-                seat.waiters.remove(turn)
-                self._change.set()  # a load that nobody waits for any more makes no room
+            if lease in managed.waiters:
+                managed.waiters.remove(lease)
+                self._change.set()  # an abandoned load stops waiting for memory
 
-    def release(self, seat: ManagedModel) -> None:
-        seat.num_leases -= 1
-        assert seat.num_leases >= 0, seat.name
-        if not seat.num_leases:
-            seat.idle.set()
+    def release(self, managed: ManagedModel) -> None:
+        managed.num_leases -= 1
+        assert managed.num_leases >= 0, managed.name
+        if not managed.num_leases:
+            managed.idle.set()
             self._change.set()
-            self._watch_idle(seat)
+            self._reset_idle_timer(managed)
 
-    async def load(self, seat: ManagedModel) -> None:
-        """Without a request."""
-        seat.is_asked = True
+    async def load(self, managed: ManagedModel) -> None:
+        """Load a model without a request."""
+        managed.is_load_requested = True
         try:
-            await self.hold(seat)
+            await self.hold(managed)
         finally:
-            seat.is_asked = False
-        self.release(seat)
+            managed.is_load_requested = False
+        self.release(managed)
 
-    async def unload(self, seat: ManagedModel, *, is_forced: bool = False) -> None:
-        """When what is under way has ended; forced, it is cut. What comes meanwhile waits, and has it loaded again."""
-        if seat.state is ModelState.LOADING and seat.loading is not None:
+    async def unload(self, managed: ManagedModel, *, is_forced: bool = False) -> None:
+        """Unload a model when its requests have ended; if forced, they fail at once.
+
+        Requests that arrive meanwhile wait and cause a new load.
+        """
+        if managed.state is ModelState.LOADING and managed.loading is not None:
             if is_forced:
-                # Its first step comes before this: cancelled earlier, it would tell nobody that it is over.
-                asyncio.get_running_loop().call_soon(_cancel_once, seat.loading)
-            await asyncio.wait({seat.loading})
-        if seat.state is ModelState.READY:
-            self._leave(seat, for_room=False)
-        seat.is_leaving_for_room = False
-        if seat.leaving is not None:
-            if is_forced and not seat.is_closing:
-                seat.model.cut()
-            await asyncio.shield(seat.leaving)
+                # Deferred to after the task's first step: a task that is cancelled earlier would not notify waiters.
+                asyncio.get_running_loop().call_soon(_cancel_once, managed.loading)
+            await asyncio.wait({managed.loading})
+        if managed.state is ModelState.READY:
+            self._start_unload(managed, is_evicted=False)
+        managed.is_evicted = False
+        if managed.unloading is not None:
+            if is_forced and not managed.is_closing:
+                managed.model.cut()
+            await asyncio.shield(managed.unloading)
 
-    def pin(self, seat: ManagedModel) -> None:
-        seat.is_pinned = True
-        if seat.is_leaving_for_room:
-            self._stay(seat)
+    def pin(self, managed: ManagedModel) -> None:
+        managed.is_pinned = True
+        if managed.is_evicted:
+            self._cancel_unload(managed)
         self._change.set()
 
-    def unpin(self, seat: ManagedModel) -> None:
-        seat.is_pinned = False
+    def unpin(self, managed: ManagedModel) -> None:
+        managed.is_pinned = False
         self._change.set()
-        self._watch_idle(seat)
+        self._reset_idle_timer(managed)
 
     def refuse(self) -> None:
-        """Whoever waits, and whoever comes: the end is near."""
+        """Fail current and future waiters: the manager is shutting down."""
         self._is_closed = True
-        for seat in self.seats:
-            self._fail_waiters(seat, LoadFailed("the server is shutting down"))
+        for managed in self.models:
+            self._fail_waiters(managed, LoadFailed("the server is shutting down"))
 
     async def close(self) -> None:
-        """Everything, at once."""
+        """Unload all models at once."""
         self.refuse()
-        for seat in self.seats:
-            if seat.idle_timer is not None:
-                seat.idle_timer.cancel()
-            for task in (seat.loading, seat.leaving):
-                if task is not None and not seat.is_closing:
+        for managed in self.models:
+            if managed.idle_timer is not None:
+                managed.idle_timer.cancel()
+            for task in (managed.loading, managed.unloading):
+                if task is not None and not managed.is_closing:
                     _cancel_once(task)
-        tasks = [task for seat in self.seats for task in (seat.loading, seat.leaving) if task is not None]
+        tasks = [task for managed in self.models for task in (managed.loading, managed.unloading) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
         self.refuse()
-        await asyncio.gather(*(self._close(seat) for seat in self.seats if seat.is_loaded))
+        await asyncio.gather(*(self._close(managed) for managed in self.models if managed.is_loaded))
 
-    def eta_s(self, seat: ManagedModel, reading_s: float | None) -> float | None:
-        """Seconds until it is ready: by how long the last load took, else `reading_s`, what its weights still take."""
-        if seat.began_s is None:
-            return seat.load_s
-        if seat.load_s is not None:
-            return max(seat.load_s - (time.monotonic() - seat.began_s), 0.0)
+    def eta_s(self, managed: ManagedModel, reading_s: float | None) -> float | None:
+        """Estimated seconds until the model is ready, from the last load's duration.
+
+        Without one, `reading_s`: the estimated time to read the remaining weights.
+        """
+        if managed.began_s is None:
+            return managed.load_s
+        if managed.load_s is not None:
+            return max(managed.load_s - (time.monotonic() - managed.began_s), 0.0)
         return reading_s
 
     # Loading
@@ -241,151 +249,155 @@ class ModelManager:
         if self._is_closed:
             raise LoadFailed("the server is shutting down")
 
-    def _want(self, seat: ManagedModel) -> None:
-        if seat.state in (ModelState.UNLOADED, ModelState.FAILED):
-            seat.state = ModelState.LOADING
-            seat.loading = asyncio.create_task(self._load(seat), name=f"load {seat.name}")
+    def _start_load(self, managed: ManagedModel) -> None:
+        if managed.state in (ModelState.UNLOADED, ModelState.FAILED):
+            managed.state = ModelState.LOADING
+            managed.loading = asyncio.create_task(self._load(managed), name=f"load {managed.name}")
 
-    async def _load(self, seat: ManagedModel) -> None:
+    async def _load(self, managed: ManagedModel) -> None:
         try:
-            await self._back_off(seat)
-            async with self._turn:
-                if not seat.is_wanted:
-                    raise _NobodyWaits
-                seat.began_s = time.monotonic()
-                await self._load_within(seat)
+            await self._back_off(managed)
+            async with self._load_lock:
+                if not managed.is_wanted:
+                    raise _LoadAbandoned
+                managed.began_s = time.monotonic()
+                await self._load_within(managed)
         except asyncio.CancelledError:
-            log.info("%s was unloaded before it was ready", seat.name)
-            self._fail(seat, LoadFailed(f"{seat.name} was unloaded before it was ready"), is_counted=False)
-            seat.state = ModelState.UNLOADED
+            log.info("%s was unloaded before it was ready", managed.name)
+            self._fail(managed, LoadFailed(f"{managed.name} was unloaded before it was ready"), is_counted=False)
+            managed.state = ModelState.UNLOADED
             raise
-        except _NobodyWaits:
-            seat.state = ModelState.UNLOADED
+        except _LoadAbandoned:
+            managed.state = ModelState.UNLOADED
         except ModelTooLarge as error:
-            log.error("%s could not be loaded: %s", seat.name, error)  # whoever asked may not wait to be told
-            self._fail(seat, error, is_counted=False)  # its bytes are known: nothing was tried, nothing to wait for
+            log.error("%s could not be loaded: %s", managed.name, error)  # there may be no waiter to report it to
+            self._fail(managed, error, is_counted=False)  # nothing was loaded, so no backoff is needed
         except QuireError as error:
-            self._fail(seat, error)
+            self._fail(managed, error)
         except Exception as error:
-            log.exception("loading %s failed", seat.name)
-            self._fail(seat, LoadFailed(f"{type(error).__name__}: {error}"))
+            log.exception("loading %s failed", managed.name)
+            self._fail(managed, LoadFailed(f"{type(error).__name__}: {error}"))
         else:
-            self._ready(seat)
+            self._ready(managed)
         finally:
-            seat.began_s = None
-            seat.loading = None
+            managed.began_s = None
+            managed.loading = None
             self._change.set()
-            if seat.state is ModelState.UNLOADED and seat.waiters and not self._is_closed:
-                self._want(seat)  # they came while a load that nobody wanted any more was given up
+            if managed.state is ModelState.UNLOADED and managed.waiters and not self._is_closed:
+                self._start_load(managed)  # requests that arrived while the load was abandoned
 
-    async def _load_within(self, seat: ManagedModel) -> None:
-        """What it holds may be more than was estimated. Then others go; where none can, it is loaded once more with
-        less KV, now that its weights are known."""
+    async def _load_within(self, managed: ManagedModel) -> None:
+        """Load within the budget. If the model holds more than estimated, unload others.
+
+        If that is not enough, load it once more with less KV, now that the size of its weights is known.
+        """
         for is_last in (False, True):
-            needs = await seat.model.measure()
-            kv_bytes = self.kv_bytes(seat, needs)
+            needs = await managed.model.measure()
+            kv_bytes = self.kv_bytes(managed, needs)
             need = needs.weight_bytes + (kv_bytes or 0)
-            await self._make_room(seat, need)
-            seat.num_bytes = need
-            seat.num_bytes = await seat.model.load(kv_bytes) or need
+            await self._make_room(managed, need)
+            managed.num_bytes = need
+            managed.num_bytes = await managed.model.load(kv_bytes) or need
             try:
-                await self._make_room(seat, seat.num_bytes)
+                await self._make_room(managed, managed.num_bytes)
             except BaseException as error:
-                await seat.model.unload()
-                seat.num_bytes = 0
+                await managed.model.unload()
+                managed.num_bytes = 0
                 if is_last or not isinstance(error, ModelTooLarge):
                     raise
             else:
-                seat.is_loaded = True
+                managed.is_loaded = True
                 return
 
-    def _ready(self, seat: ManagedModel) -> None:
-        seat.load_s = None if seat.began_s is None else time.monotonic() - seat.began_s
-        seat.state, seat.error = ModelState.READY, None
-        seat.num_loads += 1
-        seat.num_failed_in_a_row = 0
-        seat.last_use = next(self._uses)
-        self._admit(seat)
-        self._watch_idle(seat)
+    def _ready(self, managed: ManagedModel) -> None:
+        managed.load_s = None if managed.began_s is None else time.monotonic() - managed.began_s
+        managed.state, managed.error = ModelState.READY, None
+        managed.num_loads += 1
+        managed.num_failed_in_a_row = 0
+        managed.last_use = next(self._uses)
+        self._admit(managed)
+        self._reset_idle_timer(managed)
 
-    def _fail(self, seat: ManagedModel, error: QuireError, *, is_counted: bool = True) -> None:
-        seat.state, seat.error = ModelState.FAILED, error
-        seat.num_bytes = 0
+    def _fail(self, managed: ManagedModel, error: QuireError, *, is_counted: bool = True) -> None:
+        managed.state, managed.error = ModelState.FAILED, error
+        managed.num_bytes = 0
         if is_counted:
-            seat.num_failures += 1
-            seat.num_failed_in_a_row += 1
-            log.error("%s could not be loaded: %s", seat.name, error)
-        self._fail_waiters(seat, error)
+            managed.num_failures += 1
+            managed.num_failed_in_a_row += 1
+            log.error("%s could not be loaded: %s", managed.name, error)
+        self._fail_waiters(managed, error)
 
-    def _fail_waiters(self, seat: ManagedModel, error: QuireError) -> None:
-        waiters, seat.waiters = seat.waiters, []
+    def _fail_waiters(self, managed: ManagedModel, error: QuireError) -> None:
+        waiters, managed.waiters = managed.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error)
 
-    async def _back_off(self, seat: ManagedModel) -> None:
-        """Before another try, the longer the more failed in a row; before the turn, so that others may load."""
-        if seat.num_failed_in_a_row >= 2:
-            delay_s = min(2.0 ** min(seat.num_failed_in_a_row - 2, 10), MAX_BACKOFF_S)
-            log.warning("%s failed %d times in a row: waiting %g s", seat.name, seat.num_failed_in_a_row, delay_s)
+    async def _back_off(self, managed: ManagedModel) -> None:
+        """Wait before a retry, longer after each failure in a row. Other models can load meanwhile."""
+        if managed.num_failed_in_a_row >= 2:
+            delay_s = min(2.0 ** min(managed.num_failed_in_a_row - 2, 10), MAX_BACKOFF_S)
+            log.warning("%s failed %d times in a row: waiting %g s", managed.name, managed.num_failed_in_a_row, delay_s)
             await asyncio.sleep(delay_s)
 
-    # Room
+    # Memory
 
-    def kv_bytes(self, seat: ManagedModel, needs: Needs) -> int | None:
-        """As it was set; else an equal part of what the weights of all models leave, at least one full context, at most
-        what the pinned ones leave."""
+    def kv_bytes(self, managed: ManagedModel, needs: Needs) -> int | None:
+        """The size of a model's KV cache: as configured, else an equal share of what the weights of all models leave.
+
+        A share is at least one full context, and at most what pinned models leave.
+        """
         if needs.kv_bytes is not None or self.budget_bytes is None:
             return needs.kv_bytes
-        others = [other.model.needs for other in self.seats if other is not seat]
+        others = [other.model.needs for other in self.models if other is not managed]
         taken = needs.weight_bytes + sum(other.weight_bytes + (other.kv_bytes or 0) for other in others)
         num_sharing = 1 + sum(other.kv_bytes is None for other in others)
         share = max(self.budget_bytes - taken, 0) // num_sharing
         if self._kv_cap_bytes is not None:
             share = min(share, self._kv_cap_bytes)
-        room = self.budget_bytes - self._fixed_bytes(seat) - needs.weight_bytes
+        room = self.budget_bytes - self._fixed_bytes(managed) - needs.weight_bytes
         wish = max(share, needs.context_bytes)
         return max(min(wish, room), 1)
 
-    def _fixed_bytes(self, seat: ManagedModel) -> int:
-        """What can not be made room of."""
-        return sum(other.num_bytes for other in self.seats if other is not seat and other.is_pinned)
+    def _fixed_bytes(self, managed: ManagedModel) -> int:
+        """Bytes of other models that cannot be unloaded."""
+        return sum(other.num_bytes for other in self.models if other is not managed and other.is_pinned)
 
-    async def _make_room(self, seat: ManagedModel, need: int) -> None:
-        """Wait until this many bytes, what it holds itself included, fit beside the others."""
+    async def _make_room(self, managed: ManagedModel, need: int) -> None:
+        """Wait until `need` bytes fit the budget, unloading others. `need` includes what the model holds already."""
         if self.budget_bytes is None:
             return
         try:
-            while (missing := self._held_by_others(seat) + need - self.budget_bytes) > 0:
-                self._check_fits(seat, need)
-                if not seat.is_wanted:
-                    raise _NobodyWaits
+            while (missing := self._held_by_others(managed) + need - self.budget_bytes) > 0:
+                self._check_fits(managed, need)
+                if not managed.is_wanted:
+                    raise _LoadAbandoned
                 self._change.clear()
-                self._keep(self._choose(seat, missing))
+                self._evict_only(self._choose_evictions(managed, missing))
                 await self._change.wait()
         finally:
-            self._keep(())
+            self._evict_only(())
 
-    def _held_by_others(self, seat: ManagedModel) -> int:
-        return sum(other.num_bytes for other in self.seats if other is not seat)
+    def _held_by_others(self, managed: ManagedModel) -> int:
+        return sum(other.num_bytes for other in self.models if other is not managed)
 
-    def _check_fits(self, seat: ManagedModel, need: int) -> None:
-        budget, fixed = self.budget_bytes or 0, self._fixed_bytes(seat)
+    def _check_fits(self, managed: ManagedModel, need: int) -> None:
+        budget, fixed = self.budget_bytes or 0, self._fixed_bytes(managed)
         if need > budget - fixed:
             pinned = f", of which pinned models hold {memory_size(fixed)}" if fixed else ""
             needed, total = compared_sizes(need, budget)
-            raise ModelTooLarge(f"{seat.name} needs {needed}; the models of this server have {total}{pinned}")
+            raise ModelTooLarge(f"{managed.name} needs {needed}; the models of this server have {total}{pinned}")
 
-    def _choose(self, seat: ManagedModel, missing: int) -> list[ManagedModel]:
-        """Who goes. What is on its way out already counts first."""
-        going = [other for other in self.seats if other is not seat and other.state is ModelState.UNLOADING]
-        missing -= sum(other.num_bytes for other in going if not other.is_leaving_for_room or other.is_closing)
+    def _choose_evictions(self, managed: ManagedModel, missing: int) -> list[ManagedModel]:
+        """The models to unload. Those that are unloading already are counted first."""
+        going = [other for other in self.models if other is not managed and other.state is ModelState.UNLOADING]
+        missing -= sum(other.num_bytes for other in going if not other.is_evicted or other.is_closing)
         may_go = [
             other
-            for other in self.seats
-            if other is not seat
+            for other in self.models
+            if other is not managed
             and not other.is_pinned
-            and (other.state is ModelState.READY or (other.is_leaving_for_room and not other.is_closing))
+            and (other.state is ModelState.READY or (other.is_evicted and not other.is_closing))
         ]
         chosen: list[ManagedModel] = []
         for other in sorted(may_go, key=lambda other: (other.is_busy, other.last_use)):
@@ -395,91 +407,93 @@ class ModelManager:
             missing -= other.num_bytes
         return chosen
 
-    def _keep(self, chosen: Sequence[ManagedModel]) -> None:
-        """The chosen leave, others that were chosen before stay."""
-        for seat in self.seats:
-            if seat in chosen and seat.state is ModelState.READY:
-                self._leave(seat, for_room=True)
-            elif seat not in chosen and seat.is_leaving_for_room and not seat.is_closing:
-                self._stay(seat)
+    def _evict_only(self, chosen: Sequence[ManagedModel]) -> None:
+        """Unload the chosen models, and cancel evictions chosen earlier."""
+        for managed in self.models:
+            if managed in chosen and managed.state is ModelState.READY:
+                self._start_unload(managed, is_evicted=True)
+            elif managed not in chosen and managed.is_evicted and not managed.is_closing:
+                self._cancel_unload(managed)
 
-    # Leaving
+    # Unloading
 
-    def _leave(self, seat: ManagedModel, *, for_room: bool) -> None:
-        if seat.is_busy:
-            log.info("%s is to be unloaded when its %d request(s) have ended", seat.name, seat.num_leases)
-        seat.state, seat.is_leaving_for_room = ModelState.UNLOADING, for_room
-        seat.leaving = asyncio.create_task(self._go(seat), name=f"unload {seat.name}")
+    def _start_unload(self, managed: ManagedModel, *, is_evicted: bool) -> None:
+        if managed.is_busy:
+            log.info("%s will be unloaded when its %d request(s) have ended", managed.name, managed.num_leases)
+        managed.state, managed.is_evicted = ModelState.UNLOADING, is_evicted
+        managed.unloading = asyncio.create_task(self._unload_when_idle(managed), name=f"unload {managed.name}")
 
-    def _stay(self, seat: ManagedModel) -> None:
-        assert seat.leaving is not None
-        seat.leaving.cancel()
-        seat.leaving, seat.is_leaving_for_room = None, False
-        seat.state = ModelState.READY
-        self._admit(seat)
+    def _cancel_unload(self, managed: ManagedModel) -> None:
+        assert managed.unloading is not None
+        managed.unloading.cancel()
+        managed.unloading, managed.is_evicted = None, False
+        managed.state = ModelState.READY
+        self._admit(managed)
 
-    async def _go(self, seat: ManagedModel) -> None:
-        while seat.is_busy:
-            seat.idle.clear()
-            await seat.idle.wait()
-        await self._close(seat)
-        if seat.is_wanted and not self._is_closed:
-            self._want(seat)
+    async def _unload_when_idle(self, managed: ManagedModel) -> None:
+        while managed.is_busy:
+            managed.idle.clear()
+            await managed.idle.wait()
+        await self._close(managed)
+        if managed.is_wanted and not self._is_closed:
+            self._start_load(managed)
 
-    async def _close(self, seat: ManagedModel) -> None:
-        seat.state, seat.is_closing = ModelState.UNLOADING, True
-        if seat.idle_timer is not None:
-            seat.idle_timer.cancel()
+    async def _close(self, managed: ManagedModel) -> None:
+        managed.state, managed.is_closing = ModelState.UNLOADING, True
+        if managed.idle_timer is not None:
+            managed.idle_timer.cancel()
         try:
-            await seat.model.unload()
-            log.info("%s is unloaded: %s are free again", seat.name, memory_size(seat.num_bytes))
+            await managed.model.unload()
+            log.info("%s was unloaded: %s freed", managed.name, memory_size(managed.num_bytes))
         except Exception:
-            log.exception("unloading %s failed", seat.name)  # its process is gone all the same, or ends with this one
+            log.exception("unloading %s failed", managed.name)  # its process has ended anyway, or ends with this one
         finally:
-            seat.num_unloads += 1
-            seat.num_bytes, seat.is_loaded = 0, False
-            seat.leaving, seat.is_closing, seat.is_leaving_for_room = None, False, False
-            seat.state = ModelState.UNLOADED
+            managed.num_unloads += 1
+            managed.num_bytes, managed.is_loaded = 0, False
+            managed.unloading, managed.is_closing, managed.is_evicted = None, False, False
+            managed.state = ModelState.UNLOADED
             self._change.set()
 
-    def _watch_idle(self, seat: ManagedModel) -> None:
-        """No polling: an idle server costs nothing."""
-        if seat.idle_timer is not None:
-            seat.idle_timer.cancel()
-            seat.idle_timer = None
-        if seat.idle_unload_s is not None and not seat.is_busy and seat.state is ModelState.READY:
-            seat.idle_timer = asyncio.get_running_loop().call_later(seat.idle_unload_s, self._leave_idle, seat)
+    def _reset_idle_timer(self, managed: ManagedModel) -> None:
+        """Restart the idle timer. There is no polling, so an idle server uses no CPU."""
+        if managed.idle_timer is not None:
+            managed.idle_timer.cancel()
+            managed.idle_timer = None
+        if managed.idle_unload_s is not None and not managed.is_busy and managed.state is ModelState.READY:
+            managed.idle_timer = asyncio.get_running_loop().call_later(
+                managed.idle_unload_s, self._unload_idle, managed
+            )
 
-    def _leave_idle(self, seat: ManagedModel) -> None:
-        if seat.state is ModelState.READY and not seat.is_busy and not seat.is_pinned:
-            self._leave(seat, for_room=False)
+    def _unload_idle(self, managed: ManagedModel) -> None:
+        if managed.state is ModelState.READY and not managed.is_busy and not managed.is_pinned:
+            self._start_unload(managed, is_evicted=False)
 
-    def _admit(self, seat: ManagedModel) -> None:
-        waiters, seat.waiters = seat.waiters, []
+    def _admit(self, managed: ManagedModel) -> None:
+        waiters, managed.waiters = managed.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-                self._lease(seat)
+                self._lease(managed)
 
-    def _lease(self, seat: ManagedModel) -> None:
-        seat.num_leases += 1
-        seat.last_use = next(self._uses)
+    def _lease(self, managed: ManagedModel) -> None:
+        managed.num_leases += 1
+        managed.last_use = next(self._uses)
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:
-    """A second time would disturb it while it gives back what it has, and a process would stay for good."""
+    """Cancel a task unless it is being cancelled: a second time would interrupt its cleanup and leak a process."""
     if not task.cancelling():
         task.cancel()
 
 
 def default_budget(*, on_gpu: bool) -> int:
-    """Most of what is free now."""
+    """Most of the memory that is free now."""
     free = _free_on_gpu() if on_gpu else None
     return int((available_bytes() if free is None else free) * FREE_SHARE)
 
 
 def _free_on_gpu() -> int | None:
-    """Asked of the driver's own tool: no process but a worker loads the libraries that could say."""
+    """Query nvidia-smi: only worker processes load CUDA libraries."""
     try:
         found = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
         return int(found.stdout.split()[0]) << 20

@@ -1,4 +1,4 @@
-"""A model as the side that talks to people sees it: its words, its template, its defaults. No weights, no torch."""
+"""The text side of a model: tokenizer, chat template and default parameters. No weights, no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from quire.weights.hub import known_generation
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
-TAIL_TOKENS = 32  # of a prompt, in which an opened thought is looked for
-MAX_CHARS_PER_TOKEN = 16  # on average: a text with more is too long for any vocabulary, but for pages of blanks
+TAIL_TOKENS = 32  # at the end of a prompt, searched for an opened reasoning block
+MAX_CHARS_PER_TOKEN = 16  # on average; only long runs of white space have more
+TOO_LONG_HINT = "shorten it, or serve a model with a longer context"
 
 
 class ModelText:
@@ -44,7 +45,7 @@ class ModelText:
     def open(
         cls, path: Path, name: str | None = None, load_format: str = "auto", tool_format: str | None = None
     ) -> ModelText:
-        """`tool_format`: a row of TOOL_FORMATS, for a model whose template does not show how it calls tools."""
+        """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it from the template."""
         checkpoint = open_checkpoint(path, load_format)
         try:
             files = checkpoint.tokenizer_files()
@@ -54,21 +55,20 @@ class ModelText:
                 raise ModelFileError(f"{path}: the tokenizer has {sizes}")
             template = ChatTemplate(files.chat_template, tokenizer, tool_format=tool_format)
             defaults = checkpoint.generation
-            if defaults == GenerationDefaults():  # the file says nothing; of some models we know
+            if defaults == GenerationDefaults():  # not in the file; known for some models
                 defaults = known_generation(path)
             return cls(name or path.stem, checkpoint.spec, defaults, tokenizer, template)
         finally:
             checkpoint.close()
 
     def encode(self, text: str, max_model_len: int, *, add_special: bool = True) -> tuple[int, ...]:
-        """A raw prompt. Control strings in it are control tokens: it is the caller's whole prompt."""
+        """Encode a raw prompt. Control strings in it become control tokens."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt = {text!r:.80} is not text")
         limit = MAX_CHARS_PER_TOKEN * max_model_len
         if len(text) > limit:
             raise ContextTooLong(
-                f"prompt of {len(text)} characters is more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
-                f" {max_model_len} tokens of context"
+                f"prompt of {len(text)} characters cannot fit the context of {max_model_len} tokens: {TOO_LONG_HINT}"
             )
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
@@ -77,17 +77,17 @@ class ModelText:
         return tuple(self.template.encode(chat))
 
     def render_chat(self, chat: ChatRequest, max_model_len: int) -> str:
-        """The prompt as text, to look at: control strings that people wrote look like the template's own in it."""
+        """The prompt as text, for display: control strings in messages look like the template's own."""
         self._check_size(chat, max_model_len)
         return self.template.render(chat)
 
     def _check_size(self, chat: ChatRequest, max_model_len: int) -> None:
-        """Before it is rendered, which takes time."""
+        """Refuse a conversation that is too long before it is rendered, which takes time."""
         limit = MAX_CHARS_PER_TOKEN * max_model_len
         if chat.num_chars > limit:
             raise ContextTooLong(
-                f"messages of {chat.num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
-                f" {max_model_len} tokens of context"
+                f"messages of {chat.num_chars} characters cannot fit the context of {max_model_len} tokens:"
+                f" {TOO_LONG_HINT}"
             )
 
     def request(
@@ -101,7 +101,7 @@ class ModelText:
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
-        """`chat`: the conversation that the prompt was made of. Its tools shape the answer and may end it."""
+        """`chat`: the conversation that the prompt was rendered from. Its tools constrain the answer and may end it."""
         has_calls = chat is not None and bool(chat.callable_tools)
         return GenerationRequest(
             prompt=tuple(prompt),
@@ -121,7 +121,7 @@ class ModelText:
         )
 
     def new_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> AnswerParser:
-        """For one answer to this prompt, which the conversation became."""
+        """A parser for one answer to this prompt, which was rendered from `chat`."""
         if chat is None:
             return PlainAnswer()
         parser: AnswerParser = PlainAnswer()
@@ -131,30 +131,30 @@ class ModelText:
         return parser if thought is None else ThoughtParser(*thought, parser)
 
     def num_thought_tokens(self, chat: ChatRequest | None, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Of an answer, how many tokens its thought took, markers included."""
+        """The number of reasoning tokens in an answer, markers included."""
         thought = None if chat is None else self._thought(chat, prompt)
         if thought is None or thought[1] is Opening.CLOSED:
             return 0
         assert chat is not None
         parser = ThoughtParser(*thought, PlainAnswer())
-        words = Detokenizer(self.tokenizer, shown_special=self._marker_ids(chat))
+        detokenizer = Detokenizer(self.tokenizer, shown_special=self._marker_ids(chat))
         has_thought = thought[1] is Opening.OPEN
         for count, token_id in enumerate(answer):
             if not parser.is_thinking:
                 return count if has_thought else 0
-            has_thought |= any(isinstance(piece, Thought) for piece in parser.push(words.push((token_id,))))
+            has_thought |= any(isinstance(piece, Thought) for piece in parser.push(detokenizer.push((token_id,))))
         return len(answer) if has_thought else 0
 
-    def _grammar(self, chat: ChatRequest, prompt: Sequence[int], words: Grammar | None) -> Grammar | None:
-        if not chat.callable_tools and (words is None or words.kind is GrammarKind.TOKENS):
-            return words
+    def _grammar(self, chat: ChatRequest, prompt: Sequence[int], text_grammar: Grammar | None) -> Grammar | None:
+        if not chat.callable_tools and (text_grammar is None or text_grammar.kind is GrammarKind.TOKENS):
+            return text_grammar
         thought = self._thought(chat, prompt)
         return answer_grammar(
-            self.template.tool_format, chat.callable_tools, chat.tool_choice, words, thought, self._control_id
+            self.template.tool_format, chat.callable_tools, chat.tool_choice, text_grammar, thought, self._control_id
         )
 
     def _thought(self, chat: ChatRequest, prompt: Sequence[int]) -> tuple[ReasoningFormat, Opening] | None:
-        """How this model thinks, and whether the prompt leaves room for it."""
+        """The model's reasoning format, and whether the prompt opened or closed the reasoning block."""
         format = self.template.reasoning
         if format is None:
             return None
@@ -167,7 +167,7 @@ class ModelText:
         return format, find_opening(format, self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))
 
     def _marker_ids(self, chat: ChatRequest) -> frozenset[int]:
-        """Special tokens that an answer's parser has to see."""
+        """Special tokens that the parser of an answer needs."""
         markers: list[str] = []
         if chat.callable_tools:
             markers += (self.template.tool_format.opening, self.template.tool_format.closing)
@@ -188,4 +188,4 @@ def make_tokenizer(path: Path, files: TokenizerFiles) -> Tokenizer:
         return Tokenizer.from_json(files.tokenizer_json, files.config)
     if files.gguf is not None:
         return Tokenizer.from_gguf(files.gguf)
-    raise ModelFileError(f"{path}: has no tokenizer.json: without it there is no text, only token ids for an Engine")
+    raise ModelFileError(f"{path}: has no tokenizer.json: only an Engine with token ids can run it")

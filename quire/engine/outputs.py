@@ -1,7 +1,7 @@
-"""What a caller gets back: text as it grows, then the whole answer with its bill.
+"""Results of a generation: text deltas, then the whole answer with its token usage.
 
-An `Answers` object stands for one generation request with its n samples. It takes engine outputs, which are token ids,
-and gives deltas, which are text. Whoever drives an engine owns one per request.
+`Answers` converts the engine outputs (token ids) of one request with its n samples into deltas (text). The code that
+drives an engine owns one per request.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from quire.text.tokenizer import Tokenizer
 class TokenLogprob:
     token_id: int
     text: str
-    data: bytes  # exactly what the token stands for, which may be part of a character
+    data: bytes  # the exact bytes of the token, which may be part of a character
     logprob: float
     rank: int  # 0: the most probable
     top: tuple[TokenLogprob, ...] = ()
-    offset: int = 0  # of a token of the answer: characters of its text before it
+    offset: int = 0  # of a token of the answer: its position in the text, in characters
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt, found in the cache by the first sample; the others share with it
+    cached_tokens: int  # of the prompt, found in the cache by the first sample; other samples share its KV
 
     @property
     def total_tokens(self) -> int:
@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one sample."""
+    """The new text and tokens of one sample."""
 
     index: int  # of the sample
     text: str
@@ -52,7 +52,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
     stop: str | None  # the stop string that ended it
-    error: str | None = None  # why it failed, where the reason is ERROR
+    error: str | None = None  # if the finish reason is ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class GenerationOutput:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     usage: Usage
-    cache: CacheExplanation | None  # how far the first sample's prompt was cached, and why not further
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one a prompt token; the first has none
+    cache: CacheExplanation | None  # how much of the prompt was cached for the first sample, and why not more
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token; the first is None
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """The text of the first sample."""
         return self.completions[0].text
 
 
@@ -88,13 +88,15 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     held: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is held back
-    num_chars: int = 0  # of the text given out
+    num_chars: int = 0  # of the returned text
     finish_reason: FinishReason | None = None
     stop: str | None = None
     error: str | None = None
 
 
 class Answers:
+    """The samples of one generation request, as text."""
+
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
         self._tokenizer = tokenizer
@@ -122,7 +124,7 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """So far. The prompt is counted once, and what the first sample found of it."""
+        """Usage so far. The prompt and its cached tokens are counted once, for the first sample."""
         num_tokens = sum(len(sample.token_ids) for sample in self._samples)
         return Usage(len(self.request.prompt), num_tokens, self._cached_tokens)
 
@@ -143,12 +145,12 @@ class Answers:
             self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache
         if output.prompt_logprobs is not None:
             self._take_prompt_logprobs(output.prompt_logprobs)
-        if sample.finish_reason is not None:  # a stop string ended it; these tokens were under way
+        if sample.finish_reason is not None:  # a stop string ended it; these tokens were in flight
             return Delta(index, "", (), (), sample.finish_reason, None)
         if self.request.hides_answer:
             output = _without_answer(output)
         is_stop = output.finish_reason is FinishReason.STOP and not self.request.include_stop
-        last = output.tokens[-1:]  # a stop token, or the last of an answer whose grammar is complete
+        last = output.tokens[-1:]  # a stop token, or the last token of a complete grammar
         hidden = last if is_stop and set(last) & set(self.request.sampling.stop_token_ids) else ()
         shown = output.tokens[: len(output.tokens) - len(hidden)]
         delta = sample.stream.push(shown)
@@ -174,20 +176,20 @@ class Answers:
         return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
 
     def cancel(self, index: int) -> None:
-        """The caller has had enough: what there is of it is the answer."""
+        """End a sample early. Its text so far is the answer."""
         sample = self._samples[index]
         if sample.finish_reason is None:
             sample.finish_reason = FinishReason.CANCELLED
 
     def fail(self, index: int, error: str) -> Delta:
-        """End a sample that cannot go on: its engine died, or its own text could not be made."""
+        """End a sample with an error: its engine died, or its tokens could not be decoded."""
         sample = self._samples[index]
         if sample.finish_reason is None:
             sample.finish_reason, sample.error = FinishReason.ERROR, error
         return Delta(index, "", (), (), sample.finish_reason, None, sample.error)
 
     def fail_all(self, error: str) -> None:
-        """Even those that had ended: whoever asked for them could not take them."""
+        """Fail all samples, finished ones included: the caller's callback raised."""
         for sample in self._samples:
             sample.finish_reason, sample.error = FinishReason.ERROR, error
 
@@ -199,7 +201,7 @@ class Answers:
         return self.output()
 
     def output(self) -> GenerationOutput:
-        """The whole answer; failed samples carry their error."""
+        """The whole answer. Failed samples have their error."""
         return GenerationOutput(
             prompt_token_ids=self.request.prompt,
             completions=tuple(self._completion(index) for index in range(self.request.n)),
@@ -241,17 +243,17 @@ class Answers:
 
 
 def _released(sample: _Sample, *, is_whole: bool) -> tuple[TokenLogprob, ...]:
-    """Log probabilities come with the text of their tokens. What a stop string cuts off has none."""
+    """The held log probabilities whose text was returned. Text removed by a stop string has none."""
     held = sample.held
     if not held:
         return ()
-    count = len(held) if is_whole else sum(entry.offset < sample.num_chars for entry in held)  # offsets never fall
+    count = len(held) if is_whole else sum(entry.offset < sample.num_chars for entry in held)  # offsets are sorted
     sample.held = held[count:]
     return tuple(held[:count])
 
 
 def _without_answer(output: EngineOutput) -> EngineOutput:
-    """The core always samples one token. Where none was asked for, that one is not part of anything."""
+    """Remove the answer: the core always samples one token, even if max_tokens is 0."""
     reason = output.finish_reason
     hidden = FinishReason.LENGTH if reason in (FinishReason.STOP, FinishReason.LENGTH) else reason
     return output._replace(tokens=(), logprobs=(), finish_reason=hidden)

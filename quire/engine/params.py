@@ -1,6 +1,6 @@
-"""What a caller asks of a generation, in the caller's words, and the frozen request it becomes.
+"""Generation parameters as a caller sets them, and the immutable request they become.
 
-Everything that reaches an engine passes here: the server's protocols, the command line and `LLM` alike.
+All requests pass through here: those of the server's protocols, the command line and `LLM`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quire.weights.spec import GenerationDefaults
 
 T = TypeVar("T", int, float)
 
+MAX_TEMPERATURE = 2.0  # as in OpenAI's API; what is sampled above it is noise
 MAX_SAMPLES = 32
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -31,9 +32,9 @@ MAX_PIN_TTL_S = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """None: what the model's makers recommend, or else the neutral value."""
+    """Parameters of a generation. None: the model's recommended value, or else the neutral one."""
 
-    temperature: float | None = None  # 0: always the most probable token
+    temperature: float | None = None  # 0 to 2; 0: always the most probable token
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -41,24 +42,25 @@ class GenerationParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # the same seed gives the same draws, whatever else is being served
-    n: int = 1  # answers to each prompt
-    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt is computed, and that is all
+    seed: int | None = None  # the same seed gives the same random numbers, regardless of batching
+    n: int = 1  # answers per prompt
+    max_tokens: int | None = None  # None: up to the end of the context; 0: only the prompt is computed
     min_tokens: int = 0
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
-    include_stop: bool = False  # leave the stop string in the text
+    include_stop: bool = False  # keep the stop string in the text
     ignore_eos: bool = False
-    skip_special: bool = True  # leave control tokens out of the text
-    logprobs: int | None = None  # alternatives to report at each token of the answer
+    skip_special: bool = True  # omit control tokens from the text
+    logprobs: int | None = None  # alternatives to report per token of the answer
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None  # what the answer must look like
+    grammar: Grammar | None = None  # constrains the answer
 
     def __post_init__(self) -> None:
         for name, empty in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
-            if getattr(self, name) is None:  # clients send null for what they do not want
+            if getattr(self, name) is None:  # clients send null for unset fields
                 object.__setattr__(self, name, empty)
         _check_samples(self.n)
+        check_temperature(self.temperature)
         for name in ("ignore_eos", "include_stop", "skip_special"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not true or false")
@@ -79,12 +81,12 @@ class GenerationParams:
             raise InvalidRequest(f"stop_token_ids has {len(self.stop_token_ids)} entries, more than {MAX_STOP_IDS}")
         if self.grammar is not None and self.ignore_eos and self.grammar.kind is not GrammarKind.TOKENS:
             raise InvalidRequest("ignore_eos = True with a grammar: an answer ends where its grammar does")
-        StopStrings(self.stops)  # refuses what cannot be searched for
-        self.sampling(GenerationDefaults(), ())  # refuses what cannot be sampled
+        StopStrings(self.stops)  # refuses invalid stop strings
+        self.sampling(GenerationDefaults(), ())  # refuses invalid sampling parameters
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is to be generated."""
+        """Whether nothing is to be generated."""
         return type(self.max_tokens) is int and self.max_tokens == 0
 
     @property
@@ -92,7 +94,7 @@ class GenerationParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def sampling(self, defaults: GenerationDefaults, eos_token_ids: Sequence[int]) -> SamplingParams:
-        """With the model's defaults filled in. Without a seed, one is drawn."""
+        """The sampling parameters, with the model's defaults filled in. Without a seed, a random one is used."""
         stop_ids = tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids))))
         return SamplingParams(
             temperature=_first(self.temperature, defaults.temperature, 1.0),
@@ -107,9 +109,15 @@ class GenerationParams:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             min_tokens=self.min_tokens,
-            max_tokens=1 if self.is_empty else self.max_tokens,  # the least that the core computes
+            max_tokens=1 if self.is_empty else self.max_tokens,  # the minimum of the core
             stop_token_ids=stop_ids,
         )
+
+
+def check_temperature(value: float | None, high: float = MAX_TEMPERATURE) -> None:
+    """Raises InvalidRequest for a number outside 0 to `high`; what is no number is checked with the others."""
+    if type(value) in (int, float) and value is not None and math.isfinite(value) and not 0 <= value <= high:
+        raise InvalidRequest(f"temperature = {value!r} is not at least 0 and at most {high:g}")
 
 
 def _first(given: T | None, recommended: T | None, neutral: T) -> T:
@@ -118,7 +126,7 @@ def _first(given: T | None, recommended: T | None, neutral: T) -> T:
 
 @dataclass(frozen=True, slots=True)
 class PinPrefix:
-    """Keep the full blocks of the first tokens of a prompt in the cache, once they are there, for a time."""
+    """Keep the full blocks of a prompt's first tokens in the cache for a limited time."""
 
     pin_id: str
     num_tokens: int
@@ -141,7 +149,7 @@ def check_pin_id(pin_id: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and what to do with it: token ids and plain numbers, ready for any engine."""
+    """One prompt and its parameters, as token ids and plain numbers, for any engine."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -149,20 +157,19 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
-    hides_answer: bool = False  # the one token that is sampled was not asked for: max_tokens was 0
-    shown_special: frozenset[int] = frozenset()  # control tokens that stay in the text: whoever reads it needs them
+    hides_answer: bool = False  # max_tokens was 0: the one token that is sampled is not returned
+    shown_special: frozenset[int] = frozenset()  # control tokens to keep in the text for the parser
     priority: Priority = Priority.NORMAL
     salt: str = ""
-    tenant: str = ""  # who asks: tenants of one tier share it fairly
+    tenant: str = ""  # for fair sharing between the tenants of a tier
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
-    new_parser: Callable[[], AnswerParser] | None = field(
-        default=None, repr=False, compare=False
-    )  # that may end a turn
-    packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt, as engines take it
+    # Creates a parser that may end the turn.
+    new_parser: Callable[[], AnswerParser] | None = field(default=None, repr=False, compare=False)
+    packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt in the engine's format
 
     def __post_init__(self) -> None:
-        """The last door before an engine: what passes here disturbs nobody else's step."""
+        """Validate everything, so that an invalid request cannot disturb a step of other requests."""
         object.__setattr__(self, "packed", PackedPrompt.of(self.prompt))
         check_salt(self.salt)
         check_tenant(self.tenant)

@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI and Anthropic protocols as codecs around one internal request, and what an operator needs."""
+"""The HTTP server: protocol codecs around one internal request, administration, observability and the web page."""

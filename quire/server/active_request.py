@@ -1,4 +1,4 @@
-"""One HTTP request's generations on their way: read by a codec, billed when it is over."""
+"""One accepted HTTP request: its generations, its timings, and the record that is written when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.engine.params import GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.errors import QuireError
 from quire.server.auth import Key
-from quire.server.errors import ApiError, from_quire
+from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import QueueTicket
 from quire.server.observability.activity import ActivityCounters
@@ -24,11 +24,12 @@ from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestRecord
 from quire.text.answers import AnswerParser
+from quire.text.excerpt import Excerpt, stopped_text
 from quire.text.messages import ChatRequest
 
 
-class Caller(Protocol):
-    """Who asks, as far as the service needs to know."""
+class RequestInfo(Protocol):
+    """The parts of `RequestContext` that an `ActiveRequest` uses."""
 
     @property
     def key(self) -> Key: ...
@@ -40,8 +41,8 @@ class Caller(Protocol):
     def arrived_s(self) -> float: ...
 
 
-class Host(Protocol):
-    """Where the work is done, as far as it needs to know."""
+class ServiceInterface(Protocol):
+    """The parts of `ModelService` that an `ActiveRequest` uses."""
 
     @property
     def model(self) -> str: ...
@@ -50,24 +51,24 @@ class Host(Protocol):
     @property
     def metrics(self) -> Metrics: ...
     @property
-    def pulse(self) -> ActivityCounters: ...
+    def activity(self) -> ActivityCounters: ...
     def pinned_tokens(self, request: GenerationRequest) -> int: ...
     def count(self, count: Callable[..., None], *values: object) -> None: ...
-    def close_work(self, active: ActiveRequest) -> None: ...
+    def close_request(self, active: ActiveRequest) -> None: ...
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client closed the connection before the response was complete."""
 
 
 class ActiveRequest:
-    """An async context: leaving it cancels what is left and writes the record, once."""
+    """An async context manager: leaving it cancels unfinished generations and writes the record, once."""
 
     def __init__(
         self,
-        service: Host,
+        service: ServiceInterface,
         request: InferenceRequest,
-        caller: Caller,
+        caller: RequestInfo,
         priority: Priority,
         requests: Sequence[GenerationRequest],
         ticket: QueueTicket,
@@ -80,15 +81,15 @@ class ActiveRequest:
         self.model = service.model
         self.created = int(time.time())
         self.generations: list[Generation] = []
-        self.news = asyncio.Event()
+        self.updated = asyncio.Event()
         self.ticket = ticket
-        self.is_accepted = False  # it passed all bounds
+        self.is_accepted = False  # it passed all limits
         self._service = service
-        self.submitting: asyncio.Task[Any] | None = None  # who hands it to the engine now
+        self.submitting: asyncio.Task[Any] | None = None  # the task that submits it to the engine
         self.error: Exception | None = None
         self._on_close: list[Callable[[], object]] = []
         self.is_closed = False
-        self.load_s = 0.0  # how long it waited for its model to be loaded
+        self.load_s = 0.0  # time spent waiting for the model to load
         self._queued_s: float | None = None
         self._started_at_s: float | None = None
         self._first_at_s: float | None = None
@@ -108,19 +109,25 @@ class ActiveRequest:
 
     @property
     def usage(self) -> Usage:
-        """Of all prompts, so far."""
+        """Token counts of all prompts so far."""
         parts = [generation.answers.usage for generation in self.generations]
         cached = sum(generation.num_cached_tokens for generation in self.generations)
         return Usage(self.num_prompt_tokens, sum(part.completion_tokens for part in parts), cached)
 
     @property
     def cache(self) -> CacheExplanation | None:
-        """What the cache gave the first prompt."""
+        """The cache explanation of the first prompt."""
         return self.generations[0].cache if self.generations else None
 
     @property
+    def cache_text(self) -> Excerpt | None:
+        """The text of the first prompt where its match with the cache ended."""
+        cache = self.cache
+        return None if cache is None else stopped_text(self._service.text.tokenizer, self.requests[0].prompt, cache)
+
+    @property
     def num_thought_tokens(self) -> int:
-        """Of the answers to the first prompt, so far."""
+        """Reasoning tokens in the answers to the first prompt so far."""
         if not self.generations:
             return 0
         answers = self.generations[0].answers.output().completions
@@ -128,7 +135,7 @@ class ActiveRequest:
         return sum(count(self._chat, self.requests[0].prompt, one.token_ids) for one in answers)
 
     def new_parser(self) -> AnswerParser:
-        """For one answer to the first prompt."""
+        """Return a parser for one answer to the first prompt."""
         return self._service.text.new_parser(self._chat, self.requests[0].prompt)
 
     @property
@@ -138,13 +145,13 @@ class ActiveRequest:
 
     @property
     def ignored(self) -> list[str]:
-        """What was sent for the chat template, and the template of this model does not know."""
+        """Names of the chat template arguments that this model's template does not use."""
         chat = self._chat
         if chat is None:
             return []
         template = self._service.text.template
         names = [f"chat_template_kwargs.{name}" for name in template.unknown_args(chat.template_args)]
-        return [*names, "enable_thinking"] if self.request.switches_thinking and template.switch is None else names
+        return [*names, *(one.name for one in self.request.thinking_fields if not template.can_think(one.wants))]
 
     @property
     def pinned_tokens(self) -> int:
@@ -170,11 +177,11 @@ class ActiveRequest:
 
     def add(self, generation: Generation) -> None:
         self.generations.append(generation)
-        if self.error is not None:  # it was cut while it was being handed over
+        if self.error is not None:  # it failed while it was being submitted
             generation.cancel()
 
     def start(self, queued_s: float) -> None:
-        """The machine has begun with the first prompt."""
+        """Record that the engine has started the first prompt."""
         if self._started_at_s is None:
             self._queued_s = queued_s
             self._started_at_s = time.monotonic()
@@ -184,19 +191,19 @@ class ActiveRequest:
         self._on_close.append(call)
 
     def fail(self, error: Exception) -> None:
-        """End it from outside: its blocks are free before the next step, whoever reads it gets the error."""
+        """End the request with an error: its blocks are freed before the next step, and readers raise the error."""
         if self.error is None and not self.is_closed:
             self.error = error
             for generation in self.generations:
                 generation.cancel()
             if self.submitting is not None:
                 self.submitting.cancel()
-            self.news.set()
+            self.updated.set()
 
     async def wait_start(self) -> None:
-        """Until the first prompt runs, so that what the cache gave it is known; or until it is over."""
+        """Wait until the first prompt runs, so that its cache explanation is known, or until it has ended."""
         while True:
-            self.news.clear()
+            self.updated.clear()
             if self.error is not None:
                 raise self.error
             first = self.generations[0]
@@ -204,26 +211,28 @@ class ActiveRequest:
                 raise first.error
             if first.is_started or first.answers.is_finished:
                 return
-            await self.news.wait()
+            await self.updated.wait()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """(number of the prompt, delta): all there are by now in one list, so that a slow reader gets fewer and longer
-        ones. Raises what went wrong."""
+        """Yield lists of (prompt number, delta). Raises the request's error.
+
+        A list holds all deltas since the previous one, so a slow reader receives fewer and longer lists.
+        """
         while True:
-            self.news.clear()
+            self.updated.clear()
             if self.error is not None:
                 raise self.error
             batch = [(number, delta) for number, one in enumerate(self.generations) for delta in one.take()]
             if batch:
-                self._clock(batch)
+                self._record_times(batch)
                 yield batch
             elif all(generation.is_over for generation in self.generations):
                 return
             else:
-                await self.news.wait()
+                await self.updated.wait()
 
     async def outputs(self) -> list[GenerationOutput]:
-        """The whole answers, one a prompt."""
+        """Wait for the end and return the complete answers, one per prompt."""
         async for _ in self.batches():
             pass
         return [generation.answers.result() for generation in self.generations]
@@ -238,14 +247,14 @@ class ActiveRequest:
         for call in self._on_close:
             call()
         record = self._record(error or self.error)
-        self._service.close_work(self)
-        if self.is_accepted:  # or it is a refusal, and counted as such
+        self._service.close_request(self)
+        if self.is_accepted:  # a refused request is counted elsewhere
             self._service.count(self._service.metrics.finished, record)
-            self._service.count(self._service.pulse.finished, record)
+            self._service.count(self._service.activity.finished, record)
             log_request(record)
 
-    def _clock(self, batch: list[tuple[int, Delta]]) -> None:
-        """Take the times: of the first token, and between tokens of each answer."""
+    def _record_times(self, batch: list[tuple[int, Delta]]) -> None:
+        """Record the time of the first token and the times between the tokens of each answer."""
         counts: dict[tuple[int, int], int] = {}
         for number, delta in batch:
             if delta.token_ids:
@@ -290,10 +299,12 @@ class ActiveRequest:
         )
 
     def _outcome(self, error: Exception | None) -> tuple[str, str | None]:
-        """How it ended, in one word, and the kind of error."""
+        """Return the finish reason and the kind of error."""
         match error:
             case ClientGone():
                 return "cancelled", None
+            case ApiError(kind=Kind.CANCELLED):
+                return "cancelled", error.reason
             case ApiError():
                 return "error", error.reason
             case QuireError():

@@ -1,8 +1,10 @@
-"""The routes, and the one way in: every request passes host, origin, key and limits here, on the route itself."""
+"""The route table and the ASGI application. Every request passes the host, origin, key and limit checks here."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +22,7 @@ from quire import __version__
 from quire.server import tokenization as tokens
 from quire.server.admin import cache
 from quire.server.admin import models as admin_models
+from quire.server.admin import requests as admin_requests
 from quire.server.auth import KeyRing, presented
 from quire.server.batches import endpoints as batches
 from quire.server.batches.sender import Sender
@@ -87,6 +90,9 @@ from quire.server.request_context import Handler, RequestContext, RequestLimits,
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
 
+_ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # also what is not served
+PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # of no public DNS
+
 
 class Access(Enum):
     PUBLIC = "public"
@@ -96,7 +102,7 @@ class Access(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One row of the route table. Denies by default: only what says PUBLIC is."""
+    """One row of the route table. A route needs a key unless its access is PUBLIC."""
 
     method: str
     path: str
@@ -107,9 +113,9 @@ class Endpoint:
     dialect: Dialect = OPENAI
     access: Access = Access.USER
     streams: bool = False
-    generates: bool = False  # refused before its body is read while there is no room
+    generates: bool = False  # refused before its body is read while all queues are full
     tag: str = "server"
-    query: type[msgspec.Struct] | None = None  # the part of the address behind `?`
+    query: type[msgspec.Struct] | None = None  # the URL's query parameters
     form: type[msgspec.Struct] | None = None  # a body of multipart/form-data
 
 
@@ -137,27 +143,30 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         CompletionRequest, Completion, streams=True, generates=True, tag="openai",
     ),
     Endpoint(
-        "POST", "/v1/responses", responses.responses, "Answer a conversation, OpenAI's newer way. Nothing is stored.",
+        "POST", "/v1/responses", responses.responses,
+        "Answer a conversation (OpenAI Responses API). Nothing is stored.",
         ResponsesRequest, ResponseObject, RESPONSES, streams=True, generates=True, tag="openai",
     ),
-    Endpoint("GET", "/v1/models", models.list_models, "The models served here.", answer=ModelList, tag="openai"),
+    Endpoint(
+        "GET", "/v1/models", models.list_models, "List the models of this server.", answer=ModelList, tag="openai",
+    ),
     Endpoint(
         "POST", "/v1/models/load", admin_models.load, "Load a model now.",
         admin_models.LoadRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unload", admin_models.unload, "Unload a model when its requests have ended.",
+        "POST", "/v1/models/unload", admin_models.unload, "Unload a model after its requests have ended.",
         admin_models.UnloadRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/pin", admin_models.pin, "Keep a model loaded, once it is, whoever needs room.",
+        "POST", "/v1/models/pin", admin_models.pin, "Keep a model loaded when another needs memory. Loads nothing.",
         admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unpin", admin_models.unpin, "Let it go when room is needed.",
+        "POST", "/v1/models/unpin", admin_models.unpin, "Allow a model to be unloaded when another needs memory.",
         admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
-    Endpoint("GET", "/v1/models/{model:path}", models.get_model, "One of them.", answer=Model, tag="openai"),
+    Endpoint("GET", "/v1/models/{model:path}", models.get_model, "Show one model.", answer=Model, tag="openai"),
     Endpoint(
         "POST", "/v1/files", batches.upload_file, "Upload the requests of a batch, as JSONL.",
         answer=FileObject, tag="batches", form=UploadForm,
@@ -189,15 +198,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=BatchObject, tag="batches",
     ),
     Endpoint(
-        "POST", "/v1/messages", anthropic.messages, "Answer a conversation, Anthropic's way.",
+        "POST", "/v1/messages", anthropic.messages, "Answer a conversation (Anthropic Messages API).",
         MessagesRequest, MessageResponse, ANTHROPIC, streams=True, generates=True, tag="anthropic",
     ),
     Endpoint(
-        "POST", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation has.",
+        "POST", "/v1/messages/count_tokens", anthropic.count_tokens, "Count the tokens of a conversation.",
         CountTokensRequest, TokenCount, ANTHROPIC, tag="anthropic",
     ),
     Endpoint(
-        "POST", "/api/chat", ollama.chat, "Answer a conversation, Ollama's way.",
+        "POST", "/api/chat", ollama.chat, "Answer a conversation (Ollama API).",
         OllamaChatRequest, OllamaChatAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
     ),
     Endpoint(
@@ -205,50 +214,64 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         OllamaGenerateRequest, OllamaGenerateAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
     ),
     Endpoint(
-        "GET", "/api/tags", catalog.tags, "The models served here.", answer=ListedModels, dialect=OLLAMA, tag="ollama",
+        "GET", "/api/tags", catalog.tags, "List the models of this server.",
+        answer=ListedModels, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "POST", "/api/show", catalog.show, "What a model is.", ShowRequest, ShownModel, OLLAMA, tag="ollama",
+        "POST", "/api/show", catalog.show, "Describe a model.", ShowRequest, ShownModel, OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "GET", "/api/ps", catalog.ps, "The models in memory.", answer=LoadedModels, dialect=OLLAMA, tag="ollama",
+        "GET", "/api/ps", catalog.ps, "List the loaded models.", answer=LoadedModels, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "GET", "/api/version", catalog.version, "Which Ollama this speaks like.",
+        "GET", "/api/version", catalog.version, "The Ollama API version that this server implements.",
         answer=OllamaVersion, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "POST", "/api/pull", pull_model, "Fetch a model to this machine's disk.",
+        "POST", "/api/pull", pull_model, "Download a model to this machine's disk.",
         PullRequest, PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
     ),
     Endpoint(
-        "GET", "/props", llama_cpp.props, "What a model is and has.",
+        "GET", "/props", llama_cpp.props, "Default settings and chat template of a model.",
         answer=llama_cpp.Props, tag="llama.cpp", query=cache.ModelQuery,
     ),
-    Endpoint("GET", "/slots", llama_cpp.slots, "Which places are taken.", tag="llama.cpp", query=cache.ModelQuery),
     Endpoint(
-        "POST", "/apply-template", llama_cpp.apply_template, "The prompt that a conversation becomes.",
+        "GET", "/slots", llama_cpp.slots, "List the running requests as slots.",
+        tag="llama.cpp", query=cache.ModelQuery,
+    ),
+    Endpoint(
+        "POST", "/apply-template", llama_cpp.apply_template, "Render a conversation with the model's chat template.",
         ChatCompletionRequest, llama_cpp.RenderedPrompt, tag="llama.cpp",
     ),
     Endpoint(
-        "POST", "/v1/cache/explain", cache.explain, "What the cache would give a prompt, and why not more.",
+        "POST", "/v1/cache/explain", cache.explain, "How much of a prompt is cached, and why not more.",
         cache.ExplainRequest, cache.Explanation, tag="cache",
     ),
     Endpoint(
-        "GET", "/v1/cache/stats", cache.stats, "Pool and cache.", answer=cache.CacheStatsView, tag="cache",
-        query=cache.ModelQuery,
+        "GET", "/v1/cache/stats", cache.stats, "Counts of the block pool and the prefix cache.",
+        answer=cache.CacheStatsView, tag="cache", query=cache.ModelQuery,
     ),
     Endpoint(
-        "POST", "/v1/cache/clear", cache.clear, "Forget all cached content and all pins.",
+        "POST", "/v1/cache/clear", cache.clear, "Clear the prefix cache and remove all pins.",
         answer=cache.Cleared, access=Access.ADMIN, tag="cache", query=cache.ModelQuery,
     ),
     Endpoint(
-        "POST", "/v1/cache/pin", cache.pin, "Keep a prompt's cached blocks for a time.",
+        "POST", "/v1/cache/pin", cache.pin, "Keep the cached blocks of a prompt for a time.",
         cache.PinRequest, cache.Pinned, access=Access.ADMIN, tag="cache",
     ),
     Endpoint(
-        "POST", "/v1/cache/unpin", cache.unpin, "Let go of them.",
+        "POST", "/v1/cache/unpin", cache.unpin, "Remove a pin from the cache.",
         cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
+    ),
+    Endpoint(
+        "GET", "/v1/requests", admin_requests.list_requests,
+        "The requests in progress: all of them for an admin key, its own for any other.",
+        answer=admin_requests.RequestList, tag="requests",
+    ),
+    Endpoint(
+        "POST", "/v1/requests/{request_id}/cancel", admin_requests.cancel_request,
+        "Cancel a request in progress: any for an admin key, its own for any other.",
+        answer=admin_requests.CancelledRequest, tag="requests",
     ),
     Endpoint(
         "POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens,
@@ -261,38 +284,49 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET", "/tokenizer_info", tokens.tokenizer_info, "Special tokens and chat template of a model.",
         answer=tokens.TokenizerInfo, query=cache.ModelQuery,
     ),
-    Endpoint("GET", "/health", health.health, "Whether tokens move.", answer=health.Health, access=Access.PUBLIC),
-    Endpoint("GET", "/ready", health.ready, "Whether to send traffic.", answer=health.Health),
-    Endpoint("GET", "/version", health.version, "What runs here.", answer=health.Version, query=cache.ModelQuery),
-    Endpoint("GET", "/metrics", health.metrics, "For Prometheus."),
-    Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
-    Endpoint("GET", "/docs", docs, "This list, for people.", access=Access.PUBLIC),
     Endpoint(
-        "GET", "/v1/watch", watch, "Everything at a glance, twice a second: what the page shows.",
+        "GET", "/health", health.health, "Whether the engine makes progress.",
+        answer=health.Health, access=Access.PUBLIC,
+    ),
+    Endpoint("GET", "/ready", health.ready, "Whether the server accepts requests.", answer=health.Health),
+    Endpoint(
+        "GET", "/version", health.version, "Version of quire, and the backend of a model.",
+        answer=health.Version, query=cache.ModelQuery,
+    ),
+    Endpoint("GET", "/metrics", health.metrics, "Metrics in Prometheus text format."),
+    Endpoint("GET", "/openapi.json", openapi_json, "This API as an OpenAPI document."),
+    Endpoint("GET", "/docs", docs, "This API as a web page.", access=Access.PUBLIC),
+    Endpoint(
+        "GET", "/v1/watch", watch, "Stream the server's state, twice a second. The web page shows it.",
         answer=WatchSnapshot, streams=True, query=WatchQuery,
     ),
     Endpoint(
-        "GET", "/v1/watch/blocks", watch_blocks, "Who holds these blocks.", answer=BlocksAnswer, query=BlocksQuery,
+        "GET", "/v1/watch/blocks", watch_blocks, "List the requests that hold a range of blocks.",
+        answer=BlocksAnswer, query=BlocksQuery,
     ),
-    Endpoint("GET", "/v1/watch/held", watch_held, "Which blocks a request holds.", answer=HeldAnswer, query=HeldQuery),
-    Endpoint("GET", "/", page, "The page: what the machine does, to look at.", access=Access.PUBLIC),
-    Endpoint("GET", "/page/{name}", page_file, "A part of it.", access=Access.PUBLIC),
+    Endpoint(
+        "GET", "/v1/watch/held", watch_held, "List the blocks that a request holds.",
+        answer=HeldAnswer, query=HeldQuery,
+    ),
+    Endpoint("GET", "/", page, "The web page.", access=Access.PUBLIC),
+    Endpoint("GET", "/page/{name}", page_file, "A file of the web page.", access=Access.PUBLIC),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Who gets through the door."""
+    """Checks the host, the origin and the API key of a request."""
 
     keys: KeyRing
     allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # beside those of this machine; looked at only where there are no keys
+    allowed_hosts: tuple[str, ...] = ()  # in addition to loopback names; checked only without keys
+    is_local: bool = True  # only this machine can reach it; else IP addresses and private names are allowed too
 
     def check(self, context: RequestContext, access: Access) -> None:
         headers = context.request.headers
         num_hosts = len(headers.getlist("host"))
         if num_hosts > 1 or (num_hosts == 0 and context.request.scope["http_version"] != "1.0"):
-            raise ApiError(Kind.INVALID, f"Host: it is there {num_hosts} times, not once")
+            raise ApiError(Kind.INVALID, f"the Host header appears {num_hosts} times, not once")
         self._check_browser(headers.get("host", ""), headers.get("origin"))
         if access is Access.PUBLIC:
             return
@@ -300,29 +334,31 @@ class Gate:
         found = [self.keys.find(secret) for secret in secrets or ("",)]
         key = next((key for key in found if key is not None), None)
         if key is None:
-            text = "this API key is not known here" if secrets else "no API key was sent"
+            text = "this API key is unknown" if secrets else "no API key was sent"
             raise ApiError(Kind.AUTHENTICATION, f"{text}: send Authorization: Bearer KEY, or x-api-key: KEY")
-        context.key = key  # before it is refused: the log names it
+        context.key = key  # set before a refusal, so that the log names the key
         if access is Access.ADMIN and not key.is_admin:
-            raise ApiError(Kind.PERMISSION, f"the key {key.name!r} is not an admin's")
+            raise ApiError(Kind.PERMISSION, f"the key {key.name!r} is not an admin key")
 
     def _check_browser(self, host: str, origin: str | None) -> None:
-        """A page of someone else's, open in a browser on this machine, must not use this server for its own ends."""
+        """Refuse requests of foreign web pages that are open in a browser on this machine."""
         is_foreign = origin is not None and (not host or _split(origin).netloc != host)
         if is_foreign and not {"*", origin} & {*self.allowed_origins}:
-            text = f"requests from pages of {origin!r:.80} are not allowed; see --allowed-origins"
+            text = f"requests from the origin {origin!r:.80} are not allowed; see --allowed-origins"
             raise ApiError(Kind.PERMISSION, text, reason="origin")
         name = _split(f"//{host}").hostname or ""
-        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not _is_local(name):
-            text = f"Host = {host!r:.80} is not this machine, and there is no API key"
-            raise ApiError(Kind.PERMISSION, f"{text}; see --api-key and --allowed-hosts", reason="host")
+        is_known = _is_local(name) or (not self.is_local and _is_private(name))
+        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not is_known:
+            text = f"Host = {host!r:.80} is not a name of this machine, and no API key is set: "
+            hint = f"start the server with --allowed-hosts {name:.80}, or with --api-key"
+            raise ApiError(Kind.PERMISSION, text + hint, reason="host")
 
 
 def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError:
-        return urlsplit("//nobody.invalid")
+        return urlsplit("//unknown.invalid")
 
 
 def _is_local(name: str) -> bool:
@@ -332,6 +368,20 @@ def _is_local(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _is_private(name: str) -> bool:
+    """An address, this machine's own name, or a name that no public DNS server can point here.
+
+    A web page reaches a server behind its visitor's firewall by a public name that it lets point there.
+    """
+    if "." not in name.rstrip(".") or name.endswith(PRIVATE_DOMAINS) or name == socket.gethostname().lower():
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Path:
@@ -362,7 +412,7 @@ class Path:
             models=self._models, watch=self._watch, limits=self._limits, batches=self._batches,
         )  # fmt: skip
         endpoint = self._endpoints.get(scope["method"])
-        call.endpoint = self._first.path  # the route, not what was typed: it is a label
+        call.endpoint = self._first.path  # the route, not the requested path: it is a metrics label
         call.dialect = self._dialect(call)
         try:
             response = await answer(call, self._pass(endpoint))
@@ -372,17 +422,19 @@ class Path:
             await call.finish()
 
     def _dialect(self, context: RequestContext) -> Dialect:
-        """Of the path; some are asked by clients of several protocols."""
+        """The route's protocol, or the client's on routes that several protocols share."""
         if self._first.dialect is OLLAMA or context.request.scope["path"].startswith("/api/"):
             return OLLAMA
-        return ANTHROPIC if "anthropic-version" in context.request.headers else self._first.dialect
+        is_anthropic = "anthropic-version" in context.request.headers
+        is_anthropic |= _ANTHROPIC_PATH.match(context.request.scope["path"]) is not None
+        return ANTHROPIC if is_anthropic else self._first.dialect
 
     def _pass(self, endpoint: Endpoint | None) -> Handler:
         async def handle(context: RequestContext) -> Response:
             self._gate.check(context, Access.USER if endpoint is None else endpoint.access)
             if endpoint is None:
                 context.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
-                raise ApiError(Kind.METHOD, f"{context.request.method} is not allowed here: use {allowed}")
+                raise ApiError(Kind.METHOD, f"{context.request.method} is not allowed for this path: use {allowed}")
             if endpoint.generates:
                 context.models.check_open(context.key)
             return await endpoint.handler(context)
@@ -395,7 +447,7 @@ async def not_found(context: RequestContext) -> Response:
     meant = None if why_unserved(path) else find_meant(path, ENDPOINTS)
     if meant is not None and context.dialect is OPENAI:
         context.dialect = meant.dialect
-    raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; {advice(path, meant)}")
+    raise ApiError(Kind.NOT_FOUND, f"there is no endpoint {path!r:.200}; {advice(path, meant)}")
 
 
 def make_batches(served: Models, gate: Gate, limits: RequestLimits, store: StateDir) -> BatchService:
@@ -408,9 +460,9 @@ def make_app(served: Models, gate: Gate, limits: RequestLimits, batches: BatchSe
         paths.setdefault(endpoint.path, []).append(endpoint)
     watch = Watch(served)
     routes = [Route(path, Path(rows, served, watch, gate, limits, batches)) for path, rows in paths.items()]
-    every = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
-    nowhere = Path([Endpoint(method, "*", not_found, "") for method in every], served, watch, gate, limits)
-    app: ASGIApp = Router(routes, redirect_slashes=False, default=nowhere)
+    methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
+    fallback = Path([Endpoint(method, "*", not_found, "") for method in methods], served, watch, gate, limits)
+    app: ASGIApp = Router(routes, redirect_slashes=False, default=fallback)
     if gate.allowed_origins:
         app = CORSMiddleware(
             app,

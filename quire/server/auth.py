@@ -1,4 +1,4 @@
-"""Who may ask, how urgently and how much. Keys are compared as digests, all of them every time."""
+"""API keys: the priority tier and limits of each. A lookup compares digests with every key, in constant time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_PRESENTED = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None: no bound."""
+    """Limits of one key. None: no limit."""
 
     max_requests: int | None = None  # at once
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # prompt and answer together
+    tokens_per_minute: int | None = None  # prompt and completion together
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "requests_per_minute", "tokens_per_minute"):
@@ -36,15 +36,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Someone who may ask. Requests have the key's tier unless they ask for a later one."""
+    """One API key. Requests have the key's tier unless they ask for a lower one."""
 
     name: str
     tier: Priority = Priority.NORMAL
-    ceiling: Priority = Priority.NORMAL  # the most urgent a request may ask for
+    ceiling: Priority = Priority.NORMAL  # the highest priority that a request may ask for
     is_admin: bool = False
     limits: Limits = field(default_factory=Limits)
-    namespace: str = ""  # part of every chain key: who has another one shares no cache
-    identity: str = ""  # of keys that have only a number for a name, which may be another key's after a restart
+    namespace: str = ""  # part of every chain key: two namespaces share no cache
+    identity: str = ""  # of keys without a name: their number may belong to another key after a restart
 
     def priority(self, wish: Priority | None) -> Priority:
         return self.tier if wish is None else max(self.ceiling, wish)
@@ -55,7 +55,8 @@ class Key:
         return self.identity or self.name
 
 
-# Whoever reaches a server without keys: it listens on this machine only, and its user may do everything.
+# The key of every request to a server without keys: an admin key. Such a server listens on this machine only, unless
+# --insecure is set.
 LOCAL = Key("local", ceiling=Priority.HIGH, is_admin=True)
 
 
@@ -81,7 +82,7 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, secret: str | None) -> Key | None:
-        """Takes the same time whichever key it is, or none. Without keys, everyone is local."""
+        """Return the key with this secret, in constant time. Without configured keys, return LOCAL."""
         if not self._keys:
             return LOCAL
         given = _digest(secret or "")
@@ -98,8 +99,10 @@ class KeyRing:
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """The keys a request brings: `Authorization: Bearer KEY` (OpenAI) and `x-api-key: KEY` (Anthropic). Clients may
-    send both, one of them left over from elsewhere."""
+    """Return the keys in the headers: `Authorization: Bearer KEY` (OpenAI) and `x-api-key: KEY` (Anthropic).
+
+    A client may send both, and one of them may belong to another server.
+    """
     found: list[str] = []
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -126,7 +129,7 @@ class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
 def make_keyring(
     api_keys: Iterable[str], admin_keys: Iterable[str], path: Path | None, *, is_shared: bool = False
 ) -> KeyRing:
-    """Of `--api-key`, `--admin-api-key` and a keys file. With `is_shared`, all of them share one prefix cache."""
+    """Make the key ring of `--api-key`, `--admin-api-key` and a keys file. `is_shared`: all share one prefix cache."""
     keys: list[tuple[str, Key]] = []
     for prefix, secrets, is_admin in (("key", api_keys, False), ("admin", admin_keys, True)):
         for number, secret in enumerate(secrets, 1):
@@ -142,7 +145,7 @@ def make_keyring(
             raise InvalidRequest(f"{path}: {entry.name!r}: {error}") from None
         keys.append((entry.key, _key(entry.name, Priority[entry.tier.upper()], entry.admin, limits, is_shared)))
     if path is not None and not keys:
-        raise InvalidRequest(f"--api-keys-file {str(path)!r}: there is no key in it")
+        raise InvalidRequest(f"--api-keys-file {str(path)!r}: the file has no keys")
     return KeyRing(keys)
 
 
@@ -157,7 +160,7 @@ def _read(path: Path) -> _KeysFile:
         return msgspec.yaml.decode(path.read_bytes(), type=_KeysFile)
     except OSError as error:
         raise InvalidRequest(f"--api-keys-file {str(path)!r}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, ValueError) as error:  # never the text around it: it holds keys
+    except (msgspec.DecodeError, ValueError) as error:  # the file's text is not quoted: it holds keys
         where = str(error) if isinstance(error, msgspec.ValidationError) else "is not YAML"
         raise InvalidRequest(f"--api-keys-file {str(path)!r}: {where}") from None
 
@@ -167,7 +170,7 @@ def _check_secret(secret: str, name: str) -> None:
         size = f"{MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters"
         raise InvalidRequest(f"keys: the key of {name!r} is not {size}, but {len(secret)}")
     if secret.strip() != secret:
-        raise InvalidRequest(f"keys: the key of {name!r} begins or ends with a blank")
+        raise InvalidRequest(f"keys: the key of {name!r} begins or ends with a space")
 
 
 def _digest(secret: str) -> bytes:

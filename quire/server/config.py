@@ -1,4 +1,4 @@
-"""Everything `quire serve` can be told, in plain values: checked here, before anything is bound, fetched or loaded."""
+"""Settings of `quire serve`, checked before any port is bound and any model is downloaded or loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from quire.core.request import Priority
+from quire.core.request import MAX_TOKEN_ID, Priority
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
@@ -17,11 +17,12 @@ from quire.text.tool_formats import find_tool_format
 COMPAT = ("vllm",)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+DEFAULT_MAX_TOKENS = 4096
 
 
 def _check_seconds(name: str, value: float, low_s: float = 0.01) -> None:
     if not math.isfinite(value) or not low_s <= value <= 86_400:
-        raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most a day")
+        raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most 86400 (one day)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +30,26 @@ class ModelConfig:
     """One model of a server."""
 
     path: Path
-    names: tuple[str, ...]  # it is served as; the first one is said in answers
-    root: str = ""  # what it is called itself
+    names: tuple[str, ...]  # names that requests may use; responses report the first
+    root: str = ""  # the model's own name
     engine: EngineConfig = field(default_factory=EngineConfig)
-    is_pinned: bool = False  # never unloaded to make room, or for being idle
-    is_preloaded: bool = False  # at the start, as the first one is
+    is_pinned: bool = False  # never unloaded for memory or because it is idle
+    is_preloaded: bool = False  # loaded at start-up, like the first model
     idle_unload: float | None = None
-    priority: Priority | None = None  # of requests that ask for none; None: their key's
-    tool_format: str | None = None  # how it writes calls of tools; None: as its template shows
+    priority: Priority | None = None  # of requests without a priority; None: the key's tier
+    tool_format: str | None = None  # the syntax of its tool calls; None: detected from the template
+    default_max_tokens: int = DEFAULT_MAX_TOKENS  # of requests without a limit; -1: up to the end of the context
 
     def __post_init__(self) -> None:
+        if type(self.default_max_tokens) is not int or not (
+            self.default_max_tokens == -1 or 1 <= self.default_max_tokens <= MAX_TOKEN_ID
+        ):
+            text = f"default_max_tokens = {self.default_max_tokens!r:.80} is not a whole number of at least 1"
+            raise InvalidRequest(f"{text}, or -1 for the rest of the context")
         if self.tool_format is not None:
-            find_tool_format(None, self.tool_format)  # refuses what is none
+            find_tool_format(None, self.tool_format)  # raises for an unknown format
         if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
-            raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is no name")
+            raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is not a name")
         if self.idle_unload is not None:
             _check_seconds("idle_unload", self.idle_unload)
 
@@ -50,13 +57,13 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     models: tuple[ModelConfig, ...]  # the first one is the default
-    memory: int | None = None  # for weights and KV of all; None: one takes what it likes, several share most
+    memory: int | None = None  # for weights and KV of all models; None: one model sizes itself, several share most
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: tuple[str, ...] = ()
     admin_api_key: tuple[str, ...] = ()
     api_keys_file: Path | None = None
-    insecure: bool = False  # listen for others without a key
+    insecure: bool = False  # accept requests of other machines without a key
     share_prefix_cache: bool = False  # between keys
     max_queue: int = 512
     max_queued_tokens: int = 1 << 20
@@ -114,7 +121,7 @@ class ServeConfig:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:
@@ -130,14 +137,16 @@ class ServeConfig:
 
     def _check_models(self) -> None:
         if not self.models:
-            raise InvalidRequest("models: there is none to serve")
+            raise InvalidRequest("models: no model is given")
         if self.memory is not None and self.memory < 1:
-            raise InvalidRequest(f"memory = {self.memory!r} is no size of a memory")
+            raise InvalidRequest(f"memory = {self.memory!r} is not a number of bytes above 0")
         owners: dict[str, ModelConfig] = {}
         for model in self.models:
             for name in model.names:
                 if name in owners:
-                    whose = "twice by one" if owners[name] is model else f"by {owners[name].path} and {model.path}"
+                    whose = (
+                        "twice by one model" if owners[name] is model else f"by {owners[name].path} and {model.path}"
+                    )
                     raise InvalidRequest(f"models: the name {name!r} is used {whose}; give one of them another name")
                 owners[name] = model
 
@@ -152,14 +161,14 @@ class ServeConfig:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
             except ssl.SSLError as error:
-                text = f"is no certificate in PEM form that belongs to ssl_keyfile ({error.reason or 'PEM'})"
+                text = f"is not a PEM certificate that matches ssl_keyfile ({error.reason or 'PEM'})"
                 raise InvalidRequest(f"ssl_certfile = {str(self.ssl_certfile)!r} {text}") from None
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with one")
+            raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with /")
 
     def _check_exposure(self) -> None:
         if not self.is_local and not self.has_keys and not self.insecure:
             raise InvalidRequest(
-                f"host = {self.host!r} lets other machines in, and there is no API key: set --api-key (or"
-                " QUIRE_API_KEY, or --api-keys-file), or say --insecure if that is what you want"
+                f"host = {self.host!r} accepts requests of other machines, and no API key is set: set --api-key (or"
+                " QUIRE_API_KEY, or --api-keys-file), or --insecure to serve without a key"
             )

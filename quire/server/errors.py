@@ -1,4 +1,4 @@
-"""What can go wrong with an HTTP request, said once; each protocol has its own words for it."""
+"""Errors of HTTP requests, independent of the protocol. Each protocol's dialect encodes them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from quire.errors import (
     WorkerDied,
 )
 
-# What an exception says may hold paths and more that is nobody's business: it is in the log. These words are our own.
-_OURS = ("the process that runs ", "the engine was closed")
-_CUT = ("the step failed", "the answer could not be read")  # and an exception's words follow
+# The text of an exception may hold paths of this machine, so it goes to the log only. Texts with these beginnings are
+# quire's own and are sent to the client.
+_SAFE_TEXTS = ("the process that runs ", "the engine was closed")
+_SAFE_HEADS = ("the step failed", "the answer could not be read")  # only these words are sent, not what follows
 SERVER_SENT_EVENTS = "text/event-stream; charset=utf-8"
 
 log = logging.getLogger(__name__)
@@ -33,24 +34,25 @@ _FIELD = re.compile(r"[a-z][a-z_]*(?:\[[^\]]{0,64}\]|\.[a-z_]+)*(?=[ :])")
 
 
 class Kind(Enum):
-    INVALID = auto()  # a field has a value that can never work
+    INVALID = auto()  # a field has an invalid value
     TOO_LONG = auto()  # more tokens than the context holds
     AUTHENTICATION = auto()
     PERMISSION = auto()
     NOT_FOUND = auto()  # no such path
     NO_MODEL = auto()  # no such model
     METHOD = auto()
-    TOO_LARGE = auto()  # more bytes than a body may have
+    TOO_LARGE = auto()  # the body has too many bytes
     TIMEOUT = auto()  # the client was too slow to send
-    RATE_LIMITED = auto()  # this key has used up its share
-    OVERLOADED = auto()  # everyone has: the queue is full, or the wait was too long
+    RATE_LIMITED = auto()  # this key has reached one of its limits
+    OVERLOADED = auto()  # the queue is full, or the request waited too long
     UNAVAILABLE = auto()  # draining or starting
-    FAILED = auto()  # this request failed here; it would again
-    DIED = auto()  # the worker died under it
+    FAILED = auto()  # this request failed and would fail again
+    DIED = auto()  # the worker process died while it ran
+    CANCELLED = auto()  # it was cancelled through the API, by an admin or with its own key
 
 
 class ApiError(Exception):
-    """An answer that is an error. Headers and body are made of it by the dialect of the route."""
+    """An error response. The route's dialect makes the status and the body from it."""
 
     def __init__(
         self,
@@ -69,8 +71,8 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.may_retry = kind in _MAY_RETRY if may_retry is None else may_retry
-        self.reason = reason or kind.name.lower()  # for counting
-        self.admin_message = admin_message or message  # with what is not for everyone: who may load models may read it
+        self.reason = reason or kind.name.lower()  # a metrics label
+        self.admin_message = admin_message or message  # may name paths: sent to admin keys only
 
 
 _MAY_RETRY = {Kind.RATE_LIMITED, Kind.OVERLOADED, Kind.UNAVAILABLE, Kind.TIMEOUT}
@@ -78,18 +80,18 @@ _MAY_RETRY = {Kind.RATE_LIMITED, Kind.OVERLOADED, Kind.UNAVAILABLE, Kind.TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one protocol says an error, and how it frames a stream."""
+    """How one protocol encodes errors and frames streams."""
 
     name: str
     status: Callable[[ApiError], int]
-    body: Callable[[ApiError, str], bytes]  # with the request's id
-    event: Callable[[ApiError, str], bytes]  # in mid-stream: a whole event of the stream
+    body: Callable[[ApiError, str], bytes]  # of the error and the request id
+    event: Callable[[ApiError, str], bytes]  # a complete stream event, for an error in mid-stream
     stream_type: str = SERVER_SENT_EVENTS
-    keep_alive: bytes = b": keep-alive\n\n"  # says nothing, wherever it stands between two events
+    keep_alive: bytes = b": keep-alive\n\n"  # clients ignore it between two events
 
 
 def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiError:
-    """`fields`: the names the body may have. Our messages begin with the field they speak of."""
+    """Convert a QuireError. Messages begin with the field at fault; `fields` are the field names of the body."""
     text = str(error)
     match error:
         case ContextTooLong():
@@ -101,19 +103,19 @@ def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiEr
         case Draining():
             return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="draining")
         case LostBeforeStart():
-            told = text if text.startswith(_OURS) else "the model's process failed"
-            return ApiError(Kind.DIED, told, retry_after_s=1.0, may_retry=True)
+            message = text if text.startswith(_SAFE_TEXTS) else "the model's process failed"
+            return ApiError(Kind.DIED, message, retry_after_s=1.0, may_retry=True)
         case WorkerDied():
-            return ApiError(Kind.DIED, text if text.startswith(_OURS) else "the model's process failed")
-        case ModelFileError() | MissingExtra():  # it could be loaded before; why not again is for operators
+            return ApiError(Kind.DIED, text if text.startswith(_SAFE_TEXTS) else "the model's process failed")
+        case ModelFileError() | MissingExtra():  # a restart failed: the cause is logged
             log.error("the model cannot be loaded again: %s", text)
             message = "the model is being restarted"
             return ApiError(Kind.UNAVAILABLE, message, retry_after_s=10.0, reason="restarting")
         case RequestFailed():
-            return ApiError(Kind.FAILED, next((words for words in _CUT if text.startswith(words)), text))
+            return ApiError(Kind.FAILED, next((head for head in _SAFE_HEADS if text.startswith(head)), text))
         case _:
-            log.error("told a client only that it failed: %s: %s", type(error).__name__, text)
-            return ApiError(Kind.FAILED, "the server failed at this request")
+            log.error("an unexpected error, not shown to the client: %s: %s", type(error).__name__, text)
+            return ApiError(Kind.FAILED, "the server could not process this request")
 
 
 def _param(message: str, fields: frozenset[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""What any protocol's body becomes: one frozen value, checked when it is made. Codecs make it, the service takes it."""
+"""The protocol-independent request: a frozen value, checked when it is made. Codecs make it; `ModelService` runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Prompt = ChatRequest | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """Keep the cache up to here: through part `part` of message `message`, both counted in the ChatRequest."""
+    """A cache breakpoint: the prompt's cache is kept through part `part` of message `message` of the ChatRequest."""
 
     message: int
     part: int
@@ -35,29 +35,38 @@ class Breakpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class InferenceRequest:
-    """One HTTP request to generate, in the engine's terms."""
+class ThinkingField:
+    """A field of a body that says whether to think, or how much."""
 
-    model: str | None  # None: the one that is served
+    name: str
+    wants: bool | None  # True: think; False: do not; None: how much
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One request to generate, in the engine's terms."""
+
+    model: str | None  # None: the default model
     prompts: tuple[Prompt, ...]
     params: GenerationParams
+    is_unbounded: bool = False  # it requests an answer without a limit, not the model's default limit
     is_streaming: bool = False
-    priority: Priority | None = None  # asked for; a key's tier bounds it
+    priority: Priority | None = None  # as requested; the key's tier bounds it
     cache_salt: str = ""
-    cache_key: str | None = None  # keep this prompt's cache under this name (OpenAI's prompt_cache_key)
+    cache_key: str | None = None  # the cache of this prompt is pinned under this name (OpenAI's prompt_cache_key)
     cache_ttl_s: float = 300.0
     breakpoints: tuple[Breakpoint, ...] = ()
-    wants_cache: bool = False  # show what the cache gave, and why not more
-    switches_thinking: bool = False  # by a field `enable_thinking`, which a template may not know
-    ignored: tuple[str, ...] = ()  # what the client sent and has no effect: named in x-quire-ignored-fields
-    unenforced: tuple[str, ...] = ()  # schema keywords the answer is not held to: named in x-quire-unenforced
+    wants_cache: bool = False  # include the cache explanation in the response
+    thinking_fields: tuple[ThinkingField, ...] = ()  # ignored where the model cannot do it
+    ignored: tuple[str, ...] = ()  # fields without effect, for the header x-quire-ignored-fields
+    unenforced: tuple[str, ...] = ()  # schema keywords that are not enforced, for the header x-quire-unenforced
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.prompts) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(self.prompts)} entries, not 1 to {MAX_PROMPTS}")
         if len(self.prompts) * self.params.n > MAX_SAMPLES_IN_ALL:
             raise InvalidRequest(
-                f"n = {self.params.n} for {len(self.prompts)} prompts is more than {MAX_SAMPLES_IN_ALL} answers in all"
+                f"n = {self.params.n} for {len(self.prompts)} prompts is more than {MAX_SAMPLES_IN_ALL} answers"
             )
         if self.cache_salt and not _SALT.fullmatch(self.cache_salt):
             raise InvalidRequest(f"cache_salt = {self.cache_salt!r:.80} is not 1 to 128 of A-Z a-z 0-9 _ . : -")
@@ -68,7 +77,7 @@ class InferenceRequest:
 
 
 def priority_of(value: str | int | None) -> Priority | None:
-    """`priority` as we say it, or as vLLM does: a number, smaller is sooner, 0 is normal."""
+    """Parse `priority`: a tier name, or a number as in vLLM (0 is normal, below 0 is high, above 0 is low)."""
     if value is None or isinstance(value, Priority):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""`quire serve` from a config to the last answer: bind, load, serve, drain."""
+"""Runs `quire serve`: bind the port, load the models, serve, drain."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
 from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.model_service import ServiceLimits
-from quire.server.models import Models, Shared
+from quire.server.models import Models, SharedResources
 from quire.server.observability.metrics import Exposition
 from quire.server.request_context import RequestLimits
 
-LAST_WORDS_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle
+CUT_DRAIN_S = 5.0  # for cut streams to send their error event; a busy machine needs longer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What was chosen, and how long each part of the start took."""
+    """The settings in effect and the duration of each part of the start-up."""
 
-    config: ServeConfig  # with the port that is really bound
+    config: ServeConfig  # with the port that was bound
     model: str
     ready: Ready
     timings_s: dict[str, float]
-    memory_bytes: int | None = None  # that all models share
-    has_chosen_memory: bool = False  # by what was free
+    memory_bytes: int | None = None  # shared by all models
+    has_chosen_memory: bool = False  # from the free memory, not from a setting
 
 
 OnReady = Callable[[Startup], None]
 
 
 def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None = None) -> None:
-    """Serve until a signal, then drain. Raises what kept it from starting."""
+    """Serve until a signal, then drain. Raises the error of a failed start."""
     age_s = process_age_s()
     started_s = time.monotonic() - age_s
     gate = Gate(
         make_keyring(config.api_key, config.admin_api_key, config.api_keys_file, is_shared=config.share_prefix_cache),
         config.allowed_origins,
-        config.allowed_hosts if config.is_local else ("*",),
+        tuple(name.lower() for name in config.allowed_hosts),
+        is_local=config.is_local,
     )
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
@@ -67,12 +68,12 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
 
 
 def process_age_s() -> float:
-    """How long this process has been starting by now: Python, imports, and the model's download if there was one."""
+    """Return the age of this process: Python's start, imports, and the model's download if there was one."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up_s = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return 0.0  # only Linux says so
+        return 0.0  # only Linux reports it
     return max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -96,7 +97,7 @@ class _Main:
         self._on_ready = on_ready
         self._on_loading = on_loading
         self._started_s = started_s
-        self._is_draining = False  # whoever still waits for a load is told so: no failure of ours
+        self._is_draining = False  # a load that fails while draining is not a start-up failure
 
     async def serve(self, sockets: list[socket.socket]) -> None:
         config = self._config
@@ -120,7 +121,7 @@ class _Main:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
             has_failed = starting.done() and starting.exception() is not None and not self._is_draining
             if has_failed and not serving.done():
-                server.stop()  # the first one could not be loaded
+                server.stop()  # the first model could not be loaded
             await serving
             if has_failed:
                 starting.result()
@@ -133,10 +134,10 @@ class _Main:
             log.info("stopped")
 
     def _make_models(self) -> Models:
-        """One alone takes what it thinks best, unless it is told. Several share one budget."""
+        """A single model sizes its own memory unless `memory` is set; several models share one budget."""
         config = self._config
         limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout)
-        shared = Shared(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
+        shared = SharedResources(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
         engine = config.models[0].engine
         on_gpu = engine.device != "cpu" and engine.backend in ("auto", "torch") and has_nvidia()
         budget_bytes = config.memory
@@ -150,10 +151,13 @@ class _Main:
         models, first = self._models, self._models.default
         await models.start()
         first.on_loading = None
-        if (ready := first.facts) is not None:  # or its worker died this moment: another is on its way
+        if (ready := first.facts) is not None:  # None: its worker has just died and is being restarted
             all_s = time.monotonic() - self._started_s
             timings = {"server": self._age_s, "tokenizer": first.open_s, **ready.timings_s}
-            timings |= {"worker": max(0.0, all_s - sum(timings.values())), "all": all_s}  # the worker's own start-up
+            timings |= {
+                "worker": max(0.0, all_s - sum(timings.values())),
+                "all": all_s,
+            }  # the rest is the worker's start-up
             budget_bytes, is_chosen = models.manager.budget_bytes, self._config.memory is None
             self._on_ready(Startup(self._config, first.name, ready, timings, budget_bytes, is_chosen))
         if self._batches is not None:
@@ -166,10 +170,10 @@ class _Main:
         if self._batches is not None:
             await self._batches.stop()  # they continue after the next start
         if models.num_open:
-            text = "finishing %d request(s), %g s at most; a second signal ends them at once"
+            text = "draining: %d request(s) are running, %g s at most; a second signal ends them at once"
             log.warning(text, models.num_open, self._config.drain)
         if not await models.drain(self._config.drain):
             log.warning("ending %d request(s) with an error", models.num_open)
             models.cut()
             with suppress(TimeoutError):
-                await models.drain(LAST_WORDS_S)
+                await models.drain(CUT_DRAIN_S)

@@ -1,4 +1,4 @@
-"""Bounds on what may wait and on what a key may use, and how long until there is room again. Knows no HTTP."""
+"""Limits of the queues and of each key, and the estimated time until a refused request would fit. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from quire.server.errors import ApiError, Kind
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
-HARD_FACTOR = 4  # times the bound of a queue that all tenants together may hold
+HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
 
 
 class IntakeRate(NamedTuple):
-    """What one step takes in at most, and how long it is expected to take: measured before the first request."""
+    """The most that one step starts, and its expected duration, measured before the first request."""
 
     step_s: float
     num_tokens: int  # of prompts
     num_requests: int
 
     def wait_s(self, num_requests: int, num_tokens: int) -> float:
-        """Until so many requests have begun, if nothing else runs."""
+        """Time until this many requests have started, if nothing else runs."""
         num_steps = max(math.ceil(num_tokens / self.num_tokens), math.ceil(num_requests / self.num_requests))
         return num_steps * self.step_s
 
 
 class QueueTicket:
-    """A place in the queue. `start` gives it up for a place on the machine, `leave` for good; both may be repeated."""
+    """A place in the queue. `start` and `leave` give it up and may be repeated; `start` also counts as a start."""
 
     def __init__(self, queue: TierQueue, priority: Priority, tenant: str, num_requests: int) -> None:
         self._queue = queue
@@ -44,7 +44,7 @@ class QueueTicket:
         self._is_waiting = True
 
     def grow(self, num_tokens: int) -> None:
-        """The prompts have been tokenised: they are so long. Refused, the ticket stays as it was."""
+        """Add the tokens of the prompts, once they are tokenised. A refusal leaves the ticket unchanged."""
         self._queue.grow(self, num_tokens)
         self.num_tokens += num_tokens
 
@@ -60,10 +60,11 @@ class QueueTicket:
 
 
 class TierQueue:
-    """What waits in one tier, by requests and by tokens, and the rate at which the machine takes it.
+    """Requests and tokens that wait in one tier, and the rate at which they start.
 
-    A full queue refuses a request with which its tenant would hold more than an equal part of it. A tenant that holds
-    nothing may always add one request, until `HARD_FACTOR` times as many wait: one tenant must not shut out the others.
+    A full queue refuses a request with which its tenant would hold more than an equal part of the queue. A tenant that
+    holds nothing may always add one request until `HARD_FACTOR` times the limit waits: one tenant must not shut out
+    the others.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float]) -> None:
@@ -72,13 +73,13 @@ class TierQueue:
         self.num_requests = 0
         self.num_tokens = 0
         self._clock = clock
-        self.intake: IntakeRate | None = None  # None: no machine has been measured
-        self._held: dict[str, tuple[int, int]] = {}  # tenant -> requests and tokens that wait
-        self._waits_since_s = 0.0  # when the first of them came to an empty queue
-        self._starts: deque[tuple[float, int]] = deque()  # when, how many requests
+        self.intake: IntakeRate | None = None  # None: not measured
+        self._held: dict[str, tuple[int, int]] = {}  # tenant -> waiting requests and tokens
+        self._waits_since_s = 0.0  # when the queue last became non-empty
+        self._starts: deque[tuple[float, int]] = deque()  # time, number of requests
 
     def check(self, tenant: str, num_requests: int = 1) -> None:
-        """All or nothing. An empty queue takes anything, or what is larger than the bound could never pass."""
+        """Raise unless all of the requests fit. An empty queue takes any number, or a large request could never run."""
         held_requests, held_tokens = self._held.get(tenant, (0, 0))
         num_tenants = len(self._held) + (tenant not in self._held)
         is_over = self.num_requests > 0 and self.num_requests + num_requests > self.max_requests
@@ -88,9 +89,9 @@ class TierQueue:
             more = "which is the limit"
             if num_requests > 1:
                 more = f"and {num_requests} more exceed the limit of {self.max_requests}"
-            raise self._refusal(f"{self.num_requests} requests wait already, {more}", "queue_full")
+            raise self._refusal(f"{self.num_requests} requests are already waiting, {more}", "queue_full")
         if self.num_tokens >= self.max_tokens and held_tokens * num_tenants >= self.max_tokens:
-            raise self._refusal(f"{self.num_tokens} tokens wait already, which is the limit", "queue_tokens")
+            raise self._refusal(f"{self.num_tokens} tokens are already waiting, which is the limit", "queue_tokens")
 
     def enter(self, priority: Priority, tenant: str, num_requests: int) -> QueueTicket:
         self.check(tenant, num_requests)
@@ -103,7 +104,9 @@ class TierQueue:
         held_tokens = self._held[ticket.tenant][1]
         is_over = self.num_tokens + num_tokens > self.max_tokens
         if is_over and not is_alone and (held_tokens + num_tokens) * len(self._held) > self.max_tokens:
-            text = f"{self.num_tokens} tokens wait already; {num_tokens} more exceed {self.max_tokens}"
+            text = (
+                f"{self.num_tokens} tokens are already waiting; {num_tokens} more exceed the limit of {self.max_tokens}"
+            )
             raise self._refusal(text, "queue_tokens")
         self._hold(ticket.tenant, 0, num_tokens)
 
@@ -126,9 +129,10 @@ class TierQueue:
         self.num_tokens += num_tokens
 
     def retry_after_s(self) -> float:
-        """The time until half of the waiting requests have begun, at the recent rate: then there is room for several.
+        """Time until half of the waiting requests have started, at the recent rate.
 
-        If none began recently: the expected time on an idle machine, or the time they have waited, whichever is longer.
+        If none started recently: the expected time on an idle machine, or the time they have waited, whichever is
+        longer.
         """
         now_s = self._clock()
         recent = [(at_s, count) for at_s, count in self._starts if now_s - at_s <= RATE_WINDOW_S]
@@ -147,7 +151,7 @@ class TierQueue:
 
 
 class TierQueues:
-    """The queues of all tiers. Each has the whole bound: a backlog of one tier refuses nothing of another."""
+    """One queue per tier. Each has the full limit: a backlog in one tier does not refuse requests of another."""
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.queues = {priority: TierQueue(max_requests, max_tokens, clock) for priority in Priority}
@@ -161,7 +165,7 @@ class TierQueues:
         return sum(queue.num_tokens for queue in self.queues.values())
 
     def check(self, key: Key) -> None:
-        """Before anything is read or tokenised: is there room for one more request of this key, in any tier?"""
+        """Raise if no tier has room for one more request of this key. Called before the body is read."""
         refusals: list[ApiError] = []
         tiers = [priority for priority in Priority if priority >= min(key.tier, key.ceiling)]
         for priority in tiers:
@@ -176,7 +180,7 @@ class TierQueues:
         return self.queues[priority].enter(priority, tenant, num_requests)
 
     def expect(self, intake: IntakeRate | None) -> None:
-        """A machine was measured, or is gone."""
+        """Set the measured intake rate; None after the model was unloaded."""
         for queue in self.queues.values():
             queue.intake = intake
 
@@ -184,39 +188,39 @@ class TierQueues:
         return self.queues[priority].retry_after_s()
 
 
-class Reading:
-    """Bytes of all bodies that are being read: many slow large ones must not fill the memory."""
+class BodyBytes:
+    """Total bytes of the bodies being read: many large slow bodies must not fill the memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     @contextmanager
-    def __call__(self, max_bytes: int) -> Iterator[Budget]:
-        budget = Budget(self, max_bytes)
+    def __call__(self, max_bytes: int) -> Iterator[BodyBudget]:
+        budget = BodyBudget(self, max_bytes)
         try:
             yield budget
         finally:
             self.num_bytes -= budget.num_bytes
 
 
-class Budget:
-    """One body's part of it."""
+class BodyBudget:
+    """The bytes of one body."""
 
-    def __init__(self, reading: Reading, max_bytes: int) -> None:
-        self._reading = reading
+    def __init__(self, total: BodyBytes, max_bytes: int) -> None:
+        self._total = total
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        if self._reading.num_bytes + num_bytes > self._max_bytes:
-            text = f"{self._reading.num_bytes} bytes of requests are being read already, which is the limit"
+        if self._total.num_bytes + num_bytes > self._max_bytes:
+            text = f"{self._total.num_bytes} bytes of request bodies are already being read, which is the limit"
             raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
-        self._reading.num_bytes += num_bytes
+        self._total.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
 
 class Bucket:
-    """So many a minute, all at once if need be. May be overdrawn by what is known only afterwards."""
+    """A token bucket that holds one minute's amount. May go below 0: output tokens are known only afterwards."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self._capacity = float(per_minute)
@@ -225,7 +229,7 @@ class Bucket:
         self._at_s = clock()
 
     def wait_s(self, amount: float) -> float:
-        """Until this much is there; 0: now. More than a minute's worth passes when the bucket is full."""
+        """Time until this amount is available; 0: now. An amount above the capacity passes when the bucket is full."""
         self._refill()
         missing = min(amount, self._capacity) - self._level
         return max(0.0, missing * MINUTE_S / self._capacity)
@@ -241,7 +245,7 @@ class Bucket:
 
 
 class Quota:
-    """What one key has used."""
+    """The usage of one key."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
@@ -250,7 +254,7 @@ class Quota:
         self.num_open = 0
 
     def enter(self, num_tokens: int) -> None:
-        """Counts a request with so many prompt tokens, or refuses it and counts nothing."""
+        """Count a request with this many prompt tokens, or refuse it and count nothing."""
         limits = self._limits
         if limits.max_requests is not None and self.num_open >= limits.max_requests:
             raise _used_up("max_requests", limits.max_requests, 1.0)
@@ -272,7 +276,7 @@ class Quota:
 
 
 class Quotas:
-    """One a key, made when it first asks."""
+    """One quota per key, made at the key's first request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

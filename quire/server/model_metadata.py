@@ -1,4 +1,4 @@
-"""What a model's files say of it, for clients that ask before it is loaded. Knows no protocol."""
+"""Metadata of a model, read from its files without loading it. Knows no protocol."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Of files that cannot be read, `spec` is None: the next load says why."""
+    """Metadata of a model's files. `spec` is None if they cannot be read; loading the model reports the cause."""
 
     format: str
     num_bytes: int
     modified_s: float
-    digest: str  # of the name, size and time of the files, which is cheap; not of their content
+    digest: str  # of the files' name, size and modification time; hashing the content would be slow
     spec: ModelSpec | None = None
     template: str | None = None
     defaults: GenerationDefaults = NO_DEFAULTS
@@ -40,12 +40,12 @@ class ModelFacts:
 
 
 async def facts_of(model: Model) -> ModelFacts:
-    """Read once; a path whose files change is read again."""
+    """Return the metadata, cached until the files change."""
     path, load_format = model.config.path, model.config.engine.load_format
-    return await asyncio.to_thread(lambda: _read(path, load_format, *_looks(path)))
+    return await asyncio.to_thread(lambda: _read(path, load_format, *_size_and_mtime(path)))
 
 
-def _looks(path: Path) -> tuple[int, float]:
+def _size_and_mtime(path: Path) -> tuple[int, float]:
     try:
         return size_of(path), path.stat().st_mtime
     except OSError:
@@ -64,7 +64,7 @@ def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> Mo
     try:
         template = checkpoint.tokenizer_files().chat_template
         defaults = checkpoint.generation
-        if defaults == NO_DEFAULTS:  # as `ModelText.open` fills them in
+        if defaults == NO_DEFAULTS:  # same fallback as `ModelText.open`
             defaults = known_generation(path)
         num_parameters = sum(map(math.prod, expected_tensors(checkpoint.spec).values()))
         return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults, num_parameters)

@@ -1,6 +1,6 @@
-"""One loaded model and everything asked of it over HTTP: tokenising, submission, deadlines, the bill.
+"""Serves one loaded model: tokenises prompts, submits requests to the engine, enforces timeouts, counts usage.
 
-Knows no protocol: codecs bring an `InferenceRequest` and read a `ActiveRequest`.
+Knows no protocol: codecs pass an `InferenceRequest` and read an `ActiveRequest`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.core.request import Priority
-from quire.engine.model_text import ModelText
-from quire.engine.params import GenerationRequest, PinPrefix
+from quire.engine.model_text import TOO_LONG_HINT, ModelText
+from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, TemplateError
-from quire.server.active_request import ActiveRequest, Caller
+from quire.server.active_request import ActiveRequest, RequestInfo
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
@@ -32,10 +32,8 @@ from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
-MIN_WAIT_S = 1.0  # in the queue, for whoever has spent the rest on a load
-Connect = Callable[
-    [Callable[[Stepped], None]], EngineClient
-]  # to the engine, with what to call after each of its steps
+MIN_WAIT_S = 1.0  # in the queue, for a request that spent its time on loading the model
+Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class ServiceLimits:
 
 
 class ModelService:
-    """Belongs to one event loop."""
+    """Runs the requests of one loaded model. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -57,25 +55,28 @@ class ModelService:
         names: tuple[str, ...],
         limits: ServiceLimits,
         metrics: Metrics,
-        door: TierQueues,
+        queues: TierQueues,
         quotas: Quotas,
+        default_max_tokens: int | None = None,
     ) -> None:
+        """`default_max_tokens`: of requests that set no limit; None: up to the end of the context."""
         self.text = text
         self.client = connect(self._take_step)
         self.names = names
         self.metrics = metrics
-        self.pulse = ActivityCounters()
+        self.activity = ActivityCounters()
         self.limits = limits
         self.created = int(time.time())
-        self.door = door
+        self.queues = queues
         self.quotas = quotas
+        self._default_max_tokens = default_max_tokens
         self.is_draining = False
         self._is_cut = False
         self._num_open = 0
         self._num_encoding = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._works: set[ActiveRequest] = set()
+        self._active: set[ActiveRequest] = set()
         self._encoders = ThreadPoolExecutor(min(MAX_ENCODERS, os.cpu_count() or 1), "quire-encode")
 
     @property
@@ -91,37 +92,38 @@ class ModelService:
         return self._num_open
 
     @property
-    def works(self) -> Collection[ActiveRequest]:
-        """All that have passed the bounds and are not over."""
-        return self._works
+    def active_requests(self) -> Collection[ActiveRequest]:
+        """Requests that have passed all limits and have not ended."""
+        return self._active
 
     def salt_for(self, key: Key, cache_salt: str) -> str:
-        """The salt of the chain keys: who has another key, or names another salt, shares nothing."""
+        """Return the salt of the chain keys. Different keys or salts share no cached blocks."""
         if not key.namespace and not cache_salt:
             return ""
         parts = f"{len(key.namespace)}:{key.namespace}:{cache_salt}"
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
-    # Work
+    # Requests
 
     async def open(
-        self, request: InferenceRequest, caller: Caller, ticket: QueueTicket, waited_s: float = 0.0
+        self, request: InferenceRequest, caller: RequestInfo, ticket: QueueTicket, waited_s: float = 0.0
     ) -> ActiveRequest:
-        """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
+        """Tokenise the prompts, check the limits and submit the request to the engine.
 
-        The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.
+        `ticket` is the request's place in the queue, held for `waited_s` so far. Raises ApiError or QuireError; the
+        ticket is then returned and nothing is held.
         """
         self._enter()
         active: ActiveRequest | None = None
         try:
             if self.is_draining:
-                raise ending()
+                raise shutting_down()
             salt = self.salt_for(caller.key, request.cache_salt)
             priority = ticket.priority
             owner = caller.key.name
             requests = [await self._request(request, prompt, priority, salt, owner) for prompt in request.prompts]
             if self._is_cut:
-                raise ending()
+                raise shutting_down()
             active = ActiveRequest(self, request, caller, priority, requests, ticket)
             await self._submit(active, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
         except BaseException as error:
@@ -139,7 +141,7 @@ class ModelService:
         quota.enter(active.num_prompt_tokens)
         active.on_close(quota.leave)
         active.is_accepted = True
-        self._works.add(active)
+        self._active.add(active)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(limit_s, self._time_out, active)
         active.on_close(timer.cancel)
@@ -148,20 +150,20 @@ class ModelService:
         try:
             async with asyncio.timeout(limit_s):
                 for request in active.requests:
-                    active.add(await self.client.submit(request, news=active.news, on_start=started))
+                    active.add(await self.client.submit(request, updated=active.updated, on_start=started))
         except TimeoutError:
             raise self._too_late("the model is still loading", active.priority) from None
         except asyncio.CancelledError:
             if active.error is None:
                 raise
-            raise active.error from None  # it was cut
+            raise active.error from None  # it was ended by `fail`
         finally:
             active.submitting = None
 
-    def close_work(self, active: ActiveRequest) -> None:
-        """Called once by a work that is over."""
-        if active in self._works:
-            self._works.remove(active)
+    def close_request(self, active: ActiveRequest) -> None:
+        """Called once by a request when it ends."""
+        if active in self._active:
+            self._active.remove(active)
             self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
         self._leave()
 
@@ -173,8 +175,8 @@ class ModelService:
     def _too_late(self, what: str, priority: Priority) -> ApiError:
         return ApiError(
             Kind.OVERLOADED,
-            f"{what}: the limit of {self.limits.queue_timeout_s:g} s is over",
-            retry_after_s=self.door.retry_after_s(priority),
+            f"{what}: the limit is {self.limits.queue_timeout_s:g} s",
+            retry_after_s=self.queues.retry_after_s(priority),
             reason="queue_timeout",
         )
 
@@ -185,19 +187,19 @@ class ModelService:
 
     def _take_step(self, stepped: Stepped) -> None:
         self.count(self.metrics.stepped, stepped)
-        self.count(self.pulse.stepped, stepped)
+        self.count(self.activity.stepped, stepped)
 
     def count(self, count: Callable[..., None], *values: object) -> None:
-        """A figure that cannot be counted must not end the request it is about, nor the counting of others."""
+        """Call a metrics function. An error in it must not end the request or stop other counting."""
         try:
             count(*values)
         except Exception:
-            log.exception("a metric failed")
+            log.exception("updating a metric failed")
 
     # Text
 
     async def encode(self, prompt: Prompt, *, add_special: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt, off the event loop: a long one takes seconds."""
+        """Tokenise a prompt in a thread: a long one takes seconds."""
         if isinstance(prompt, tuple):
             return prompt
         loop = asyncio.get_running_loop()
@@ -217,10 +219,11 @@ class ModelService:
     ) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_model_len:
-            text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
-            raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_model_len} tokens")
+            limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
+            raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
         chat = prompt if isinstance(prompt, ChatRequest) else None
-        built = self.text.request(tokens, request.params, priority=priority, salt=salt, tenant=owner, chat=chat)
+        params = self._bounded(request)
+        built = self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens) for end in request.breakpoints]
@@ -233,10 +236,17 @@ class ModelService:
             pins.append(PinPrefix(_pin_id(owner, salt, "key", request.cache_key), len(tokens), request.cache_ttl_s))
         return replace(built, pins=tuple(pins)) if pins else built
 
-    async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
-        """How many tokens of the prompt the conversation up to there makes: what its rendering has in common with it.
+    def _bounded(self, request: InferenceRequest) -> GenerationParams:
+        """Its params, with the default limit where it sets none. Longer than the context is no error."""
+        params, limit = request.params, self._default_max_tokens
+        if params.max_tokens is not None or request.is_unbounded or limit is None:
+            return params
+        return replace(params, max_tokens=max(limit, params.min_tokens))
 
-        Templates may need a user's turn; one is added behind a system message, and ends the common part.
+    async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
+        """Number of prompt tokens up to a breakpoint: the common prefix of the prompt and the rendering up to there.
+
+        A template may need a user turn. One is added after a system message, and the common prefix ends before it.
         """
         messages = list(chat.messages[: end.message + 1])
         last = messages[-1]
@@ -248,30 +258,30 @@ class ModelService:
         except TemplateError:
             return 0
         size = 0
-        for ours, theirs in zip(head, tokens, strict=False):
-            if ours != theirs:
+        for head_token, token in zip(head, tokens, strict=False):
+            if head_token != token:
                 break
             size += 1
         return size
 
     def pinned_tokens(self, request: GenerationRequest) -> int:
-        """Of what is to be kept, what the pins will hold: whole blocks, at most half the pool."""
+        """Number of tokens that the request's pins will hold: full blocks, at most half of the pool."""
         capacity = self.client.capacity
         if capacity is None or not request.pins or not self.client.is_caching:
             return 0
         num_blocks = max(pin.num_tokens for pin in request.pins) // capacity.block_size
         return min(num_blocks, (capacity.num_blocks - 1) // 2) * capacity.block_size
 
-    # The end
+    # Shutdown
 
     async def wait_idle(self) -> None:
         await self._is_idle.wait()
 
     def cut(self, error: ApiError | None = None) -> None:
-        """End what is left, with an error to each client."""
+        """End the remaining requests with an error."""
         self.is_draining = self._is_cut = True
-        for active in tuple(self._works):
-            active.fail(error or ending())
+        for active in tuple(self._active):
+            active.fail(error or shutting_down())
 
     async def close(self) -> None:
         self.cut()
@@ -292,10 +302,10 @@ class ModelService:
             self._is_idle.set()
 
 
-def ending() -> ApiError:
+def shutting_down() -> ApiError:
     return ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
 
 
 def _pin_id(owner: str, salt: str, kind: str, name: str) -> str:
-    """Whose it is, for fairness among pins, and what it is."""
+    """An id of the owner, for fairness among pins, and a digest of the content."""
     return f"{owner.replace('/', '_')}/{hashlib.sha256(f'{salt}|{kind}|{name}'.encode()).hexdigest()[:32]}"

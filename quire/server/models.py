@@ -1,6 +1,6 @@
-"""The models of this server, loaded or not: which one a request means, and how it comes to be loaded.
+"""The models of this server, loaded or not: finds the model of a request and loads it.
 
-Knows no protocol. What goes and stays is the manager's to decide (`quire/engine/model_manager.py`).
+Knows no protocol. `quire/engine/model_manager.py` decides which models are unloaded.
 """
 
 from __future__ import annotations
@@ -34,59 +34,59 @@ from quire.errors import (
     QuireError,
     TemplateError,
 )
-from quire.server.active_request import ActiveRequest, Caller
+from quire.server.active_request import ActiveRequest, RequestInfo
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, Quotas, Reading, TierQueues
-from quire.server.model_service import ModelService, ServiceLimits, ending
+from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, QueueTicket, Quotas, TierQueues
+from quire.server.model_service import ModelService, ServiceLimits, shutting_down
 from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 
-HALF_BYTES, FP32_BYTES = 2, 4  # an element of KV: an estimate, until a worker says what its pool takes
-LAST_STATS_S = 1.0  # for a worker that is about to be closed
-LAST_WORK_S = 5.0  # for what has no lease, or was cut
+HALF_BYTES, FP32_BYTES = 2, 4  # of a KV element: an estimate until a worker reports the size of its pool
+FINAL_STATS_S = 1.0  # for the last stats of a worker before it is closed
+UNLOAD_DRAIN_S = 5.0  # for tokenisation and for requests that were cut
 
-__all__ = ["Model", "ModelState", "Models", "Shared"]
+__all__ = ["Model", "ModelState", "Models", "OpeningRequest", "SharedResources"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Shared:
-    """What all models of a server have in common."""
+class SharedResources:
+    """Limits and resources that all models of a server share."""
 
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     exposition: Exposition = field(default_factory=Exposition)
     quotas: Quotas = field(default_factory=Quotas)
     hang_limit_s: float = HANG_LIMIT_S
-    # One thread opens all files: each new one would leave a heap of its own behind.
+    # One thread opens all model files: every new thread would leave its own heap behind.
     opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quire-open"))
 
 
 class Model:
-    """One model of this server. What clients may call it: `name`, and `aliases`."""
+    """One model of this server. Requests may use its `name` and its `aliases`."""
 
-    def __init__(self, config: ModelConfig, shared: Shared) -> None:
+    def __init__(self, config: ModelConfig, shared: SharedResources) -> None:
         self.name = config.names[0]
         self.aliases = config.names[1:]
         self.config = config
         self.service: ModelService | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
-        self._first_report: tuple[float, float] | None = None  # when the reading of weights began, and at what progress
+        self._first_report: tuple[float, float] | None = None  # time and progress of the first report
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
-        self.door = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
-        self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
-        self.max_model_len: int | None = config.engine.max_model_len  # None: nobody has looked yet
-        self.full_context: int | None = None  # what it would be, had it memory enough
+        self.queues = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
+        self.managed = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
+        self.max_model_len: int | None = config.engine.max_model_len  # None: not read yet
+        self.full_context: int | None = None  # max_model_len if the KV cache had enough memory
         self.on_loading: Progress | None = None
-        self.open_s = 0.0  # how long its text took to open, the last time
+        self.open_s = 0.0  # duration of the last opening of its tokenizer and template
         self._shared = shared
         self._supervising: asyncio.Task[None] | None = None
-        self._weight_bytes = size_of(config.path)  # of its files, until a worker has said
+        self._weight_bytes = size_of(config.path)  # size of its files until a worker reports it
         self._token_bytes: float | None = None  # of KV
 
     @property
@@ -99,31 +99,31 @@ class Model:
 
     @property
     def state(self) -> ModelState:
-        return self.seat.state
+        return self.managed.state
 
     @property
     def is_pinned(self) -> bool:
-        return self.seat.is_pinned
+        return self.managed.is_pinned
 
     def priority_of(self, request: InferenceRequest, key: Key) -> Priority:
-        """What the request asks for, or the model's, or the key's; never above what the key may have."""
+        """The request's priority, else the model's, else the key's; never above the key's ceiling."""
         return key.priority(self.config.priority if request.priority is None else request.priority)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for it to load."""
-        return len(self.seat.waiters)
+        """Number of requests that wait for the model to load."""
+        return len(self.managed.waiters)
 
     @property
     def num_bytes(self) -> int:
-        """Weights and KV as held; while it is not loaded, its weights alone."""
-        return self.seat.num_bytes or self.needs.weight_bytes
+        """Bytes of weights and KV cache; of the weights alone while the model is not loaded."""
+        return self.managed.num_bytes or self.needs.weight_bytes
 
     @property
     def facts(self) -> Ready | None:
         return None if self.service is None else self.service.client.facts
 
-    # What the manager asks
+    # Called by the manager
 
     @property
     def needs(self) -> Needs:
@@ -133,11 +133,11 @@ class Model:
         kv_bytes = engine.kv_memory
         if engine.num_blocks is not None:
             kv_bytes = int(engine.num_blocks * engine.block_size * self._token_bytes)
-        blocks = -(-(self.full_context or 1) // engine.block_size) + 1  # and the null block
+        blocks = -(-(self.full_context or 1) // engine.block_size) + 1  # + 1: the null block
         return Needs(self._weight_bytes, int(blocks * engine.block_size * self._token_bytes), kv_bytes)
 
     async def measure(self) -> Needs:
-        """Read the facts in its files, once."""
+        """Read the sizes from the model's files, once."""
         if self._token_bytes is None:
             await asyncio.get_running_loop().run_in_executor(self._shared.opener, self._measure)
         return self.needs
@@ -170,10 +170,11 @@ class Model:
 
         shared = self._shared
         names, limits = self.names, shared.limits
-        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas)
+        max_tokens = None if config.default_max_tokens == -1 else config.default_max_tokens
+        service = ModelService(text, connect, names, limits, self.metrics, self.queues, shared.quotas, max_tokens)
         self.metrics.forget_worker()
         await self._start(service)
-        self.door.expect(_intake(service.client))
+        self.queues.expect(_intake(service.client))
         return self._take_facts(service.client.facts)
 
     async def _start(self, service: ModelService) -> None:
@@ -194,13 +195,13 @@ class Model:
         self.service, self._supervising = service, supervising
 
     def _take_facts(self, ready: Ready | None) -> int:
-        """Returns the bytes it holds, as far as it says."""
+        """Store what the worker reports. Returns the bytes it holds; 0: not reported."""
         if ready is None:
             return 0
         self.max_model_len = ready.max_model_len
         if self.full_context is not None and self.max_model_len < self.full_context:
             log.warning(
-                "%s takes %s tokens of context instead of %s: its KV cache has no room for more",
+                "%s has a context of %s tokens instead of %s: its KV cache has no room for more",
                 self.name,
                 f"{self.max_model_len:,}",
                 f"{self.full_context:,}",
@@ -214,9 +215,9 @@ class Model:
 
     @property
     def reading_s(self) -> float | None:
-        """How long the rest of its weights takes to read, at the speed since the first report; None: not known.
+        """Estimated time to read the rest of the weights, at the speed since the first report; None: unknown.
 
-        What came before that report, waiting for room and starting a process, does not grow with the weights.
+        The time before the first report (waiting for memory, starting a process) does not depend on the weights.
         """
         if self._first_report is None or self.progress is None:
             return None
@@ -232,20 +233,20 @@ class Model:
             self.on_loading(num_done, num_bytes)
 
     async def unload(self) -> None:
-        self.door.expect(None)
+        self.queues.expect(None)
         service, self.service = self.service, None
         supervising, self._supervising = self._supervising, None
         if service is None or supervising is None:
             return
-        with suppress(TimeoutError):  # of a question that is still being tokenised, or a client that does not read
-            await asyncio.wait_for(service.wait_idle(), LAST_WORK_S)
+        with suppress(TimeoutError):  # a prompt is still being tokenised, or a client does not read
+            await asyncio.wait_for(service.wait_idle(), UNLOAD_DRAIN_S)
         await _end(supervising)
         with suppress(TimeoutError, QuireError):
-            stats = await asyncio.wait_for(service.client.stats(), LAST_STATS_S)
+            stats = await asyncio.wait_for(service.client.stats(), FINAL_STATS_S)
             self.metrics.take(stats, service.client)
         await service.close()
         del service
-        give_back()
+        release_heap()
 
     def cut(self) -> None:
         if self.service is not None:
@@ -253,33 +254,56 @@ class Model:
             self.service.cut(ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="unloading"))
 
 
+@dataclass(eq=False, slots=True)
+class OpeningRequest:
+    """A request that no engine has yet: it waits for its model to load, or is being tokenized."""
+
+    request: InferenceRequest
+    caller: RequestInfo
+    served_by: Model
+    priority: Priority
+    task: asyncio.Task[Any] | None
+    error: ApiError | None = None
+
+    @property
+    def model(self) -> str:
+        return self.served_by.name
+
+    def fail(self, error: ApiError) -> None:
+        """End it from outside; the client gets the error."""
+        if self.error is None and self.task is not None:
+            self.error = error
+            self.task.cancel()
+
+
 class Models:
-    """Belongs to one event loop."""
+    """All models of a server. Belongs to one event loop."""
 
     def __init__(
         self,
         configs: Sequence[ModelConfig],
-        shared: Shared,
+        shared: SharedResources,
         *,
         budget_bytes: int | None = None,
         kv_cap_bytes: int | None = None,
     ) -> None:
         self._models = [Model(config, shared) for config in configs]
         self._by_name = {name: model for model in self._models for name in model.names}
-        self.manager = ModelManager([model.seat for model in self._models], budget_bytes, kv_cap_bytes)
+        self.manager = ModelManager([model.managed for model in self._models], budget_bytes, kv_cap_bytes)
         self.limits = shared.limits
         self.exposition = shared.exposition
         self._opener = shared.opener
-        self.reading = Reading()
+        self.body_bytes = BodyBytes()
         self.is_draining = False
-        self.has_started = False  # what is loaded at the start is
+        self.has_started = False  # the first model has been loaded
         self._num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: set[OpeningRequest] = set()
 
     def __iter__(self) -> Iterator[Model]:
-        """In the order given."""
+        """Iterate in the configured order."""
         return iter(self._models)
 
     @property
@@ -288,50 +312,70 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that clients may call them, aliases included."""
+        """All names that requests may use, aliases included."""
         return tuple(self._by_name)
 
     @property
     def num_open(self) -> int:
-        """Requests under way, those that wait for a load included."""
+        """Number of open requests, including those that wait for a model to load."""
         return self._num_open
 
     @property
     def max_model_len(self) -> int:
-        """The largest that is known."""
+        """The largest known context of all models."""
         return max(model.max_model_len or 0 for model in self._models)
 
     def find(self, name: str | None) -> Model:
-        """None: the default, which is the first."""
-        if name is None:
+        """Return the model of this name. None or an empty name: the default, which is the first model."""
+        if not name:
             return self.default
         if (model := self._by_name.get(name)) is None:
-            text = f"model = {name!r:.200} is not served here; this server has {', '.join(self._by_name)}"
+            text = f"model = {name!r:.200} is not served; this server has {', '.join(self._by_name)}"
             raise ApiError(Kind.NO_MODEL, text, param="model")
         return model
 
     # Requests
 
     def check_open(self, key: Key) -> None:
-        """Before a body is read: whether anything of this key could be taken now, whichever model it is for."""
+        """Raise if no model could accept a request of this key. Called before the body is read."""
         if self.is_draining:
-            raise ending()
+            raise shutting_down()
         refusals: list[ApiError] = []
         for model in self._models:
             try:
-                model.door.check(key)
+                model.queues.check(key)
             except ApiError as error:
                 refusals.append(error)
         if len(refusals) == len(self._models):
             raise refusals[0]
 
-    async def open(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
-        """Hand it to the model it names, when that is loaded. Raises ApiError or QuireError, and then holds nothing."""
+    async def open(self, request: InferenceRequest, caller: RequestInfo) -> ActiveRequest:
+        """Load the model if needed and open the request. Raises ApiError or QuireError; nothing is held then."""
         if self.is_draining:
-            raise ending()
+            raise shutting_down()
         model = self.find(request.model)
         priority = model.priority_of(request, caller.key)
-        ticket = model.door.enter(request.params.n * len(request.prompts), priority, caller.key.name)
+        ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
+        opening = OpeningRequest(request, caller, model, priority, asyncio.current_task())
+        self._opening.add(opening)
+        try:
+            return await self._open(request, caller, model, ticket)
+        except asyncio.CancelledError:
+            if opening.error is None:
+                raise
+            raise opening.error from None
+        finally:
+            self._opening.discard(opening)
+
+    def in_progress(self) -> list[ActiveRequest | OpeningRequest]:
+        """The requests of all models that are not finished, in no particular order."""
+        active = [one for model in self._models if model.service is not None for one in model.service.active_requests]
+        callers = {id(one.caller) for one in active}
+        return [*active, *(one for one in self._opening if id(one.caller) not in callers)]
+
+    async def _open(
+        self, request: InferenceRequest, caller: RequestInfo, model: Model, ticket: QueueTicket
+    ) -> ActiveRequest:
         began_s = time.monotonic()
         try:
             await self.hold(model)
@@ -350,7 +394,7 @@ class Models:
         return active
 
     async def use(self, name: str | None) -> ModelService:
-        """For a question that is asked at once. Who waits before it asks, or asks twice, wants `RequestContext.use`."""
+        """Return the service of a model for one immediate call. For longer use, see `RequestContext.use`."""
         model = self.find(name)
         await self.hold(model)
         self.release(model)
@@ -358,14 +402,14 @@ class Models:
         return model.service
 
     async def hold(self, model: Model) -> None:
-        """It is loaded then, and stays so until `release`."""
+        """Load the model and keep it loaded until `release`."""
         self._num_open += 1
         self._is_idle.clear()
         try:
             if model.state is not ModelState.READY:
-                self._tell_wait(model)
+                self._log_wait(model)
             async with asyncio.timeout(self.limits.queue_timeout_s):
-                await self.manager.hold(model.seat)
+                await self.manager.hold(model.managed)
         except BaseException as error:
             self._leave()
             if isinstance(error, TimeoutError | QuireError):
@@ -373,7 +417,7 @@ class Models:
             raise
 
     def release(self, model: Model) -> None:
-        self.manager.release(model.seat)
+        self.manager.release(model.managed)
         self._leave()
 
     def _leave(self) -> None:
@@ -381,55 +425,56 @@ class Models:
         if not self._num_open:
             self._is_idle.set()
 
-    def _tell_wait(self, model: Model) -> None:
+    def _log_wait(self, model: Model) -> None:
         num_waiting = model.num_waiting + 1
-        if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4: a crowd is not told one by one
+        if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4, ...: not a line per request
             eta_s = self.eta_s(model)
             about = "" if eta_s is None else f", about {eta_s:.1f} s more"
-            log.info("%d request(s) wait for %s, which is %s%s", num_waiting, model.name, model.state, about)
+            log.info("%d request(s) are waiting for %s, which is %s%s", num_waiting, model.name, model.state, about)
 
     def eta_s(self, model: Model) -> float | None:
-        """Until it is loaded, as far as can be said."""
-        return self.manager.eta_s(model.seat, model.reading_s)
+        """Estimated time until the model is loaded; None: unknown."""
+        return self.manager.eta_s(model.managed, model.reading_s)
 
     def _refusal(self, model: Model, error: Exception) -> ApiError:
         if self.is_draining:
-            return ending()
+            return shutting_down()
         match error:
             case TimeoutError():
-                text = f"{model.name} is {model.state}: the limit of {self.limits.queue_timeout_s:g} s is over"
-                retry_s = min(self.eta_s(model) or model.door.retry_after_s(), MAX_RETRY_AFTER_S)
+                limit = f"the request waited {self.limits.queue_timeout_s:g} s, which is the limit"
+                text = f"{model.name} is {model.state}: {limit}"
+                retry_s = min(self.eta_s(model) or model.queues.retry_after_s(), MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
             case _:
                 return _load_failed(model, error)
 
-    # The keeper
+    # Loading and unloading
 
     async def start(self) -> None:
-        """Load what is to be there from the start. Raises what kept the first one from it."""
-        await self.manager.load(self.default.seat)
+        """Load the first model. Raises if it cannot be loaded."""
+        await self.manager.load(self.default.managed)
         self.has_started = True
 
     async def preload(self) -> None:
-        """The others that are to be loaded without being asked for. Failures are in the log, and tried again on use."""
+        """Load the other models that are configured to be preloaded. A failure is logged, and use tries again."""
         for model in self._models[1:]:
             if model.config.is_preloaded:
                 with suppress(QuireError):
-                    await self.manager.load(model.seat)
+                    await self.manager.load(model.managed)
 
     async def load(self, model: Model) -> None:
         try:
-            await self.manager.load(model.seat)
+            await self.manager.load(model.managed)
         except QuireError as error:
             raise self._refusal(model, error) from error
 
     async def unload(self, model: Model, *, is_forced: bool = False) -> None:
-        await self.manager.unload(model.seat, is_forced=is_forced)
+        await self.manager.unload(model.managed, is_forced=is_forced)
 
     def begin(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In a task of its own, which ends with the server at the latest."""
+        """Run a coroutine in a task that is cancelled when the server stops."""
         task = asyncio.create_task(doing)
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
@@ -438,19 +483,19 @@ class Models:
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits for it is told; where nobody does, the log is
+            task.exception()  # marks the exception as retrieved: a caller that waits for the task gets it
 
-    # The end
+    # Shutdown
 
     async def drain(self, limit_s: float) -> bool:
-        """Take nothing new and wait for what is here, so long at most. True: all of it ended."""
+        """Refuse new requests and wait at most `limit_s` for the open ones. Returns whether all of them ended."""
         self.is_draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_idle.wait(), limit_s)
         return self._num_open == 0
 
     def cut(self) -> None:
-        """End what is left, with an error to each client."""
+        """End the remaining requests with an error."""
         self.is_draining = True
         self.manager.refuse()
         for model in self._models:
@@ -466,25 +511,25 @@ class Models:
 
 
 def _load_failed(model: Model, error: Exception) -> ApiError:
-    """Why is for the keeper, and without the folder: the rest of it may name paths, which are nobody's business."""
+    """Only admin keys receive the cause: it may name paths. The model's own folder is left out for them too."""
     why = str(error).replace(str(model.config.path), model.config.path.name)
-    told = f"{model.name} could not be loaded: {why}"
-    text = told
+    admin_message = f"{model.name} could not be loaded: {why}"
+    text = admin_message
     if not isinstance(error, InvalidRequest):
-        text = f"{model.name} could not be loaded ({type(error).__name__}); the server's log says why"
+        text = f"{model.name} could not be loaded ({type(error).__name__}); see the server log"
     is_lasting = isinstance(error, InvalidRequest | ModelFileError | ModelNotFound | MissingExtra)
     return ApiError(
         Kind.UNAVAILABLE,
         text,
-        retry_after_s=None if is_lasting else 10.0,  # until somebody mends it
+        retry_after_s=None if is_lasting else 10.0,  # a lasting error needs the operator
         may_retry=not is_lasting,
         reason="load_failed",
-        admin_message=told,
+        admin_message=admin_message,
     )
 
 
-def give_back() -> None:
-    """What the text of a model took of this process: cycles are collected now, and free pages leave the heap."""
+def release_heap() -> None:
+    """Free the memory of an unloaded model's tokenizer: collect cycles, and return free heap pages to the system."""
     gc.collect()
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
@@ -498,16 +543,16 @@ def _intake(client: EngineClient) -> IntakeRate | None:
 
 
 def _warm_up(text: ModelText) -> None:
-    """Start the process that renders templates, and find a bad template now; raw prompts work without one."""
+    """Start the process that renders templates and check the template; raw prompts work without one."""
     if text.template.exists:
         try:
             text.template.check()
         except TemplateError as error:
-            log.warning("chat will not work, only raw prompts: %s", error)
+            log.warning("the chat template does not work, only raw prompts do: %s", error)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # it was told to whoever waited for the worker
+        task.exception()  # already raised where the worker was awaited

@@ -1,6 +1,6 @@
-"""One HTTP request from the door to its answer: who it is, what it brought, whether it is still there.
+"""One HTTP request: its key, its body, its response, and whether the client is still connected.
 
-Handlers get a `RequestContext` and return a response; what they raise becomes an error in the words of their protocol.
+Handlers receive a `RequestContext` and return a response. An error they raise is encoded by the protocol's dialect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,10 +29,10 @@ from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventStream
 from quire.server.http.unknown_fields import unknown_fields
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import Budget
+from quire.server.limits import BodyBudget
 from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
-from quire.server.observability.logs import Once, log_refusal
+from quire.server.observability.logs import LogOnce, log_refusal
 from quire.server.observability.watch import Watch
 
 if TYPE_CHECKING:
@@ -40,31 +40,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
-MAX_NAME_CHARS = 160  # of one of those: the path of a keyword in a schema is long
+MAX_NAME_CHARS = 160  # of a named field: the path of a schema keyword is long
 IGNORED = "x-quire-ignored-fields"
 UNENFORCED = "x-quire-unenforced"
-MAX_VALUES = 1 << 18  # of a body
-MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value an error speaks of
+MAX_VALUES = 1 << 18  # in a body
+MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value to show in an error
 MIB = 1 << 20
-MIN_BODY_RATE = 16 << 10  # bytes a second of a body that is not kept in memory
-# What people wrote is not repeated in errors: clients log them.
-SPOKEN = ("messages", "prompt", "system", "input", "instructions", "tools")
+MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
+# Values of these fields are not repeated in errors, because clients log errors.
+PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
+_TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 log = logging.getLogger(__name__)
-say_once = Once()
+log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     max_body_bytes: int = 16 * MIB
-    body_s: float = 10.0  # and a second for every MiB
+    body_s: float = 10.0  # plus one second per MiB
     keep_alive_s: float = 10.0
-    max_all_bytes: int = 256 * MIB  # of all bodies that are being read
+    max_all_bytes: int = 256 * MIB  # of all bodies being read
 
 
 class RequestContext:
@@ -90,22 +91,23 @@ class RequestContext:
         given = self.request.headers.get("x-request-id", "")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         self.headers: dict[str, str] = {
-            "x-request-id": self.request_id,
-            "request-id": self.request_id,
-        }  # OpenAI's, Anthropic's
-        self.fields: frozenset[str] = frozenset()  # names the body may have
+            "x-request-id": self.request_id,  # OpenAI's name
+            "request-id": self.request_id,  # Anthropic's name
+        }
+        self.fields: frozenset[str] = frozenset()  # field names of the body
         self._receive = receive
         self._limits = limits
-        self.has_body = _announces_body(self.request.headers)  # that is not read yet
+        self.has_body = _announces_body(self.request.headers)  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[ActiveRequest] | None = None
         self._active: ActiveRequest | None = None
-        self.model = models.default  # whose figures it counts in
-        self._held: list[Model] = []  # kept loaded until it is over
+        self.model = models.default  # the model whose metrics count this request
+        self._unknown: dict[str, list[str]] = {}  # unknown fields of the body
+        self._held: list[Model] = []  # kept loaded until the request ends
 
     @property
     def service(self) -> ModelService:
-        """Of the model that this call has opened or used; before that, of the default."""
+        """The service of the model that this request has opened or used; before that, of the default model."""
         if (service := self.model.service) is None:
             text = f"{self.model.name} is not loaded"
             raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
@@ -113,24 +115,24 @@ class RequestContext:
 
     @property
     def is_accepted(self) -> bool:
-        """It has begun to be served."""
+        """Whether the request has been submitted to a model."""
         return self._active is not None
 
-    # What it brought
+    # Request body
 
     async def body(self, kind: type[T]) -> T:
-        """The body as this struct. Names unknown fields in a header, once in the log, and takes them for nothing."""
+        """Read and decode the body. Unknown fields are ignored, named in a header and logged once."""
         self.fields = frozenset(known.encode_name for known in msgspec.structs.fields(kind))
-        with self.models.reading(self._limits.max_all_bytes) as budget:
+        with self.models.body_bytes(self._limits.max_all_bytes) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             return self._decode(data, kind)
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
-        """On the event loop, so bounded: by the number of values, not of bytes, for those are what takes time."""
-        most = max(MAX_VALUES, 2 * self.models.max_model_len)
-        if data.count(b",") > most:
-            raise ApiError(Kind.TOO_LARGE, f"the body has more than {most} values")
+        """Decode on the event loop. The number of values is bounded, because decoding time depends on it."""
+        max_values = max(MAX_VALUES, 2 * self.models.max_model_len)
+        if data.count(b",") > max_values:
+            raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
             value = msgspec.json.decode(data, type=kind)
             self._note_unknown(data, kind)
@@ -144,28 +146,28 @@ class RequestContext:
         except msgspec.DecodeError as error:
             raise ApiError(Kind.INVALID, f"the body is not JSON: {error}") from None
 
-    async def _read(self, budget: Budget) -> bytes:
+    async def _read(self, budget: BodyBudget) -> bytes:
         limit = self._limits.max_body_bytes
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
-            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes is more than the {limit} this server takes")
-        patience_s = self._limits.body_s + min(int(length), limit) / MIB
+            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes exceeds the limit of {limit} bytes")
+        timeout_s = self._limits.body_s + min(int(length), limit) / MIB
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 async for chunk in self.request.stream():
                     size += len(chunk)
                     budget.take(len(chunk))
                     if size > limit:
-                        raise ApiError(Kind.TOO_LARGE, f"the body is more than the {limit} bytes this server takes")
+                        raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {limit} bytes")
                     chunks.append(chunk)
         except TimeoutError:
-            text = f"only {size} bytes of the body came in {patience_s:.0f} s"
+            text = f"only {size} bytes of the body arrived in {timeout_s:.0f} s"
             raise ApiError(Kind.TIMEOUT, text) from None
         except ClientDisconnect:
             raise ClientGone from None
-        self.has_body = False  # it is read: the connection can be used again
+        self.has_body = False  # read completely: the connection can be reused
         return b"".join(chunks)
 
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
@@ -197,17 +199,33 @@ class RequestContext:
             yield chunk
 
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
-        unknown = unknown_fields(msgspec.json.decode(data), kind)
-        for name in self.note(IGNORED, unknown):
-            say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
+        self._unknown = unknown_fields(msgspec.json.decode(data), kind)
+        for name in [_printable(name) for name in self._unknown][:MAX_NAMED_FIELDS]:
+            log_once(f"{self.endpoint} {name}", f"{self.endpoint}: the unknown field {name} was ignored")
+        self.note(IGNORED, (places[0] for places in self._unknown.values()))
+
+    def note_ignored(self, names: Sequence[str]) -> None:
+        """Add fields without effect to the header. Unknown fields of a tool that is ignored as a whole are removed."""
+        left_out = {found[0] for name in names if (found := _TOOL.match(name)) is not None}
+        named = self.headers.get(IGNORED, "").split(", ")
+        for places in self._unknown.values() if left_out else ():
+            kept = [one for one in places if (found := _TOOL.match(one)) is None or found[0] not in left_out]
+            first = _printable(places[0])
+            if kept[:1] != places[:1] and first in named:
+                named[named.index(first)] = _printable(kept[0]) if kept else ""
+        if left := [name for name in named if name]:
+            self.headers[IGNORED] = ", ".join(left)
+        else:
+            self.headers.pop(IGNORED, None)
+        self.note(IGNORED, names)
 
     def note(self, header: str, names: Iterable[str]) -> list[str]:
-        """Add names to a header of the answer: what the client sent and does not get. Returns those that fit.
+        """Add names of ignored or unenforced fields to a response header. Returns the new names that fit.
 
-        Where there are more, the last is `...`.
+        If some do not fit, the header ends with `...`.
         """
         before = [name for name in self.headers.get(header, "").split(", ") if name]
-        found = [re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS] for name in names]
+        found = [_printable(name) for name in names]
         new = [name for name in dict.fromkeys(found) if name not in before]
         room = max(0, MAX_NAMED_FIELDS - len(before))
         if new:
@@ -215,19 +233,19 @@ class RequestContext:
             self.headers[header] = ", ".join([*before, *new[:room], *more])
         return new[:room]
 
-    # What it gets
+    # Response
 
     def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
     async def open(self, request: InferenceRequest) -> ActiveRequest:
-        """Hand the ask to the model it names, unless the client leaves first."""
+        """Submit the request to its model, unless the client disconnects first."""
         self.model = self.models.find(request.model)
-        self.note(IGNORED, request.ignored)
+        self.note_ignored(request.ignored)
         self.note(UNENFORCED, request.unenforced)
         self._opening = opening = asyncio.ensure_future(self.models.open(request, self))
         gone = self._gone
-        assert gone is not None, "the body comes first"
+        assert gone is not None, "the body must be read first"
         await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not opening.done():
             opening.cancel()
@@ -241,7 +259,7 @@ class RequestContext:
         return self._active
 
     async def use(self, name: str | None) -> ModelService:
-        """The service of a model, loaded if it is not: it stays until this call is over."""
+        """Return the service of a model. Loads the model and keeps it loaded until this request ends."""
         self.model = model = self.models.find(name)
         if self._gone is None:  # a request without a body
             self._gone = asyncio.create_task(self._watch())
@@ -258,21 +276,21 @@ class RequestContext:
         return self.service
 
     async def wait_for(self, task: asyncio.Task[None]) -> None:
-        """Until it is done, or the client is gone: then it goes on without."""
+        """Wait for the task. If the client disconnects, raise ClientGone; the task continues."""
         gone = self._gone
-        assert gone is not None, "the body comes first"
+        assert gone is not None, "the body must be read first"
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             raise ClientGone
         task.result()
 
     async def result(self, active: ActiveRequest) -> list[GenerationOutput]:
-        """The whole answers. If the client leaves, the work is cancelled at once."""
+        """Wait for the complete answers. If the client disconnects, the generations are cancelled at once."""
         async with active:
             return await active.outputs()
 
     async def stream(self, active: ActiveRequest, events: AsyncIterator[bytes]) -> Response:
-        """Events as they come. An error before the first one is an ordinary error answer."""
+        """Return a streaming response. An error before the first event becomes an ordinary error response."""
         stream = EventStream(active, events, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()
         return stream
@@ -282,26 +300,26 @@ class RequestContext:
         if error.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         if self.has_body:
-            headers["connection"] = "close"  # what it sends is not read to the end
+            headers["connection"] = "close"  # the rest of the body is not read
         if error.kind is Kind.AUTHENTICATION:
             headers["www-authenticate"] = "Bearer"
         body = self.dialect.body(error, self.request_id)
         return Response(body, self.dialect.status(error), headers, "application/json")
 
-    # Whether it is still there
+    # Disconnect and cleanup
 
     async def _watch(self) -> None:
-        """Until the client is gone; then whatever it asked for is cancelled, whether anyone is writing to it or not."""
+        """Wait for the client's disconnect, then cancel its request."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if self._active is not None:
             self._active.fail(ClientGone())
 
     async def discard(self) -> None:
-        """Read what is left of a refused body: a connection closed before that may lose the answer on its way."""
+        """Read the rest of a refused body: closing the connection with unread data may lose the response."""
         size = 0
         if "expect" in self.request.headers:
-            return  # it has not been sent yet, and should not be
+            return  # the client waits for 100 Continue and has not sent the body
         with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(DISCARD_S):
                 async for chunk in self.request.stream():
@@ -311,7 +329,7 @@ class RequestContext:
                 self.has_body = False
 
     async def finish(self) -> None:
-        """Whatever happened, nothing of this call goes on."""
+        """Cancel all tasks of this request and release its models."""
         for task in (self._gone, self._opening):
             if task is not None and not task.done():
                 task.cancel()
@@ -328,7 +346,7 @@ Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
 async def answer(context: RequestContext, handler: Handler) -> Response | None:
-    """Run a handler. Every failure becomes an answer; None: there is nobody left to answer."""
+    """Run a handler and turn every failure into an error response. None: the client has disconnected."""
     try:
         return await handler(context)
     except ClientGone:
@@ -339,7 +357,7 @@ async def answer(context: RequestContext, handler: Handler) -> Response | None:
         return await _refuse(context, from_quire(error, context.fields))
     except Exception:
         log.exception("%s %s failed", context.request_id, context.endpoint)
-        text = f"the server failed at this request; its log has more under {context.request_id}"
+        text = f"the server could not process this request; see {context.request_id} in the server log"
         return await _refuse(context, ApiError(Kind.FAILED, text, reason="internal"))
 
 
@@ -347,7 +365,7 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
     context.model.metrics.rejected(error.reason)
     if hasattr(context, "key") and context.key.is_admin:
         error.message = error.admin_message
-    if not context.is_accepted:  # or its own line tells
+    if not context.is_accepted:  # an accepted request has its own log line
         key_name = context.key.name if hasattr(context, "key") else None
         log_refusal(
             context.request_id, context.endpoint, key_name, context.dialect.status(error), error.reason, error.param
@@ -357,12 +375,16 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
     return context.error(error)
 
 
+def _printable(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS]
+
+
 def _announces_body(headers: Mapping[str, str]) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
-    """Name the field and the value, in the words of whoever sent it."""
+    """Convert msgspec's error: name the field as the client sent it, and its value."""
     missing = _MISSING.match(str(error))
     if missing is not None:
         path = f"{missing['path'] or ''}.{missing['name']}".lstrip(".")
@@ -377,8 +399,8 @@ def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
 
 
 def _value_at(data: bytes, path: str) -> str | None:
-    """What stands there, shortly, where it can be found again."""
-    if "..." in path or path.startswith(SPOKEN) or len(data) > MAX_SHOWN_BYTES:
+    """Return the value at this path as short text; None if it cannot be found or must not be shown."""
+    if "..." in path or path.startswith(PROMPT_FIELDS) or len(data) > MAX_SHOWN_BYTES:
         return None
     try:
         value: Any = msgspec.json.decode(data)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequest
 from quire.server.protocols.openai.chat import conversation_of
-from quire.server.protocols.openai.parsing import NAMES, in_their_words
+from quire.server.protocols.openai.parsing import NAMES, protocol_field_names
 from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.request_context import IGNORED, RequestContext
 from quire.text.messages import ChatRequest
@@ -19,7 +19,7 @@ MAX_IDS = 1 << 20
 
 
 class TokenizeRequest(msgspec.Struct):
-    """A text, or a conversation with all that makes a prompt of it."""
+    """A text, or a conversation with the fields that make its prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -29,9 +29,9 @@ class TokenizeRequest(msgspec.Struct):
     tools: list[ToolDefinition] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: Annotated[
-        bool | None, msgspec.Meta(description="Of a prompt: add what the model wants around it, such as BOS.")
+        bool | None, msgspec.Meta(description="For `prompt`: add the model's special tokens, such as BOS.")
     ] = None
-    return_token_strs: Annotated[Any, msgspec.Meta(description="Accepted: they are always told.")] = None
+    return_token_strs: Annotated[Any, msgspec.Meta(description="Accepted: token strings are always returned.")] = None
 
 
 class Tokens(msgspec.Struct):
@@ -51,7 +51,7 @@ class DetokenizedText(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """As a tokenizer_config.json says it. What the model does not have is null."""
+    """Fields as in tokenizer_config.json. A token that the model does not have is null."""
 
     model: str
     vocab_size: int
@@ -71,7 +71,7 @@ async def tokenize(context: RequestContext) -> Response:
     if body.messages is None:
         tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
     else:
-        with in_their_words(NAMES):
+        with protocol_field_names(NAMES):
             chat = _conversation(body, body.messages)
         tokens = await service.encode(chat)
         unknown = service.text.template.unknown_args(chat.template_args)
@@ -81,9 +81,9 @@ async def tokenize(context: RequestContext) -> Response:
 
 
 def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
-    """Exactly what /v1/chat/completions would make of it."""
+    """Return the conversation that /v1/chat/completions would make of this body."""
     if body.add_special_tokens:
-        raise InvalidRequest("add_special_tokens is only for prompt: the model's template writes them around messages")
+        raise InvalidRequest("add_special_tokens is only for prompt: the chat template adds special tokens to messages")
     asked = ChatCompletionRequest(
         messages=messages,
         add_generation_prompt=body.add_generation_prompt,
@@ -95,11 +95,11 @@ def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatReq
 
 
 async def tokenizer_info(context: RequestContext) -> Response:
-    """What clients need that tokenise and render templates themselves, such as lm-evaluation-harness."""
+    """For clients that tokenise and render templates themselves, such as lm-evaluation-harness."""
     service = await context.use(context.request.query_params.get("model"))
     text = service.text
     named = text.tokenizer.special_tokens
-    ends = [text.tokenizer.id_to_token(token_id) for token_id in text.eos_token_ids]  # GGUF files may name none
+    ends = [text.tokenizer.id_to_token(token_id) for token_id in text.eos_token_ids]  # GGUF files may name no EOS token
     return context.json(
         TokenizerInfo(
             model=context.model.name,

@@ -1,1 +1,1 @@
-"""Words: tokenizer, chat templates, detokeniser, stop strings. Knows nothing of weights, tensors or HTTP."""
+"""Text: tokenizer, chat templates, detokenizer, stop strings, tools, grammars. No weights, tensors or HTTP."""

@@ -1,4 +1,4 @@
-"""An answer's text taken apart as it grows: thoughts, words, calls of tools."""
+"""The parts of an answer as it is generated: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -6,47 +6,58 @@ from typing import NamedTuple, Protocol
 
 
 class Thought(NamedTuple):
+    """The next part of the reasoning."""
+
     text: str
 
 
 class Words(NamedTuple):
+    """The next part of the answer's text, outside of reasoning and tool calls."""
+
     text: str
 
 
 class CallStart(NamedTuple):
-    number: int  # of the call in this answer, from 0
+    number: int  # index of the call in this answer
     call_id: str
     name: str
 
 
 class CallArguments(NamedTuple):
     number: int
-    text: str  # the next part of the arguments, which are JSON
+    text: str  # the next part of the arguments' JSON
 
 
 Piece = Thought | Words | CallStart | CallArguments
 
 
 class AnswerParser(Protocol):
-    """One for each sample. What it gives is final; what may still become a marker is held back."""
+    """Splits the text of one sample into pieces.
+
+    Returned pieces are final. Text that may be the start of a marker is held back.
+    """
 
     @property
     def is_over(self) -> bool:
-        """The turn has ended, whatever the model goes on to write: nothing more is given out."""
+        """Whether the turn has ended. Further text is ignored."""
 
     def push(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]:
-        """The answer is over. What cannot be read as a call comes back as words, never as an error."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Flush at the end of the answer. Text that is not a valid call is returned as Words; this never fails.
+
+        `is_cut`: a length limit ended the answer. The beginning of a call is then dropped: it is not text.
+        """
 
 
 class PlainAnswer:
-    """Of a model that neither thinks aloud nor was given tools."""
+    """Parser for answers without reasoning or tool calls."""
 
     is_over = False
 
     def push(self, text: str) -> list[Piece]:
         return [Words(text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
         return []

@@ -1,6 +1,6 @@
 """A model's chat template: turns a conversation into token ids.
 
-Only the template may write control tokens. A user who types `<|im_end|>` means the letters: see ChatTemplate.
+Only the template may write control tokens. `<|im_end|>` in a message is encoded as plain text: see ChatTemplate.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quire.text.reasoning import SWITCHES, find_reasoning
 from quire.text.rendering import Renderer, TemplateRefusal
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import find_tool_format
-from quire.text.tool_prompts import described, fitting_id, in_words, made_call
+from quire.text.tool_prompts import fitting_id, template_call, template_tool, tools_as_text
 from quire.text.tools import Tool, ToolMode
-from quire.text.turns import STRICTEST, TurnRules, conform, find_rules, is_plain
+from quire.text.turns import STRICTEST, TurnRules, find_rules, is_plain, merge_turns
 from quire.text.vocab_spec import AddedToken
 
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # planes 15 and 16
@@ -28,13 +28,14 @@ _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # planes 15
 class ChatTemplate:
     """A model's chat template over its tokenizer.
 
-    Before rendering, every control string in what people wrote gets a marker after its first character, so that it is
-    none any more; after rendering, the text between the template's own control tokens is encoded without the markers
-    and without control tokens. A conversation that holds no control string, nearly every one, is one plain encode of
-    the rendered text. BOS is the template's business: none is added, as in transformers.
+    Before rendering, a marker character is inserted after the first character of every control string in the client's
+    text, so that it no longer matches a control token. After rendering, the text between the template's own control
+    tokens is encoded without the markers and without control tokens. A conversation without control strings, the
+    usual case, needs a single plain encode of the rendered text. No BOS is added, as in transformers: the template
+    writes it.
 
-    In an assistant's message only special tokens are marked: templates look for `</think>` and the like there. What
-    people wrote of tools, and the arguments of calls, are marked like a user's message.
+    In assistant messages only special tokens are marked, because templates look for `</think>` and similar strings
+    there. Tool descriptions and call arguments are marked like user messages.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ChatTemplate:
         renderer: Renderer | None = None,
         tool_format: str | None = None,
     ) -> None:
-        """`tool_format`: the name of a row of TOOL_FORMATS, where the source does not show the right one."""
+        """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it from the source."""
         self.tool_format = find_tool_format(source, tool_format)
         self.reasoning = find_reasoning(source)
         self._source = source
@@ -64,7 +65,7 @@ class ChatTemplate:
         return self._source is not None
 
     def check(self) -> None:
-        """Compiles the template and renders a trial, so that a bad one is found at load. Raises TemplateError."""
+        """Compile the template and render a trial, so that errors are found at load. Raises TemplateError."""
         self._render_with({"messages": [{"role": "user", "content": "Hi"}]}, is_trial=True)
 
     def encode(self, request: ChatRequest) -> list[int]:
@@ -73,18 +74,24 @@ class ChatTemplate:
         return self._tokenizer.encode_marked(text, marker)
 
     def render(self, request: ChatRequest) -> str:
-        """The prompt as text, for people: encoding it would turn control strings in messages into control tokens."""
+        """The prompt as text, for display only: encoding it turns control strings in messages into control tokens."""
         text, marker = self._render(request)
         return text.replace(marker, "")
 
     @property
     def switch(self) -> str | None:
-        """The variable by which thinking is switched on or off, if there is one."""
+        """The template variable that switches reasoning on or off, if there is one."""
         known = self._variables()
         return next((name for name in SWITCHES if name in known), None)
 
+    def can_think(self, wants: bool | None) -> bool:
+        """Whether a wish has an effect, or holds anyway. True: think; False: do not; None: an effort."""
+        if wants is None:
+            return "reasoning_effort" in self._variables()
+        return self.switch is not None or (self.reasoning is not None) == wants
+
     def unknown_args(self, args: Iterable[str]) -> list[str]:
-        """Those the template does not mention: they have no effect."""
+        """The names that the template does not use, so that setting them has no effect."""
         names = list(args)
         return [name for name in names if name not in self._variables()] if names else []
 
@@ -96,16 +103,16 @@ class ChatTemplate:
         tools = () if request.tool_choice.mode is ToolMode.NONE else request.tools
         messages: Sequence[Message] = request.messages
         if not self.tool_format.is_in_template:
-            messages, tools = in_words(messages, tools, self.tool_format), ()
+            messages, tools = tools_as_text(messages, tools, self.tool_format), ()
         rules = TurnRules() if is_plain(messages) else self._turn_rules()
         try:
-            return self._render_turns(request, conform(messages, rules), tools)
+            return self._render_turns(request, merge_turns(messages, rules), tools)
         except TemplateRefusal:
-            # An effort is a hint, and trials do not show everything that a template may refuse.
+            # Retry without the effort, which is only a hint, and with stricter rules: trials do not find every refusal.
             other = replace(request, reasoning_effort=None)
             for other_rules in (rules, STRICTEST):
                 with suppress(TemplateError):
-                    return self._render_turns(other, conform(messages, other_rules), tools)
+                    return self._render_turns(other, merge_turns(messages, other_rules), tools)
             raise
 
     def _render_turns(
@@ -117,7 +124,7 @@ class ChatTemplate:
             name: value for name, value in request.template_args.items() if name not in unknown
         }
         if tools:
-            variables["tools"] = [described(tool) for tool in tools]
+            variables["tools"] = [template_tool(tool) for tool in tools]
         marker, end = _unused_characters([*_strings(entries), *_strings(variables), self._source or ""])
         variables = {name: self._marked(value, marker) for name, value in variables.items()}
         variables["messages"] = [self._marked_entry(entry, marker) for entry in entries]
@@ -129,7 +136,7 @@ class ChatTemplate:
         return (_cut(rendered, end) if request.continue_last else rendered), marker
 
     def _entries(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages as templates know them. What is not there has no key."""
+        """The messages as template variables. Absent fields have no key."""
         names = {call.call_id: call.name for message in messages for call in message.tool_calls}
         entries: list[dict[str, Any]] = []
         for message in messages:
@@ -139,7 +146,7 @@ class ChatTemplate:
             if message.thought:
                 entry["reasoning_content"] = message.thought
             if message.tool_calls:
-                entry["tool_calls"] = [made_call(call, self.tool_format) for call in message.tool_calls]
+                entry["tool_calls"] = [template_call(call, self.tool_format) for call in message.tool_calls]
             if message.tool_call_id is not None:
                 entry["tool_call_id"] = fitting_id(message.tool_call_id, self.tool_format)
                 if message.tool_call_id in names:
@@ -149,11 +156,11 @@ class ChatTemplate:
 
     def _marked_entry(self, entry: dict[str, Any], marker: str) -> dict[str, Any]:
         finder = self._special if entry["role"] == Role.ASSISTANT else self._all
-        ours = {"role": entry["role"], "content": finder.mark(entry["content"], marker)}
-        return ours | {name: self._marked(value, marker) for name, value in entry.items() if name not in ours}
+        marked = {"role": entry["role"], "content": finder.mark(entry["content"], marker)}
+        return marked | {name: self._marked(value, marker) for name, value in entry.items() if name not in marked}
 
     def _marked(self, value: Any, marker: str) -> Any:
-        """Everything people wrote in a value, names included."""
+        """The value with all its strings marked, keys included."""
         match value:
             case str():
                 return self._all.mark(value, marker)
@@ -165,7 +172,7 @@ class ChatTemplate:
                 return value
 
     def _switches(self, request: ChatRequest) -> dict[str, Any]:
-        """What says how much to think, as far as the template listens."""
+        """The template variables that control reasoning, as far as the template uses them."""
         found: dict[str, Any] = {}
         if request.wants_thought is None and request.reasoning_effort is None:
             return found
@@ -185,9 +192,9 @@ class ChatTemplate:
         return self._renderer.variables
 
     def _turn_rules(self) -> TurnRules:
-        """Found out at the first conversation that needs them."""
+        """Determined at the first conversation that needs them."""
         if self._rules is None:
-            tools = [described(Tool("trial"))] if self.tool_format.is_in_template else None
+            tools = [template_tool(Tool("trial"))] if self.tool_format.is_in_template else None
             self._rules = find_rules(lambda entries: self._render_with({"messages": list(entries), "tools": tools}))
         return self._rules
 
@@ -202,7 +209,7 @@ class ChatTemplate:
 
 
 class _Finder:
-    """Finds the control strings in a text, however many there are, in time for the text alone."""
+    """Finds control strings in a text. The time depends on the text, not on the number of control strings."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._by_start: dict[str, tuple[frozenset[str], tuple[int, ...]]] = {}
@@ -215,14 +222,15 @@ class _Finder:
             string[:size] for strings in groups.values() for string in strings for size in range(1, len(string))
         )
         self._longest = max(map(len, self._prefixes), default=0)
-        # A lookahead: occurrences may overlap.
+        # A lookahead, because occurrences may overlap.
         starts = "|".join(re.escape(start) for start in self._by_start)
         self._pattern = re.compile(f"(?=({starts}))", re.DOTALL) if starts else None
 
     def mark(self, text: str, marker: str) -> str:
-        """The text with `marker` after the first character of each control string in it.
+        """The text with `marker` inserted after the first character of each control string.
 
-        And at its end, where it ends in the beginning of one: what the template writes next could complete it.
+        A marker is also appended if the text ends with a prefix of a control string, which the template's next
+        characters could complete.
         """
         if self._pattern is None:
             return text
@@ -241,10 +249,10 @@ class _Finder:
 
 
 def _cut(rendered: str, end: str) -> str:
-    """The text up to the end of the last message; where the template trimmed that message, trimmed as well."""
+    """The text up to the end of the last message, stripped if the template stripped that message."""
     at = rendered.rfind(end)
     if at < 0:
-        raise TemplateError("continue_last: this model's template does not write the last message as it is")
+        raise TemplateError("continue_last: this model's template does not write the last message unchanged")
     is_kept = rendered[at : at + 2] == end + " "
     return rendered[:at] if is_kept else rendered[:at].rstrip()
 
@@ -255,12 +263,12 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
     free = (chr(code) for codes in _PRIVATE_USE for code in codes if chr(code) not in used)
     first, second = next(free, None), next(free, None)
     if first is None or second is None:
-        raise InvalidRequest("messages use every private-use character there is")
+        raise InvalidRequest("messages use every private-use character of Unicode")
     return first, second
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a value, names included."""
+    """Every string in a value, keys included."""
     match value:
         case str():
             yield value

@@ -1,7 +1,7 @@
-"""A script in a process that can be killed, spoken to in JSON lines. Knows nothing of what it is asked.
+"""A script in a child process that can be killed. Requests and answers are JSON lines.
 
-What other people write (a template, a grammar) may loop for ever, fill the memory or overflow the stack of whoever
-compiles it. A thread cannot be killed, and a crash takes its process along; so that is done in another one.
+Untrusted input (a chat template, a grammar) may loop forever, exhaust memory or overflow the stack of the process that
+compiles it. A thread cannot be killed and a crash ends the whole process, so the work is done in a child process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# The child sees no secrets: only what Python needs to start, and the time zone for dates in prompts.
+# The child inherits no secrets: only the variables Python needs to start, and the time zone for dates in prompts.
 ENVIRONMENT = (
     "PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL",
     "TZ", "TZDIR", "SYSTEMROOT",
@@ -28,7 +28,10 @@ END_LIMIT_S = 5.0
 
 
 class NoAnswer(Exception):
-    """The child was of no use any more and is gone; says why, as of whatever it was asked about."""
+    """The child gave no usable answer and was killed.
+
+    The message is a predicate ("did not finish within 1 s"): callers prepend the subject.
+    """
 
 
 class TooSlow(NoAnswer):
@@ -42,9 +45,10 @@ class Died(NoAnswer):
 
 
 class Child:
-    """Costs nothing while idle, and ends with its parent. One that gave no answer is killed, and can be started again.
+    """A child process that runs a script. Not safe for concurrent use.
 
-    For one thread at a time.
+    It costs nothing while idle and ends with its parent. A child that gives no answer is killed and can be started
+    again.
     """
 
     def __init__(self, script: Path) -> None:
@@ -53,7 +57,7 @@ class Child:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], Child] | None = None
 
     def start(self) -> bool:
-        """True: it is a new one, which has been told nothing yet. Raises NoAnswer."""
+        """Start the child unless it is running. Returns True for a new child, which has no state. Raises NoAnswer."""
         if self._process is not None and self._process.poll() is None:
             return False
         self.kill()
@@ -61,30 +65,30 @@ class Child:
             raise NoAnswer("does not start: sys.executable is empty")
         try:
             process = subprocess.Popen(
-                # -P: no module lying about in the working directory is imported
+                # -P: import no modules from the working directory
                 [sys.executable, "-P", "-W", "ignore", str(self._script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # ^C is for the parent
+                start_new_session=True,  # Ctrl-C goes to the parent only
             )
         except OSError as error:
             raise NoAnswer(f"does not start: {error}") from None
         self._process = process
-        self._end = weakref.finalize(self, _end, process)  # also when it is forgotten, and at exit
+        self._end = weakref.finalize(self, _end, process)  # also on garbage collection and at exit
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         return True
 
     def ask(self, order: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Writes an order and waits for its answer, at most so long. Raises NoAnswer."""
+        """Send a request and wait up to `limit_s` for its answer. Raises NoAnswer."""
         assert self._process is not None, "start it first"
         try:
             return _parsed(_exchange(self._process, json.dumps(order).encode() + b"\n", limit_s))
         except BaseException:
-            self.kill()  # interrupted, too: its answer must not become the next one's
+            self.kill()  # also on interrupts: a late answer must not be read as the next one's
             raise
 
     def kill(self) -> None:
@@ -94,7 +98,7 @@ class Child:
 
 
 def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) -> bytes:
-    """One line for another."""
+    """Send one line and receive one line."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + limit_s
@@ -137,13 +141,13 @@ def _died(process: subprocess.Popen[bytes]) -> Died:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """What broke out of its sandbox could write anything."""
+    """Parse an answer without trusting it: code that escaped its sandbox could write anything."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        raise NoAnswer("wrote what is no answer")
+        raise NoAnswer("wrote an invalid answer")
     return answer
 
 

@@ -1,4 +1,4 @@
-"""Tokens to text as they come. Knows bytes and characters; knows nothing of stop strings or streams of events."""
+"""Incremental detokenization. Knows bytes and characters, not stop strings or event streams."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one answer, as it grows. The work per token does not depend on what came before.
+    """Converts the tokens of one answer to text as they arrive. Constant work per token.
 
-    What is returned is final: bytes that may still become a character wait for the tokens that complete it. All texts
-    joined are `Tokenizer.decode` of all tokens. That includes the first space, which some models write before every
-    word: an answer read by itself does not begin with it. Text that continues a prompt does: keep_prefix_space.
+    Returned text is final: the bytes of an incomplete character are held back until it is complete. The concatenated
+    texts equal `Tokenizer.decode` of all tokens. Some models write a space before every word; the first one is removed,
+    except with `keep_prefix_space`, for text that continues a prompt.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Detokenizer:
         shown_special: frozenset[int] = frozenset(),
         keep_prefix_space: bool = False,
     ) -> None:
-        """`shown_special`: those that stay in the text all the same."""
+        """`shown_special`: special tokens to keep in the text even with `skip_special`."""
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown_special if skip_special else frozenset[int]()
         self._strips_next = tokenizer.strip_prefix_space and not keep_prefix_space
@@ -41,11 +41,11 @@ class Detokenizer:
         return self._strip(self._decoder.decode(data))
 
     def push_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The same, token by token: a character belongs to the token that completes it."""
+        """Like `push`, with one text per token: a character belongs to the token that completes it."""
         return [self.push((token_id,)) for token_id in token_ids]
 
     def finish(self) -> str:
-        """The answer is over: half a character that still waited becomes U+FFFD."""
+        """Flush at the end of the answer: an incomplete character becomes U+FFFD."""
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

@@ -1,8 +1,8 @@
-"""GBNF, the grammars of llama.cpp, translated into llguidance's dialect of Lark. XGrammar's EBNF is nearly the same.
+"""Translates GBNF, llama.cpp's grammar format, into llguidance's dialect of Lark. XGrammar's EBNF is nearly the same.
 
-GBNF describes characters; Lark describes lexemes, and the longest one wins. Where both differ, a translation rule by
-rule would forbid answers that the grammar allows. So a grammar without recursion becomes one lexeme, which is a
-regular expression; in any other, every lexeme is a single character. Both allow exactly what the grammar allows.
+GBNF describes characters; Lark describes lexemes, and the longest match wins. A rule-by-rule translation would forbid
+answers that the grammar allows. Therefore a grammar without recursion becomes a single lexeme, which is a regular
+expression; in a recursive grammar every lexeme is a single character. Both allow exactly what the grammar allows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, lark_grammar
 EXAMPLE = 'root ::= "yes" | "no"'
 LARK_EXAMPLE = 'start: "yes" | "no"'
 MAX_NESTED = 32  # parentheses
-MAX_OPERATORS = 3  # behind one item
+MAX_OPERATORS = 3  # after one item
 MAX_REPEATED = 10_000
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 _LARK_START = re.compile(r"^[ \t]*\??start\b[^:=\n]*:", re.MULTILINE)
 _SKIPPED = re.compile(r"(?:\s|#[^\n]*)+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _DEFINED = re.compile(r"::=")
-# A comment can be read in one way only: other ways would be tried one after the other, without end.
+# Comments must match in exactly one way: ambiguity would cause exponential backtracking.
 _HEAD = re.compile(r"[A-Za-z_][\w-]*(?:\s|#[^\n]*(?:\n|\Z))*::=")
 _REPEAT = re.compile(r"\{\s*(?P<low>\d{1,9})?\s*(?P<comma>,)?\s*(?P<high>\d{1,9})?\s*\}")
 _TOKEN = re.compile(r"<\[\d{1,10}\]>|<[^<>\[\]\s\"\\]+>")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
-_PLAIN = frozenset("\\\"'[]-^/|.*+?(){}<>#$ ")  # characters that stand for themselves behind a backslash
+_PLAIN = frozenset("\\\"'[]-^/|.*+?(){}<>#$ ")  # characters that stand for themselves after a backslash
 _LAST_CODE = 0x10FFFF
 _SURROGATES = range(0xD800, 0xE000)
 
@@ -52,12 +52,12 @@ def written_grammar(source: str) -> Grammar:
     if is_gbnf(source):
         return lark_grammar(gbnf_to_lark(source))
     if not is_lark(source):
-        raise InvalidRequest(f"grammar: it is neither Lark, as in {LARK_EXAMPLE}, nor GBNF, as in {EXAMPLE}")
+        raise InvalidRequest(f"grammar: neither Lark, as in {LARK_EXAMPLE}, nor GBNF, as in {EXAMPLE}")
     return lark_grammar(source)
 
 
 def gbnf_to_lark(source: str) -> str:
-    """Raises InvalidRequest with the line, and what was expected there."""
+    """Translate a grammar. Raises InvalidRequest with the line number and what was expected there."""
     if len(source) > MAX_SOURCE_CHARS:
         raise InvalidRequest(f"grammar: {len(source)} characters are more than {MAX_SOURCE_CHARS}")
     rules = _Parser(source).parse()
@@ -68,7 +68,7 @@ def gbnf_to_lark(source: str) -> str:
     return "\n".join(("%llguidance {}", f"start: {writer.name('root')}", *lines))
 
 
-# What a grammar is made of
+# Syntax tree
 
 
 class Literal(NamedTuple):
@@ -113,17 +113,17 @@ class _Rule:
     line: int
 
 
-# Reading
+# Parsing
 
 
 class _Parser:
-    """Recursive descent. A rule ends where the next one begins, so that new lines may stand anywhere in between."""
+    """Recursive descent. A rule ends where the next one starts, so line breaks are allowed anywhere within a rule."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._at = 0
         self._num_open = 0
-        self._counted = 0  # characters whose lines are counted
+        self._counted = 0  # number of characters whose line breaks are counted
         self._num_lines = 0
 
     def parse(self) -> dict[str, _Rule]:
@@ -133,20 +133,18 @@ class _Parser:
             line = self._line()
             name = self._take(_NAME, "the name of a rule")
             self._skip()
-            self._take(_DEFINED, f"::= behind the name {name}")
+            self._take(_DEFINED, f"::= after the name {name}")
             self._skip()
             if name in rules:
-                raise self._wrong(
-                    f"rule {name} is defined for the second time; the first is in line {rules[name].line}"
-                )
+                raise self._wrong(f"rule {name} is defined twice; the first definition is in line {rules[name].line}")
             rules[name] = _Rule(self._choice(), line)
         if "root" not in rules:
-            raise InvalidRequest(f"grammar: there is no rule root, where a GBNF grammar begins, as in {EXAMPLE}")
+            raise InvalidRequest(f"grammar: there is no rule root, the start of a GBNF grammar, as in {EXAMPLE}")
         for rule in rules.values():
             for reference in _references(rule.body):
                 if reference.name not in rules:
                     text = f"grammar: line {reference.line}: there is no rule {reference.name}"
-                    raise InvalidRequest(f"{text}; text stands in quotes, as in {EXAMPLE}")
+                    raise InvalidRequest(f"{text}; literal text needs quotes, as in {EXAMPLE}")
         return rules
 
     def _choice(self) -> Node:
@@ -176,7 +174,7 @@ class _Parser:
         if char == "<":
             return Token(self._take(_TOKEN, "a token, as in <[17]> or <think>"))
         if char == "!":
-            raise self._wrong("! in front of a token is not supported: describe the characters that may come")
+            raise self._wrong("! before a token is not supported: describe the characters that are allowed")
         line = self._line()
         return Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), line)
 
@@ -191,13 +189,13 @@ class _Parser:
         self._skip()
         inner = self._choice()
         if self._next() != ")":
-            raise self._wrong(f'expected ")" for the parenthesis that line {line} opens')
+            raise self._wrong(f'expected ")" for the parenthesis opened in line {line}')
         self._at += 1
         self._num_open -= 1
         return inner
 
     def _repeated(self, item: Node) -> Node:
-        """With the operators behind it, of which there may be several."""
+        """The item with the operators that follow it, of which there may be several."""
         for _ in range(MAX_OPERATORS):
             self._skip()
             char = self._next()
@@ -214,7 +212,7 @@ class _Parser:
     def _bounds(self) -> tuple[int, int | None]:
         found = _REPEAT.match(self._source, self._at)
         if found is None or not (found["low"] or found["high"]):
-            raise self._wrong("expected how often, as in {3}, {2,} or {2,5}")
+            raise self._wrong("expected a repetition count, as in {3}, {2,} or {2,5}")
         low = int(found["low"] or 0)
         high = low if not found["comma"] else int(found["high"]) if found["high"] else None
         if max(low, high or 0) > MAX_REPEATED:
@@ -230,7 +228,7 @@ class _Parser:
         chars: list[str] = []
         while (char := self._next()) != '"':
             if not char or char == "\n":
-                raise self._wrong(f"the text that line {line} opens has no closing quote")
+                raise self._wrong(f"the string opened in line {line} has no closing quote")
             chars.append(chr(self._char()))
         self._at += 1
         return "".join(chars)
@@ -243,7 +241,7 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         while (char := self._next()) != "]":
             if not char or char == "\n":
-                raise self._wrong(f"the class that line {line} opens has no closing bracket")
+                raise self._wrong(f"the class opened in line {line} has no closing bracket")
             first = last = self._char()
             if self._next() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
@@ -257,7 +255,7 @@ class _Parser:
         return Chars(tuple(ranges), is_negated)
 
     def _char(self) -> int:
-        """The code point that is written here, maybe by an escape."""
+        """The code point at this position, which may be an escape."""
         if self._source[self._at] != "\\":
             self._at += 1
             return ord(self._source[self._at - 1])
@@ -267,11 +265,11 @@ class _Parser:
         name, digits = found[4] or "", found[1] or found[2] or found[3]
         if name and name not in _ESCAPED and name not in _PLAIN:
             raise self._wrong(
-                f'\\{name} is no escape: expected \\n, \\r, \\t, \\\\, \\", \\], \\xNN, \\uNNNN or \\UNNNNNNNN'
+                f'\\{name} is not an escape: expected \\n, \\r, \\t, \\\\, \\", \\], \\xNN, \\uNNNN or \\UNNNNNNNN'
             )
         code = int(digits, 16) if digits else ord(_ESCAPED.get(name, name))
         if code > _LAST_CODE or code in _SURROGATES:
-            raise self._wrong(f"{found[0]} is no character")
+            raise self._wrong(f"{found[0]} is not a character")
         self._at = found.end()
         return code
 
@@ -287,12 +285,14 @@ class _Parser:
         found = pattern.match(self._source, self._at)
         if found is None:
             rest = self._source[self._at :].split("\n", 1)[0]
-            raise self._wrong(f"expected {what}, not {rest[:20]!r}" if rest else f"expected {what}, and there it ends")
+            raise self._wrong(
+                f"expected {what}, not {rest[:20]!r}" if rest else f"expected {what}, but the grammar ends"
+            )
         self._at = found.end()
         return found[0]
 
     def _line(self) -> int:
-        """Of the place that is read. It only moves on, so every character is looked at once."""
+        """The current line number. The position only advances, so every character is counted once."""
         self._num_lines += self._source.count("\n", self._counted, self._at)
         self._counted = self._at
         return self._num_lines + 1
@@ -301,7 +301,7 @@ class _Parser:
         return InvalidRequest(f"grammar: line {self._line()}: {what}. A GBNF grammar looks like {EXAMPLE}")
 
 
-# Understanding
+# Analysis
 
 
 def _children(node: Node) -> tuple[Node, ...]:
@@ -331,7 +331,7 @@ def _has_token(node: Node) -> bool:
 
 
 def _reachable(rules: Mapping[str, _Rule], start: str) -> dict[str, None]:
-    """The names of all rules that an answer may need, in the order in which they are met."""
+    """The names of all rules reachable from `start`, in the order in which they are found."""
     found = {start: None}
     todo = [start]
     while todo:
@@ -342,7 +342,7 @@ def _reachable(rules: Mapping[str, _Rule], start: str) -> dict[str, None]:
 
 
 def _has_cycle(rules: Mapping[str, _Rule], names: Iterable[str]) -> bool:
-    """Whether one of these rules can hold itself. Rules that need no other are taken away until none is left."""
+    """Whether a rule refers to itself, directly or not. Removes rules without references until none is left."""
     needs = {name: {one.name for one in _references(rules[name].body)} for name in names}
     users = defaultdict[str, list[str]](list)
     for name, others in needs.items():
@@ -369,7 +369,7 @@ class _Writer:
         self._is_lexeme = is_lexeme
 
     def name(self, rule: str) -> str:
-        """Lark tells lexemes from rules by their letters, and knows no dashes."""
+        """Lark distinguishes lexemes (upper case) from rules (lower case) and allows no dashes in names."""
         slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
         return f"T{self._numbers[rule]}_{slug.upper()}" if self._is_lexeme else f"r{self._numbers[rule]}_{slug.lower()}"
 

@@ -1,6 +1,6 @@
-"""A GGUF file's vocabulary, told in the words of a tokenizer.json, so that one code path builds both.
+"""Converts a GGUF file's vocabulary to the structure of tokenizer.json, so that one code path builds both.
 
-A GGUF file does not hold its pre-tokenizer: it names it, in `tokenizer.ggml.pre`. PRE_TOKENIZERS is the table of names.
+A GGUF file does not contain its pre-tokenizer, only its name in `tokenizer.ggml.pre`. PRE_TOKENIZERS maps these names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from quire.errors import ModelFileError, UnsupportedModel
 
 MAX_VOCAB = 4_000_000
 MAX_MERGES = 4_000_000
-# A SentencePiece vocabulary has no merges: they are found by cutting every piece in two at every place. The real ones
-# need some 20 million steps; a forged one with long pieces would need years.
+# A SentencePiece vocabulary has no merges: they are found by splitting every piece at every position. Real
+# vocabularies need about 20 million steps; a malicious one with long pieces would need years.
 MAX_CUT_STEPS = 400_000_000
-SPACE = "\u2581"  # how SentencePiece writes a space
+SPACE = "\u2581"  # SentencePiece's character for a space
 _KEY = "tokenizer.ggml."
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,13 +39,13 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a byte-level model cuts text before its merges, and what it does when a file does not say."""
+    """How a byte-level model splits text before its merges, and defaults for missing keys."""
 
     splits: tuple[str, ...] = ()  # regular expressions, applied one after the other; empty: GPT-2's own
-    digits: bool = False  # every digit by itself
+    digits: bool = False  # every digit is split off
     nfc: bool = False  # the model's tokenizer.json composes characters first
-    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
-    add_bos: bool = False  # where tokenizer.ggml.add_bos_token is missing
+    ignore_merges: bool = False  # a word that is a token becomes that token, regardless of the merges
+    add_bos: bool = False  # the default if tokenizer.ggml.add_bos_token is missing
 
 
 _PLAIN = PreTokenizer()
@@ -75,7 +75,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-4o": PreTokenizer((_GPT4O,)),
 }
 
-# Control tokens that end an answer, whichever of them a file names as its end of sequence.
+# Control tokens that end an answer, in addition to the end-of-sequence token that a file names.
 END_OF_ANSWER = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "<EOT>")
 )
@@ -91,15 +91,15 @@ class TokenType(IntEnum):
 
 
 class GgufVocab(NamedTuple):
-    """What a Tokenizer is made of."""
+    """The arguments of Tokenizer."""
 
     spec: dict[str, Any]  # a tokenizer.json, parsed
-    named: dict[str, int]  # "bos", "eos", "unk", "pad": ids the file names
+    named: dict[str, int]  # ids that the file names: "bos", "eos", "unk", "pad"
     eos_ids: tuple[int, ...]
 
 
 def gguf_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
-    """Reads the tokenizer.ggml.* keys. Raises ModelFileError (UnsupportedModel for a kind quire does not run)."""
+    """Read the tokenizer.ggml.* keys. Raises ModelFileError, or UnsupportedModel for an unsupported kind."""
     kind = metadata.get(_KEY + "model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModel(f"{_KEY}model = {_short(kind)}: quire reads the kinds 'gpt2' and 'llama'")
@@ -163,7 +163,7 @@ def _sentencepiece(
             raise ModelFileError(f"{_KEY}scores[{i}] = {_short(score)} is not a number")
     pieces = {token for token, kind in zip(tokens, types, strict=True) if token and kind in (1, 4, 5)}
     prefix = _flag(metadata, "add_space_prefix", True)
-    # Every piece of text between two control tokens gets the space, as llama.cpp does it.
+    # The space is prepended to every text between two control tokens, as in llama.cpp.
     normalizers: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     decoders: list[dict[str, Any]] = [
@@ -186,10 +186,10 @@ def _sentencepiece(
 
 
 def _merges_from_scores(pieces: set[str], vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours whose joint piece scores best; ranked merges say the same.
+    """Ranked merges that are equivalent to the scores: SentencePiece joins the neighbours whose piece scores best.
 
-    Two ways to cut one piece have one score: the order of the ids of their left halves decides, as in the converters
-    people use, because it decides which of two overlapping pairs wins.
+    Two splits of the same piece have the same score. They are ordered by the ids of their left halves, as in common
+    converters, because the order decides which of two overlapping pairs is merged.
     """
     steps = sum(len(piece) ** 2 for piece in pieces)
     if steps > MAX_CUT_STEPS:
@@ -214,7 +214,7 @@ def _bpe(vocab: Mapping[str, int], merges: list[tuple[str, str]], *, ignore_merg
 
 
 def _bos_eos(metadata: Mapping[str, Any], vocab: Mapping[str, int], *, bos_by_default: bool) -> dict[str, Any] | None:
-    """What `encode` puts around a text, as a post-processor."""
+    """The post-processor that adds BOS and EOS to an encoded text."""
     named = _named_ids(metadata, len(vocab))
     before = "bos" in named and _flag(metadata, "add_bos_token", bos_by_default)
     after = "eos" in named and _flag(metadata, "add_eos_token", False)
@@ -247,7 +247,7 @@ def _named_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
             raise ModelFileError(f"{_KEY}{key}_token_id = {_short(value)} is not an int")
         if 0 <= value < num_tokens:
             named[name] = value
-        elif value not in (-1, 0xFFFFFFFF):  # how converters write "none"
+        elif value not in (-1, 0xFFFFFFFF):  # written by converters for "none"
             raise ModelFileError(f"{_KEY}{key}_token_id = {value} is outside the vocabulary of {num_tokens}")
     return named
 
@@ -289,7 +289,7 @@ def _strings(metadata: Mapping[str, Any], name: str, limit: int) -> list[str]:
 
 
 def _list(metadata: Mapping[str, Any], name: str, limit: int) -> list[Any]:
-    """The array of that name, as a list of plain values (readers give lists or numpy arrays)."""
+    """The array of that name as a list of plain values (readers return lists or numpy arrays)."""
     values: Any = metadata.get(_KEY + name)
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -301,7 +301,7 @@ def _list(metadata: Mapping[str, Any], name: str, limit: int) -> list[Any]:
 
 
 def _short(value: object) -> str:
-    """A value for an error message: a hostile file must not write megabytes into a log."""
+    """A shortened value for an error message: a malicious file must not write megabytes into a log."""
     if isinstance(value, str):
         return repr(value[:80])
     return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"

@@ -1,8 +1,7 @@
-"""What an answer must look like: a JSON object, a JSON schema, a regular expression, a grammar. Checked when made.
+"""Constraints on an answer: JSON object, JSON schema, regular expression, grammar or token list.
 
-`Grammar` is a plain value that travels to the worker; the masks are made there. What only a compiler can find wrong
-(a keyword that cannot be held, a regular expression that does not parse) is found there too, before anything is
-generated.
+`Grammar` is a plain value, validated at construction and sent to the worker, which computes the masks. Errors that only
+a compiler can find, such as a regular expression that does not parse, are reported there before generation starts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ MAX_DEPTH = 32  # of a schema, braces and brackets
 MAX_CHOICES = 4096
 MAX_LISTED_TOKENS = 4096
 
-# The separators of JSON, as Python writes them: a convention of the grammar that excludes no value. Templates write
-# earlier calls the same way (decisions/0026), and no tokens go into white space.
+# Generated JSON uses the separators of Python's json module. This excludes no value. Templates write earlier calls the
+# same way (decisions/0026), and no tokens are spent on white space.
 JSON_STYLE: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/\"-]")
@@ -34,16 +33,16 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/\"-]")
 class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"  # the source is a schema, as JSON; {"type": "object"} is OpenAI's json_object
     REGEX = "regex"  # the whole answer matches
-    LARK = "lark"  # llguidance's dialect of Lark; may hold JSON schemas and special tokens
-    TOKENS = "tokens"  # a JSON list of token ids, of which every token of the answer is one
+    LARK = "lark"  # llguidance's dialect of Lark; may contain JSON schemas and special tokens
+    TOKENS = "tokens"  # a JSON list of the token ids that the answer may contain
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     kind: GrammarKind
     source: str
-    unenforced: tuple[str, ...] = field(default=(), compare=False)  # of a schema: paths of keywords it does not hold
-    given: str = field(default="", compare=False)  # a schema as it was before it was held; empty: the source
+    unenforced: tuple[str, ...] = field(default=(), compare=False)  # paths of schema keywords that are not enforced
+    given: str = field(default="", compare=False)  # the schema before it was rewritten; empty: the source
 
     def __post_init__(self) -> None:
         if self.kind not in list(GrammarKind):
@@ -54,14 +53,14 @@ class Grammar:
         if self.kind == GrammarKind.JSON_SCHEMA:
             _check_schema(self.source)
         if self.kind == GrammarKind.REGEX and (len(self.source) - len(self.source.rstrip("\\"))) % 2:
-            # The compiler would leave it out, and hold answers to another expression.
+            # The compiler would drop the backslash and enforce a different expression.
             raise InvalidRequest("grammar: the regular expression ends with a backslash that escapes nothing")
 
 
 def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Grammar:
-    """JSON that matches the schema, with no names that it does not list.
+    """JSON that matches the schema, without properties that it does not list.
 
-    Keywords that cannot be held: refused if strict, else left out and named in `unenforced`.
+    Keywords that cannot be enforced raise SchemaNotHeld if strict; otherwise they are listed in `unenforced`.
     """
     check_schema(schema)
     held = hold_schema(schema, strict=strict)
@@ -75,12 +74,12 @@ def json_object_grammar() -> Grammar:
 
 
 def regex_grammar(pattern: str) -> Grammar:
-    """The whole answer matches, from its first character to its last."""
+    """An answer that matches the expression from its first to its last character."""
     return Grammar(GrammarKind.REGEX, pattern)
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """One of these, word for word."""
+    """An answer that is exactly one of these strings."""
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise InvalidRequest(f"grammar: choices = {choices!r:.80} is not a list of one or more strings")
     if len(choices) > MAX_CHOICES:
@@ -93,7 +92,7 @@ def lark_grammar(source: str) -> Grammar:
 
 
 def token_grammar(token_ids: Sequence[int]) -> Grammar:
-    """These tokens and no others. The answer ends at a stop token among them, or at max_tokens."""
+    """An answer of these tokens only. It ends at a stop token among them or at max_tokens."""
     if not 1 <= len(token_ids) <= MAX_LISTED_TOKENS:
         raise InvalidRequest(f"grammar: {len(token_ids)} tokens are not 1 to {MAX_LISTED_TOKENS}")
     check_tokens("grammar", token_ids)
@@ -101,21 +100,21 @@ def token_grammar(token_ids: Sequence[int]) -> Grammar:
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
-    """A held schema as a term of a Lark grammar."""
+    """A rewritten schema as a term of a Lark grammar."""
     return f"%json {schema_text({**schema, 'x-guidance': json_style(schema)})}"
 
 
 def json_style(schema: object) -> dict[str, Any]:
-    """How JSON by this held schema is written.
+    """The compiler's options for JSON of this rewritten schema.
 
-    Where an object has named properties and may have others, no character is written as \\uXXXX: the compiler would let
-    a name of the list be written so, with the schema of the others.
+    If an object has named properties and may have others, \\uXXXX escapes are disabled. Otherwise the compiler would
+    accept an escaped spelling of a listed name with the schema of unlisted ones.
     """
     return {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'} if _has_open_names(schema) else dict(JSON_STYLE)
 
 
 def check_schema(schema: object) -> None:
-    """Raises InvalidRequest for what is no JSON object, or is too large or too deep to be looked at."""
+    """Raise InvalidRequest if the schema is not a JSON object, too large or nested too deeply."""
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
     _check_source(schema_text(schema))
@@ -164,16 +163,16 @@ def _check_schema(source: str) -> None:
         raise InvalidRequest(f"grammar: the schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"grammar: schema = {source:.80} is not a JSON object")
-    if (depth := _depth(schema)) > 4 * MAX_DEPTH:  # what was MAX_DEPTH deep may have grown when it was held
+    if (depth := _depth(schema)) > 4 * MAX_DEPTH:  # rewriting may have increased the depth
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {4 * MAX_DEPTH}")
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _depth(value: object) -> int:
-    """Level by level, so that depth costs no stack."""
+    """Nesting depth, computed level by level so that it needs no stack."""
     depth, level = 0, [value]
     while level:
         children = [child for one in level if isinstance(one, dict) for child in one.values()]

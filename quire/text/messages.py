@@ -1,4 +1,4 @@
-"""Messages, and a conversation to answer. Checked when made: a `ChatRequest` that exists can be rendered."""
+"""Chat messages and requests. `ChatRequest` is validated at construction, so every instance can be rendered."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Message:
     role: Role
     parts: tuple[Part, ...]
     name: str | None = None
-    thought: str = ""  # of an assistant, where its thinking was told apart
-    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
-    tool_call_id: str | None = None  # of a tool: the call it answers
+    thought: str = ""  # an assistant's reasoning, if it was separated from the text
+    tool_calls: tuple[ToolCall, ...] = ()  # assistant only
+    tool_call_id: str | None = None  # tool only: the call that this message answers
 
     @property
     def text(self) -> str:
@@ -45,20 +45,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to answer. Checked when it is made: one that exists can be rendered."""
+    """A conversation to answer, validated at construction."""
 
     messages: Sequence[Message]
-    add_generation_prompt: bool = True  # end with the opening of an assistant's answer
-    continue_last: bool = False  # instead: leave the last message, an assistant's, open to be continued
+    add_generation_prompt: bool = True  # end the prompt with the start of an assistant message
+    continue_last: bool = False  # instead: continue the last message, an assistant's
     template_args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
-    wants_thought: bool | None = None  # whether to think first, where the template leaves a choice; None: its default
-    reasoning_effort: str | None = None  # for templates that know the word
+    wants_thought: bool | None = None  # whether to reason first, if the template has a switch; None: its default
+    reasoning_effort: str | None = None  # for templates that use this variable
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those the answer may call."""
+        """The tools that the answer may call."""
         if self.tool_choice.mode is ToolMode.NONE:
             return ()
         names = self.tool_choice.allowed
@@ -68,7 +68,7 @@ class ChatRequest:
 
     @property
     def num_chars(self) -> int:
-        """Of everything people wrote, to refuse what is too long before it is rendered."""
+        """Total length of the texts, to refuse a request that is too long before rendering."""
         tools = sum(len(tool.description) + len(str(tool.parameters)) for tool in self.tools)
         return tools + sum(
             len(message.text) + len(message.thought) + sum(len(call.arguments) for call in message.tool_calls)
@@ -93,7 +93,7 @@ class ChatRequest:
 
 
 def check_messages(messages: Sequence[object]) -> None:
-    """For doors that have work to do on each of them first."""
+    """Check the number of messages, for callers that process each message before building a ChatRequest."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages has {len(messages)} entries, not 1 to {MAX_MESSAGES}")
 
@@ -126,7 +126,7 @@ def _check_message(message: Message, path: str) -> None:
 
 
 def _is_reserved(name: str) -> bool:
-    """What the engine sets; bos_token and its like would let a request write control tokens."""
+    """Whether only the engine may set it. bos_token and similar names would let a request write control tokens."""
     return name in RESERVED_ARGS or name.endswith("_token")
 
 

@@ -1,8 +1,8 @@
-"""The `pattern` of a JSON schema, a JavaScript regular expression, in the dialect of the grammar compiler. Pure.
+"""Translates JSON Schema's `pattern` (JavaScript regular expressions) to the grammar compiler's dialect. Pure.
 
-The two dialects differ in what `.`, `\\s`, `[a&&b]` and `$` mean, so a pattern is parsed and written anew. An assertion
-that has no counterpart (a look-around, `\\b`, a back-reference) is left out: what remains allows more, never less, and
-the caller is told.
+The dialects differ in the meaning of `.`, `\\s`, `[a&&b]` and `$`, so a pattern is parsed and rewritten. An assertion
+without a counterpart (look-around, `\\b`, back-reference) is omitted: the result allows more, never less, and
+`HeldPattern.problem` names the omission.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import functools
 import re
 from dataclasses import dataclass, field
 
-MAX_REPEATS = 10_000  # of one atom, counted through nested groups: what the compiler unrolls
+MAX_REPEATS = 10_000  # of one atom, multiplied over nested groups: the compiler unrolls them
 MAX_NESTING = 64  # of groups
-MAX_START = 64  # first characters of a match by which patterns are told apart
+MAX_START = 64  # leading characters that are compared to find out whether two patterns are disjoint
 
 Ranges = tuple[tuple[int, int], ...]  # code points, both ends included
 
@@ -52,16 +52,16 @@ _SCRIPTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class HeldPattern:
-    """Regular expressions that must all match. `problem`: what of the pattern they leave out; empty: nothing."""
+    """Regular expressions that must all match. `problem`: the part of the pattern they omit; empty: none."""
 
     sources: tuple[str, ...]
     problem: str = ""
-    start: tuple[Ranges, ...] = ()  # what the first characters of any match are, as far as that is plain
+    start: tuple[Ranges, ...] = ()  # possible first characters of a match, as far as they are known
 
 
 @functools.lru_cache(maxsize=32)  # one schema may have the same pattern in many places
 def hold_pattern(pattern: str) -> HeldPattern:
-    """What can be held of it. Without any `sources`, nothing can."""
+    """The enforceable part of a pattern. Empty `sources`: no part is enforceable."""
     try:
         return _Parser(pattern).held()
     except _Unreadable as error:
@@ -69,12 +69,12 @@ def hold_pattern(pattern: str) -> HeldPattern:
 
 
 def start_apart(one: HeldPattern, other: HeldPattern) -> bool:
-    """Whether no text matches both, as far as their first characters tell."""
+    """Whether the first characters show that no text matches both patterns."""
     return any(not _overlap(a, b) for a, b in zip(one.start, other.start, strict=False))
 
 
 def any_text_but(texts: list[str]) -> str:
-    """A pattern of all texts that are none of these. It is one that `hold_pattern` holds."""
+    """A pattern that matches every text except these. `hold_pattern` enforces it fully."""
     trie: dict[str, dict[str, object]] = {}
     for text in texts:
         node: dict[str, object] = trie  # type: ignore[assignment]
@@ -85,7 +85,7 @@ def any_text_but(texts: list[str]) -> str:
 
 
 def _but(node: object) -> str:
-    """What may follow a beginning that some of the texts share."""
+    """The alternatives that may follow a common prefix of some of the texts."""
     assert isinstance(node, dict)
     chars = [char for char in node if char]
     others = "[^" + "".join(f"\\u{{{ord(char):X}}}" for char in chars) + "]" if chars else "[^]"
@@ -94,7 +94,7 @@ def _but(node: object) -> str:
 
 
 class _Unreadable(Exception):
-    """What is no JavaScript regular expression, or has no counterpart as a whole."""
+    """The pattern is not a JavaScript regular expression, or cannot be translated at all."""
 
 
 @dataclass(slots=True)
@@ -103,8 +103,8 @@ class _Term:
 
     text: str = ""
     group: list[list[_Term]] | None = None
-    assertion: str = ""  # ^ $ (?= and other look-arounds, \b
-    ranges: Ranges | None = None  # of an atom that is exactly one character
+    assertion: str = ""  # ^, $, (?= and other look-arounds, \b
+    ranges: Ranges | None = None  # if the atom matches exactly one character
     repeats: int = 1
     look: list[list[_Term]] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class _Parser:
     def held(self) -> HeldPattern:
         options = self._options()
         if self._at < len(self._pattern):
-            raise _Unreadable("a parenthesis closes nothing")
+            raise _Unreadable("a closing parenthesis has no opening one")
         extra: list[str] = []
         options = _unwrapped(options)
         if len(options) == 1:
@@ -131,7 +131,7 @@ class _Parser:
     # Writing
 
     def _take_looks(self, option: list[_Term]) -> tuple[list[list[_Term]], list[str]]:
-        """Look-aheads right behind `^` are expressions of their own that must match as well."""
+        """Split off look-aheads directly after `^`: they become separate expressions that must match as well."""
         size = 1
         extra: list[str] = []
         if option and option[0].assertion == "^":
@@ -142,7 +142,7 @@ class _Parser:
         return [option[:1] + option[size:]], extra
 
     def _whole(self, options: list[list[_Term]]) -> str:
-        """An expression that matches whole texts: what may stand around a match is written out."""
+        """An expression that matches whole texts: any text around an unanchored match is made explicit."""
         return f"^(?:{'|'.join(self._edges(option) for option in options)})$"
 
     def _edges(self, option: list[_Term]) -> str:
@@ -199,7 +199,7 @@ class _Parser:
         else:
             low, high = int(least[:9]), int(most[:9]) if most else None
             if high is not None and high < low:
-                raise _Unreadable(f"{found[0]} is no range")
+                raise _Unreadable(f"{found[0]} is not a range")
             suffix = f"{{{low}{comma}{'' if high is None else high}}}"
             repeats = max(1, low, high or 0)
         repeats *= max(1, _repeats([[term]]))
@@ -264,12 +264,12 @@ class _Parser:
         known = _sorted(ranges)
         if is_plain:
             return _of_ranges(_complement(known) if is_negated else known)
-        # The class may lack quotes, so U+0000 is kept out of it: see _held_ranges.
+        # The class may lack quotes, so it excludes U+0000: see _held_ranges.
         body = _inside(known) + "".join(parts)
         return _Term(f"[^{_NUL}{body}]" if is_negated else f"[[{body}]--{_NUL}]")
 
     def _is_range(self, first: _Term) -> bool:
-        """In `[\\w-.]` the hyphen is one: JavaScript takes it for itself beside a class."""
+        """Whether a range follows. In `[\\w-.]` the hyphen is a literal: JavaScript has no ranges next to a class."""
         rest = self._pattern[self._at : self._at + 3]
         is_class = rest[1:2] == "\\" and rest[2:3] in "dDwWsSpP"
         return rest.startswith("-") and rest[1:2] not in ("]", "") and not is_class and _single(first)
@@ -292,7 +292,7 @@ class _Parser:
         if char in _CONTROLS:
             return _one(_CONTROLS[char])
         if char == "B" and in_class:
-            raise _Unreadable("\\B stands for no character, so it cannot be in a class")
+            raise _Unreadable("\\B is not a character, so it cannot be in a class")
         if char in "bB":
             return _one(0x08) if in_class and char == "b" else _Term(assertion="\\b")
         if char == "0" and not self._pattern[self._at : self._at + 1].isdigit():
@@ -341,7 +341,7 @@ class _Parser:
 
 
 def _unwrapped(options: list[list[_Term]]) -> list[list[_Term]]:
-    """Groups that are a whole alternative stand for their own alternatives, so that anchors are found at the edges."""
+    """Replace groups that are a whole alternative by their alternatives, so that anchors are found at the edges."""
     flat: list[list[_Term]] = []
     for option in options:
         group = option[0].group if len(option) == 1 else None
@@ -367,7 +367,7 @@ def _repeats(options: list[list[_Term]]) -> int:
 @functools.lru_cache(maxsize=1024)
 def _one(code: int) -> _Term:
     if code > _LAST or 0xD800 <= code <= 0xDFFF:
-        raise _Unreadable(f"U+{code:04X} is no character")
+        raise _Unreadable(f"U+{code:04X} is not a character")
     return _of_ranges(((code, code),))
 
 
@@ -377,10 +377,10 @@ def _single(term: _Term) -> bool:
 
 def _range(first: _Term, last: _Term) -> tuple[int, int]:
     if not first.ranges or not last.ranges:
-        raise _Unreadable("a range of characters has no first or no last one")
+        raise _Unreadable("a character range lacks its first or last character")
     low, high = first.ranges[0][0], last.ranges[0][0]
     if low > high:
-        raise _Unreadable("a range of characters is not in order")
+        raise _Unreadable("a character range is not in order")
     return low, high
 
 
@@ -394,10 +394,10 @@ def _of_ranges(ranges: Ranges) -> _Term:
 
 
 def _held_ranges(ranges: Ranges) -> Ranges:
-    """A class without quotes or backslashes is written without U+0000.
+    """The ranges, without U+0000 if the class lacks quotes or backslashes.
 
-    llguidance 1.9 takes a class that has all 32 control characters for one that has every escaped character, so `[^"]`
-    would allow a quote. Classes of one alternative are merged: the character is left out of each.
+    llguidance 1.9 treats a class with all 32 control characters as one with every escaped character, so `[^"]` would
+    allow a quote. The compiler merges the classes of one alternative, so U+0000 is removed from each of them.
     """
     has_quotes = all(any(low <= code <= high for low, high in ranges) for code in (0x22, 0x5C))
     if has_quotes or not ranges or ranges[0][0] > 0:
@@ -435,7 +435,7 @@ def _complement(ranges: Ranges) -> Ranges:
 
 
 def _overlap(one: Ranges, other: Ranges) -> bool:
-    """Both are in order, so that every range is looked at once."""
+    """Whether sorted ranges share a code point. Visits every range once."""
     i = j = 0
     while i < len(one) and j < len(other):
         if one[i][0] <= other[j][1] and other[j][0] <= one[i][1]:

@@ -1,4 +1,4 @@
-"""Thoughts that a model writes down before it answers, told apart from the answer. Knows text, not tokens."""
+"""Separates a model's reasoning from its answer. Works on text, not tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from quire.text.answers import AnswerParser, Piece, Thought
 
-# Variables by which templates let thinking be switched off or on, in the order in which they are looked for.
+# Template variables that switch reasoning on or off, in search order.
 SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -18,7 +18,7 @@ class ReasoningFormat:
     closing: str
 
 
-# A model thinks if its template speaks of the closing. To add a way to write thoughts: a row.
+# A model supports reasoning if its template contains the closing marker. To support another format, add a row.
 REASONING_FORMATS = (
     ReasoningFormat("think", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
@@ -27,20 +27,20 @@ REASONING_FORMATS = (
 
 
 class Opening(Enum):
-    """What the prompt leaves to the answer."""
+    """Whether the prompt has opened or closed the reasoning block."""
 
-    FREE = auto()  # it may begin with a thought
-    OPEN = auto()  # the prompt opened one: the answer begins inside it
-    CLOSED = auto()  # the prompt closed an empty one: there is none
+    FREE = auto()  # neither: the answer may begin with a reasoning block
+    OPEN = auto()  # opened: the answer begins inside the block
+    CLOSED = auto()  # closed an empty one: the answer has no reasoning
 
 
 def find_reasoning(source: str | None) -> ReasoningFormat | None:
-    """How the model of this template thinks; None: it does not."""
+    """The reasoning format of a template; None: the model does not reason."""
     return next((row for row in REASONING_FORMATS if source is not None and row.closing in source), None)
 
 
 def find_opening(format: ReasoningFormat, tail: str) -> Opening:
-    """By how the prompt ends."""
+    """Determine the opening from the end of the prompt."""
     end = tail.rstrip()
     if end.endswith(format.opening):
         return Opening.OPEN
@@ -48,20 +48,20 @@ def find_opening(format: ReasoningFormat, tail: str) -> Opening:
 
 
 class ThoughtParser:
-    """Splits the thought off, without the white space around it; what follows is another parser's."""
+    """Splits off the reasoning, stripped of surrounding white space. `answer` parses the rest."""
 
     def __init__(self, format: ReasoningFormat, opening: Opening, answer: AnswerParser) -> None:
         self._format = format
         self._answer = answer
         self._is_open = opening is Opening.OPEN
         self._is_over = opening is Opening.CLOSED
-        self._has_begun = False  # its first letter was given out
-        self._has_answered = False  # something but white space followed it
+        self._has_begun = False  # reasoning text was returned
+        self._has_answered = False  # the answer has text other than white space
         self._held = ""
 
     @property
     def is_thinking(self) -> bool:
-        """Or may be: the opening is not complete yet."""
+        """Whether reasoning is in progress or may still start (the opening marker is incomplete)."""
         return not self._is_over
 
     @property
@@ -85,14 +85,14 @@ class ThoughtParser:
                 return self._answer.push(held)
         return self._grow()
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         held, self._held = self._held, ""
         if self._is_over:
-            return self._answer.finish()
+            return self._answer.finish(is_cut=is_cut)
         self._is_over = True
-        if self._is_open:  # cut off in the middle of it
-            return [*self._thought(held.rstrip()), *self._answer.finish()]
-        return [*self._answer.push(held), *self._answer.finish()]
+        if self._is_open:  # cut off during reasoning
+            return [*self._thought(held.rstrip()), *self._answer.finish(is_cut=is_cut)]
+        return [*self._answer.push(held), *self._answer.finish(is_cut=is_cut)]
 
     def _grow(self) -> list[Piece]:
         at = self._held.find(self._format.closing)
@@ -118,7 +118,7 @@ class ThoughtParser:
 
 
 def num_held(text: str, marker: str) -> int:
-    """How many characters at the end of a text may be the beginning of a marker."""
+    """How many characters at the end of a text may be the start of a marker."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:size]):
             return size

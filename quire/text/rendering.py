@@ -1,4 +1,4 @@
-"""Renders a chat template in a child process that can be killed. Knows templates; knows nothing of chats or tokens."""
+"""Renders a chat template in a child process that can be killed. Knows templates, not conversations or tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 from quire.errors import TemplateError
 from quire.text.child_process import Child, Died, NoAnswer
 
-RENDER_LIMIT_S = 1.0  # of a core
-COMPILE_LIMIT_S = 2.0  # of a core
-WAIT_LIMIT_S = 60.0  # for an answer: a busy machine takes longer to give that much of a core
+RENDER_LIMIT_S = 1.0  # CPU time
+COMPILE_LIMIT_S = 2.0  # CPU time
+WAIT_LIMIT_S = 60.0  # wall-clock time: on a busy machine the CPU time above takes longer
 MAX_SOURCE_CHARS = 1024 * 1024
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class Renderer:
-    """One template and the child that renders it. Safe to use from several threads: they take turns.
+    """One template and the child process that renders it. Thread-safe: renders are serialized.
 
-    The child starts at the first use or at `warm_up`. One that computes for too long is killed; the next render gets a
-    new one. What counts is its CPU time, so that a busy machine refuses no template that an idle one renders.
+    The child starts at the first use or at `warm_up`. A child that exceeds its time limit is killed and the next render
+    starts a new one. The limit is CPU time, so that a busy machine refuses no template that an idle one renders.
     """
 
     def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
@@ -37,19 +37,19 @@ class Renderer:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names the template mentions and does not set itself."""
+        """The names that the template reads and does not set itself."""
         if self._variables is None:
             self.warm_up()
         assert self._variables is not None
         return self._variables
 
     def warm_up(self) -> None:
-        """Starts the child and compiles the template. Raises TemplateError if it does not compile."""
+        """Start the child and compile the template. Raises TemplateError if it does not compile."""
         with self._lock:
             self._start()
 
     def check(self, variables: Mapping[str, Any]) -> str:
-        """A trial render at load. The template may refuse the conversation; it may not fail in another way."""
+        """Render a trial at load. The template may refuse the conversation; any other failure raises TemplateError."""
         try:
             return self.render(variables)
         except TemplateRefusal:
@@ -62,7 +62,7 @@ class Renderer:
             return self._ask({"variables": dict(variables)}, self._render_limit_s).text
 
     def close(self) -> None:
-        """Ends the child. Not to be used afterwards."""
+        """End the child. Later calls raise TemplateError."""
         with self._lock:
             self._closed = True
             self._child.kill()
@@ -78,7 +78,7 @@ class Renderer:
             try:
                 self._variables = self._ask({"source": self._source}, COMPILE_LIMIT_S).variables
             except BaseException:
-                self._child.kill()  # it has no template
+                self._child.kill()  # a running child must have a compiled template
                 raise
 
     def _ask(self, order: Mapping[str, Any], max_cpu_s: float) -> _Answer:
@@ -87,7 +87,7 @@ class Renderer:
         except NoAnswer as error:
             self._child.kill()
             is_too_slow = isinstance(error, Died) and error.returncode == -signal.SIGPROF
-            why = f"did not finish within {max_cpu_s:g} s of computing" if is_too_slow else error
+            why = f"did not finish within {max_cpu_s:g} s of CPU time" if is_too_slow else error
             raise TemplateError(f"the chat template {why}") from None
         if answer.error is None:
             return answer
@@ -95,7 +95,7 @@ class Renderer:
             raise TemplateRefusal(answer.error)
         if answer.kind == "failed":
             raise TemplateFailure(f"the chat template failed: {answer.error}")
-        self._child.kill()  # after a MemoryError nobody knows what is left of it
+        self._child.kill()  # after a MemoryError its state is undefined
         raise TemplateError(f"the chat template failed: {answer.error}")
 
 
@@ -104,19 +104,19 @@ class TemplateFailure(TemplateError):
 
 
 class TemplateRefusal(TemplateFailure):
-    """The template called raise_exception: the conversation is not one it accepts. The message is its own."""
+    """The template called raise_exception: it does not accept the conversation. The message is the template's."""
 
 
 class _Answer(NamedTuple):
     text: str
     variables: frozenset[str]
     error: str | None
-    kind: str  # of the error: refused, by the template itself; failed; broken, and the process with it
+    kind: str  # of the error: "refused" by the template, "failed", or "broken" if the process is unusable
 
 
 def _read(answer: Mapping[str, Any]) -> _Answer:
-    """A template that broke out of its sandbox could write anything."""
+    """Check an answer without trusting it: a template that escaped its sandbox could write anything."""
     text, names, error = answer.get("text", ""), answer.get("variables", []), answer.get("error")
     if not (isinstance(text, str) and isinstance(names, list) and isinstance(error, str | None)):
-        raise NoAnswer("wrote what is no answer")
+        raise NoAnswer("wrote an invalid answer")
     return _Answer(text, frozenset(map(str, names)), error, str(answer.get("kind")))

@@ -1,8 +1,8 @@
-"""Which objects of a JSON schema are closed: those that list properties and do not speak of others. Pure.
+"""Decides which objects of a JSON schema are closed: those that list properties and do not mention others. Pure.
 
-A value may have several schemas at once (`allOf`, `$ref`, the branches of `anyOf`), and a name that one of them lists
-is no invented name for the others. So names are collected over all schemas of a value before one of them is closed.
-What would take too many steps is not known, and such an object is left open.
+Several schemas may apply to one value (`allOf`, `$ref`, the branches of `anyOf`), and a name listed by one of them is
+allowed by the others. Therefore names are collected over all schemas of a value before any of them is closed. If that
+takes too many steps, the object stays open.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from quire.text.schema_logic import Budget
 from quire.text.schema_refs import Place, References
 
 _BRANCHES = ("anyOf", "oneOf")
-_PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # other schemas of the same value
+_PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # apply to the same value
 _NAMES_OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
-_OWN_OTHERS = ("additionalProperties", "propertyNames")  # of a schema itself, beside its own unevaluatedProperties
+_OWN_OTHERS = ("additionalProperties", "propertyNames")  # of a schema itself, besides unevaluatedProperties
 
 _SPEAKS_OF_NAMES = frozenset((*_PARTS, *_BRANCHES, "properties", "unevaluatedProperties"))
 _LISTS_NAMES = frozenset((*_PARTS, *_BRANCHES, *_NAMES_OTHERS, "properties", "required"))
-MAX_COPIES = 10_000  # of names, where every branch lists those of the others
+MAX_COPIES = 10_000  # of names, if every branch lists those of the others
 
 
 class Closing(NamedTuple):
     """How one schema is closed."""
 
-    names: frozenset[str] | None  # it has these properties and no others; None: it is left as it is
-    for_branches: frozenset[str] | None  # what its branches may have besides their own; None: they are left as they are
-    is_known: bool = True  # False: it is left as it is because finding out takes too many steps
+    names: frozenset[str] | None  # the only allowed properties; None: unchanged
+    for_branches: frozenset[str] | None  # properties allowed in its branches besides their own; None: unchanged
+    is_known: bool = True  # False: unchanged because the analysis takes too many steps
 
 
 LEFT_OPEN = Closing(None, None)
@@ -37,11 +37,11 @@ UNKNOWN = Closing(None, None, is_known=False)
 
 
 class _Listed(NamedTuple):
-    """What schemas of one value say about the names of its properties."""
+    """Property names listed by the schemas of one value."""
 
     names: frozenset[str] = frozenset()
     has_properties: bool = False
-    is_stated: bool = False  # whether there may be others
+    is_stated: bool = False  # whether a schema states if others are allowed
 
     @classmethod
     def by_all(cls, listed: Sequence[_Listed]) -> _Listed:
@@ -59,14 +59,14 @@ class _TooManySteps(Exception):
 class PropertyNames:
     def __init__(self, references: References) -> None:
         self._references = references
-        self._budget = Budget()  # once it is spent, no object is closed any more
-        # By a schema and its base. The schema is kept: only while it is there its id is its own.
+        self._budget = Budget()  # once it is exhausted, no further object is closed
+        # Keyed by the id of a schema and its base. The value holds the schema, so that its id is not reused.
         self._known: dict[tuple[int, str], tuple[Mapping[str, Any], _Listed]] = {}
-        self._seen: set[tuple[int, str]] = set()  # since the outermost schema that is looked at
-        self._is_partial = False  # whether one of those was met again, so that what lies between lacks its names
+        self._seen: set[tuple[int, str]] = set()  # visited since the outermost schema
+        self._is_partial = False  # a visited schema was reached again: results in between are incomplete
 
     def closing(self, place: Place, outer: frozenset[str] | None) -> Closing:
-        """`outer`: names that schemas of the same value list. None: those see to it that the object is closed."""
+        """`outer`: names listed by enclosing schemas of the same value. None: those schemas close the object."""
         schema = place.schema
         if not outer and schema.keys().isdisjoint(_SPEAKS_OF_NAMES):
             return LEFT_OPEN
@@ -104,7 +104,7 @@ class PropertyNames:
         return Closing(names if has_properties and not is_too_small else None, None)
 
     def shared(self, place: Place, outer: frozenset[str] | None) -> frozenset[str]:
-        """Properties that several schemas of the value describe: one that is closed would exclude the others."""
+        """Properties that several schemas of the value describe. Closing one would exclude names of the others."""
         if place.schema.keys().isdisjoint((*_PARTS, *_BRANCHES)) and not outer:
             return frozenset()
         properties = place.schema.get("properties")
@@ -114,12 +114,12 @@ class PropertyNames:
             groups += [listed.names for listed in self._listed_in(place, _PARTS)]
             groups += [_Listed.by_all(self._listed_in(place, (keyword,))).names for keyword in _BRANCHES]
         except _TooManySteps:
-            return frozenset()  # nothing will be closed
+            return frozenset()  # no object will be closed
         counts = Counter(name for group in groups for name in group)
         return frozenset(name for name, count in counts.items() if count > 1)
 
     def is_whole(self, place: Place) -> bool:
-        """Whether it is known that no other schema of the same value lists properties."""
+        """Whether certainly no other schema of the same value lists properties."""
         if place.schema.keys().isdisjoint((*_PARTS, *_BRANCHES)):
             return True
         try:
@@ -132,7 +132,7 @@ class PropertyNames:
             raise _TooManySteps
 
     def _listed_by(self, place: Place) -> _Listed:
-        """References may lead in circles: where they do, the outermost schema has the names of all of them."""
+        """Names listed by a schema. In a cycle of references the outermost schema gets the names of all."""
         schema = place.schema
         if not isinstance(schema, Mapping) or schema.keys().isdisjoint(_LISTS_NAMES):
             return _Listed()
@@ -156,7 +156,7 @@ class PropertyNames:
         return listed
 
     def _listed_in(self, place: Place, keywords: tuple[str, ...]) -> list[_Listed]:
-        """By each schema of the same value under these keywords."""
+        """Names listed by each schema under these keywords, all of the same value."""
         found: list[_Listed] = []
         for keyword in keywords:
             if keyword not in place.schema:
@@ -180,7 +180,7 @@ class PropertyNames:
 
 
 def _own_listed(schema: Mapping[str, Any], others: tuple[str, ...]) -> _Listed:
-    """By the schema itself, without other schemas of the same value. `others`: keywords that speak of other names."""
+    """Names listed by the schema itself. `others`: keywords that describe unlisted names."""
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
     names += [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
@@ -188,7 +188,7 @@ def _own_listed(schema: Mapping[str, Any], others: tuple[str, ...]) -> _Listed:
 
 
 def _is_explicit(schema: Mapping[str, object]) -> bool:
-    """Whether it says itself that names which no schema of the value lists are forbidden."""
+    """Whether the schema itself forbids names that no schema of the value lists."""
     return (
         schema.get("unevaluatedProperties") is False
         and "additionalProperties" not in schema

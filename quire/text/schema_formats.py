@@ -1,4 +1,4 @@
-"""Formats of strings and numbers that can be held, and how."""
+"""Enforceable values of JSON Schema's `format`, and their patterns or bounds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from quire.text.patterns import hold_pattern
 
-# The compiler knows these itself.
+# Enforced by the grammar compiler itself.
 NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
 
-# What it does not check about them: a mailbox and the labels of its domain have a largest size.
+# Additional patterns: the compiler does not limit the length of a mailbox or of its domain's labels.
 _SHORT_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 ALSO: Mapping[str, str] = {"email": rf"^[^@]{{1,64}}@(?:\[.*|{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*)$"}
 
@@ -19,20 +19,20 @@ _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_DAY})"
 )
-# Leap seconds are the last of a day, and are written in UTC.
+# A leap second is the last second of a day, and is written in UTC.
 _OFFSET = r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _TIME = (
     rf"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?{_OFFSET}"
     r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
 )
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
-# No label has hyphens in its third and fourth place: those are the encodings of international names.
+# No label has hyphens as third and fourth character: that prefix marks encoded international names.
 _LABEL = (
     r"[A-Za-z0-9](?:[A-Za-z0-9]|{m}[A-Za-z0-9](?:{m}{{0,59}}[A-Za-z0-9])?|{m}-[A-Za-z0-9](?:{m}{{0,58}}[A-Za-z0-9])?)?"
 )
 _LABEL = _LABEL.format(m="[A-Za-z0-9-]")
 
-# As patterns: the compiler's own date has a 29th of February in every year.
+# Enforced by patterns, because the compiler's own date allows February 29 in every year.
 FORMATS: Mapping[str, str] = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -43,7 +43,7 @@ FORMATS: Mapping[str, str] = {
 }
 MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
 
-# Of integers, as OpenAPI has them. int64 has bounds beyond what the compiler takes.
+# Integer formats of OpenAPI. int64 is missing because its bounds exceed those of the compiler.
 NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {
     "int8": (-(2**7), 2**7 - 1),
     "int16": (-(2**15), 2**15 - 1),
@@ -56,6 +56,6 @@ NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {
 
 @functools.cache
 def format_patterns(name: str) -> tuple[str, ...]:
-    """What texts of a known format must match, in the form that is held."""
+    """The patterns that texts of a known format must match, in the compiler's dialect."""
     given = [table[name] for table in (FORMATS, ALSO) if name in table]
     return tuple(source for pattern in given for source in hold_pattern(pattern).sources)

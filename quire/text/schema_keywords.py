@@ -1,6 +1,7 @@
-"""Keywords of one JSON schema in the form the grammar compiler holds exactly: types, values, bounds, sizes. Pure.
+"""Rewrites the keywords of one JSON schema that hold no schemas: types, values, bounds, sizes. Pure.
 
-A function takes a `Draft`, reads the keywords it is about and writes their held form. What has none is dropped by name.
+Each function takes a `Draft`, reads its keywords and writes the form that the grammar compiler enforces exactly. A
+keyword without such a form is dropped and reported.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from quire.text.schema_logic import KINDS, canonical
 from quire.text.schema_refs import Place
 from quire.text.schema_sizes import Room
 
-MAX_OPTIONS = 64  # that one keyword is written out as
-MAX_ORDERS = 65  # of items that may not repeat: all of four values. They are dear to compile.
-MAX_DISTINCT = 16  # values of such items
+MAX_OPTIONS = 64  # alternatives that one keyword is expanded to
+MAX_ORDERS = 65  # of unique items: all orders of four values. Each is expensive to compile.
+MAX_DISTINCT = 16  # values of unique items
 MAX_ORDERS_CHARS = 16_384
-MAX_EXACT = 2**53  # whole numbers up to here are the same for every reader of JSON
-LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler takes
-MAX_COUNT = 2**31 - 1  # of minLength and its like
+MAX_EXACT = 2**53  # up to here every JSON parser reads integers exactly
+LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler accepts
+MAX_COUNT = 2**31 - 1  # of minLength and similar keywords
 MAX_MULTIPLE = 10_000  # the digits of a multipleOf: its automaton has as many states
-MAX_SHARED_MULTIPLE = 500  # where several may meet in one value, and the compiler multiplies them
+MAX_SHARED_MULTIPLE = 500  # if several may apply to one value: the compiler multiplies them
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Held = Any  # a schema for the compiler: a boolean or a dict
-ShareFormat = Callable[[str, Held], Held | None]  # the schema of a format, as a reference. None: there is no room.
+ShareFormat = Callable[[str, Held], Held | None]  # the schema of a format, as a reference; None: no room left
 
-TOO_LONG = "the schema is too long with it"
+TOO_LONG = "it would make the schema too long"
 
 
 @dataclass(slots=True)
 class Draft:
-    """A held schema that is being written."""
+    """A rewritten schema under construction."""
 
     place: Place
-    kinds: frozenset[str]  # of values that `type` lets through
+    kinds: frozenset[str]  # of values that `type` allows
     problems: dict[str, str]  # why a keyword is not enforced, by its path
     closing: Closing
     room: Room
@@ -58,14 +59,14 @@ class Draft:
         self.problems.setdefault(self.place.at(keyword), why)
 
     def fits(self, keyword: str, added: object) -> bool:
-        """Whether there is room for what a keyword is rewritten as. If there is none, the keyword is dropped."""
+        """Whether there is room for a keyword's rewritten form. If not, the keyword is dropped."""
         is_small = self.room.takes(added)
         if not is_small:
             self.drop(keyword, TOO_LONG)
         return is_small
 
     def one_of(self, keyword: str, kind: str, options: Iterable[Held]) -> None:
-        """The keyword means: values of this kind match one of the options; those of other kinds pass."""
+        """Require that values of this kind match one of the options. Values of other kinds are allowed."""
         others = [one for one in KINDS if one != kind and one in self.kinds]
         written: list[Held] = [{"type": others}] if others else []
         num_left = self.room.num_left
@@ -77,14 +78,14 @@ class Draft:
         self.extra.append({"anyOf": written})
 
     def count(self, keyword: str) -> int | None:
-        """The value of a keyword like maxLength."""
+        """The value of a keyword such as maxLength."""
         value = self.given.get(keyword)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # JSON Schema takes 2.0 for a whole number
+            value = int(value)  # JSON Schema treats 2.0 as an integer
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            self.drop(keyword, "it is not a whole number from 0")
+            self.drop(keyword, "it is not a non-negative integer")
         elif value > MAX_COUNT:
             self.drop(keyword, f"it is more than {MAX_COUNT}")
         else:
@@ -97,7 +98,7 @@ def hold_type(draft: Draft) -> None:
     listed = types if isinstance(types, list) else [types]
     unknown = [one for one in listed if one not in (*KINDS, "integer")]
     if unknown or not listed:
-        draft.drop("type", f"{json.dumps(unknown[0] if unknown else types)[:40]} is not a type of JSON Schema")
+        draft.drop("type", f"{json.dumps(unknown[0] if unknown else types)[:40]} is not a JSON Schema type")
     else:
         draft.out["type"] = types
 
@@ -110,13 +111,13 @@ def hold_values(draft: Draft) -> None:
         if not isinstance(values, list):
             draft.drop(keyword, "it is not a list")
         elif not all(_is_exact(value) for value in values):
-            draft.drop(keyword, f"it has a number beyond {MAX_EXACT} that readers of JSON round")
+            draft.drop(keyword, f"it has a number beyond {MAX_EXACT} that JSON parsers round")
         else:
             draft.out[keyword] = draft.given[keyword]
 
 
 def _is_exact(value: object) -> bool:
-    """Whether the compiler writes the value as it is."""
+    """Whether the compiler reproduces the value exactly."""
     match value:
         case bool() | None | str():
             return True
@@ -142,7 +143,7 @@ def hold_numbers(draft: Draft, *, has_many_multiples: bool) -> None:
             _hold_bound(draft, keyword)
     for keyword in ("minimum", "maximum"):
         exclusive = f"exclusive{keyword.capitalize()}"
-        if draft.given.get(exclusive) is True and keyword in draft.out:  # as draft 4 says it
+        if draft.given.get(exclusive) is True and keyword in draft.out:  # the syntax of draft 4
             draft.out[exclusive] = draft.out.pop(keyword)
     if "multipleOf" in draft.given:
         _hold_multiple(draft, MAX_SHARED_MULTIPLE if has_many_multiples else MAX_MULTIPLE)
@@ -179,7 +180,7 @@ def _hold_multiple(draft: Draft, limit: int) -> None:
 
 
 def _survives_tens(value: float, number: int, num_decimals: int) -> bool:
-    """The compiler multiplies by ten until nothing is left behind the point; rounding may get in its way."""
+    """Whether the compiler's conversion is exact: it multiplies by ten until no decimals are left, and may round."""
     value = float(value)
     for _ in range(num_decimals):
         if value.is_integer():
@@ -192,7 +193,7 @@ def _survives_tens(value: float, number: int, num_decimals: int) -> bool:
 
 
 def hold_strings(draft: Draft, share: ShareFormat | None = None) -> None:
-    """`share`: for patterns of formats. None: they are written where they are used."""
+    """`share`: turns the pattern of a format into a reference. None: patterns are written inline."""
     if "string" in draft.kinds:
         for keyword in ("minLength", "maxLength"):
             if (size := draft.count(keyword)) is not None:
@@ -234,7 +235,7 @@ def _hold_format(draft: Draft, share: ShareFormat | None) -> None:
         if "number" in draft.kinds:
             draft.extra.append({"minimum": low, "maximum": high})
     elif "string" not in draft.kinds and (name in FORMATS or name in NATIVE_FORMATS):
-        pass  # it is about strings
+        pass  # it applies to strings only
     elif name in FORMATS or name in NATIVE_FORMATS:
         if name in NATIVE_FORMATS:
             draft.out["format"] = name
@@ -258,7 +259,7 @@ def _hold_format(draft: Draft, share: ShareFormat | None) -> None:
 
 
 def hold_unique(draft: Draft, items: object) -> None:
-    """`items`: the schema of all items, with references followed; None: there are others."""
+    """`items`: the schema of all items, with references resolved; None: there is no single one."""
     is_unique = draft.given["uniqueItems"]
     most = draft.out.get("maxItems")
     if is_unique is False or (most is not None and most <= 1):
@@ -285,7 +286,7 @@ def hold_unique(draft: Draft, items: object) -> None:
 
 
 def _finite(items: object) -> list[object] | None:
-    """All values of a schema, if they are few and plainly listed."""
+    """All values of a schema, if they are few and listed explicitly."""
     if not isinstance(items, Mapping):
         return None
     values = [items["const"]] if "const" in items else items.get("enum")
@@ -297,30 +298,30 @@ def _finite(items: object) -> list[object] | None:
 
 
 def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
-    """`item`: the schema to be contained. `other`: its negation, if it has one."""
+    """`item`: the schema of contained items. `other`: its negation, if that is known."""
     least = draft.count("minContains")
     least = 1 if least is None else least
     most = draft.count("maxContains")
     size = draft.out.get("maxItems")
-    if item is True or item == {}:  # what is contained is the whole array
+    if item is True or item == {}:  # every item matches
         draft.one_of("contains", "array", [{"minItems": least, **({} if most is None else {"maxItems": most})}])
         return
     if least:
         if size is None or size > MAX_OPTIONS or math.comb(size, least) > MAX_OPTIONS:
-            draft.drop("contains", "an array without a small maxItems has too many places for it")
+            draft.drop("contains", "an array without a small maxItems has too many positions for it")
         else:
             places = itertools.combinations(range(size), least)
             draft.one_of("contains", "array", (_items_at(one, item, True, one[-1] + 1) for one in places))
     if most is not None and (size is None or size > most):
         if size is None or other is None or size > MAX_OPTIONS or math.comb(size, most) > MAX_OPTIONS:
-            draft.drop("maxContains", "an array without a small maxItems has too many places for it")
+            draft.drop("maxContains", "an array without a small maxItems has too many positions for it")
         else:
             places = itertools.combinations(range(size), most)
             draft.one_of("maxContains", "array", (_items_at(one, True, other, 0, size) for one in places))
 
 
 def _items_at(chosen: tuple[int, ...], item: Held, other: Held, least: int, size: int | None = None) -> Held:
-    """An array with some items of one schema, and all others of another."""
+    """An array with the chosen items of one schema, and all others of another."""
     items = [item if place in chosen else other for place in range(least if size is None else size)]
     return {"type": "array", "prefixItems": items, "minItems": least}
 

@@ -1,6 +1,6 @@
-"""What follows from a JSON schema without an instance: its negation, and whether two schemas exclude each other. Pure.
+"""Negation of a JSON schema, and whether two schemas are disjoint. Pure.
 
-Both answer for certain or not at all: None and False mean "not known".
+Positive results are certain. None and False mean "not known".
 """
 
 from __future__ import annotations
@@ -15,32 +15,24 @@ from quire.text.patterns import any_text_but
 KINDS = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
 MAX_DEPTH = 8
 MAX_STEPS = 10_000
-MAX_NUMBERS = 8  # of an enum that is negated: every gap between two is a range
-MAX_TEXTS_CHARS = 512  # of an enum that is negated
-MAX_TEXT_CHARS = 60  # of one text there: a pattern of all others nests a group for each of its characters
-STEPS_PER_CHAR = 3  # of such a text: its pattern is long
-VALUES_PER_STEP = 16  # names or values that are looked at, each of them quickly
+MAX_NUMBERS = 8  # of an enum to negate: every gap between two becomes a range
+MAX_TEXTS_CHARS = 512  # of an enum to negate
+MAX_TEXT_CHARS = 60  # of one of its texts: the negating pattern nests a group per character
+STEPS_PER_CHAR = 3  # of such a text, because its pattern is long
+VALUES_PER_STEP = 16  # names or values that are compared, each of them quickly
 
 Schema = bool | Mapping[str, Any]
 Resolve = Callable[[str], Schema | None]  # the target of a reference
 
-SAID_OF_VALUES = frozenset(
+# Keywords that constrain nothing by themselves.
+ANNOTATIONS = frozenset(
     (
         *("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly"),
-        *(
-            "$schema",
-            "$id",
-            "id",
-            "$anchor",
-            "$dynamicAnchor",
-            "$recursiveAnchor",
-            "$vocabulary",
-            "$defs",
-            "definitions",
-        ),
+        *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary"),
+        *("$defs", "definitions"),
         *("contentEncoding", "contentMediaType", "contentSchema", "then", "else", "minContains", "maxContains"),
     )
-)  # constrain nothing by themselves
+)
 _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -61,11 +53,10 @@ _SIZES = {
 
 
 class Budget:
-    """How many steps both questions may take in all, for one schema."""
+    """Limits the total number of steps for one schema."""
 
     def __init__(self, num_steps: int = MAX_STEPS) -> None:
         self._num_left = num_steps
-
         self._allowed: dict[int, tuple[Mapping[str, Any], _Allowed]] = {}
 
     def take(self, num_steps: int = 1, *, num_values: int = 0) -> bool:
@@ -73,7 +64,7 @@ class Budget:
         return self._num_left >= 0
 
     def allowed_by(self, schema: Mapping[str, Any]) -> _Allowed:
-        """It is kept, and the schema with it: only while that is there its id is its own."""
+        """Cached by id. The cache holds the schema, so that its id is not reused."""
         if id(schema) not in self._allowed:
             kinds, values = kinds_of(schema), _values(schema)
             if values is not None:
@@ -83,10 +74,10 @@ class Budget:
 
 
 class _Allowed(NamedTuple):
-    """By `type`, `enum` and `const` of one schema."""
+    """Values allowed by `type`, `enum` and `const` of one schema."""
 
     kinds: frozenset[str]
-    values: frozenset[str] | None  # canonical ones; None: any of these kinds
+    values: frozenset[str] | None  # in canonical form; None: any of these kinds
 
 
 def kind_of(value: object) -> str:
@@ -105,7 +96,7 @@ def kind_of(value: object) -> str:
 
 
 def canonical(value: object) -> str:
-    """Equal for values that JSON Schema calls equal: 1 and 1.0, and objects whatever their order."""
+    """A text that is equal for equal values of JSON Schema: 1 and 1.0, and objects in any order."""
     match value:
         case float() if value.is_integer():
             return str(int(value))
@@ -118,7 +109,7 @@ def canonical(value: object) -> str:
 
 
 def kinds_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The kinds of values that `type` lets through."""
+    """The kinds of values that `type` allows."""
     types = schema.get("type")
     if isinstance(types, str):
         types = [types]
@@ -131,7 +122,7 @@ def kinds_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def negated(schema: object, resolve: Resolve, budget: Budget, depth: int = 0) -> Schema | None:
-    """A schema of all values that this one refuses, or None if there is none in words that can be held."""
+    """A schema of all values that this one refuses, or None if no enforceable one is known."""
     if isinstance(schema, bool):
         return not schema
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH or not budget.take():
@@ -146,8 +137,8 @@ def negated(schema: object, resolve: Resolve, budget: Budget, depth: int = 0) ->
 
 
 def _negated_keyword(keyword: str, value: Any, resolve: Resolve, budget: Budget, depth: int) -> list[Schema] | None:
-    """How an instance can break it: one of these."""
-    if keyword in SAID_OF_VALUES:
+    """Schemas of the values that violate a keyword, one for each way to violate it."""
+    if keyword in ANNOTATIONS:
         return []
     if keyword in _OPPOSITES and isinstance(value, int | float) and not isinstance(value, bool):
         kind, opposite, shift = _OPPOSITES[keyword]
@@ -160,7 +151,7 @@ def _negated_keyword(keyword: str, value: Any, resolve: Resolve, budget: Budget,
         case "enum" if isinstance(value, list):
             return _negated_values(value, budget)
         case "required" if isinstance(value, list) and all(isinstance(name, str) for name in value):
-            if not budget.take(4 * len(value)):  # each is two schemas to hold
+            if not budget.take(4 * len(value)):  # each adds two schemas
                 return None
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, Mapping):
@@ -182,7 +173,7 @@ def _negated_keyword(keyword: str, value: Any, resolve: Resolve, budget: Budget,
 def _negated_type(value: object) -> list[Schema] | None:
     types = [value] if isinstance(value, str) else value
     if not isinstance(types, list) or not all(one in KINDS for one in types):
-        return None  # also for integers: numbers with a fraction have no schema
+        return None  # also for "integer": no schema matches only numbers with a fraction
     others = [kind for kind in KINDS if kind not in types]
     return [{"type": others}] if others else []
 
@@ -232,7 +223,7 @@ def _negated_properties(
 
 
 class Side(NamedTuple):
-    """A schema, and where its references lead."""
+    """A schema and the resolver of its references."""
 
     schema: object
     resolve: Resolve
@@ -247,13 +238,13 @@ def are_disjoint(one: Side, other: Side, depth: int = 0) -> bool:
         return True
     if not isinstance(one.schema, Mapping) or not isinstance(other.schema, Mapping):
         return False
-    ours, theirs = _parts(one), _parts(other)
-    for a, b in itertools.product(ours, theirs):
+    parts, other_parts = _parts(one), _parts(other)
+    for a, b in itertools.product(parts, other_parts):
         if not one.budget.take():
             return False
         if _are_plainly_disjoint(a, b, depth):
             return True
-    return _is_split(ours, other, depth) or _is_split(theirs, one, depth)
+    return _is_split(parts, other, depth) or _is_split(other_parts, one, depth)
 
 
 def _is_split(parts: Sequence[Side], other: Side, depth: int) -> bool:
@@ -270,7 +261,7 @@ def _is_split(parts: Sequence[Side], other: Side, depth: int) -> bool:
 
 
 def _parts(side: Side, depth: int = 0) -> list[Side]:
-    """Schemas that a value of this one all matches."""
+    """The schema and those it requires: a value that matches it matches all of them."""
     if not isinstance(side.schema, Mapping) or depth > MAX_DEPTH or (depth and not side.budget.take()):
         return []
     parts = [side]
@@ -283,22 +274,22 @@ def _parts(side: Side, depth: int = 0) -> list[Side]:
 
 
 def _are_plainly_disjoint(one: Side, other: Side, depth: int) -> bool:
-    """By their own keywords: for every kind that both allow, something excludes it."""
+    """Whether their own keywords exclude every kind of value that both allow."""
     a, b = one.schema, other.schema
     assert isinstance(a, Mapping)
     assert isinstance(b, Mapping)
-    ours, theirs = one.budget.allowed_by(a), one.budget.allowed_by(b)
-    if ours.values is not None and theirs.values is not None:
-        if not one.budget.take(num_values=min(len(ours.values), len(theirs.values))):
+    by_a, by_b = one.budget.allowed_by(a), one.budget.allowed_by(b)
+    if by_a.values is not None and by_b.values is not None:
+        if not one.budget.take(num_values=min(len(by_a.values), len(by_b.values))):
             return False
-        if ours.values.isdisjoint(theirs.values):
+        if by_a.values.isdisjoint(by_b.values):
             return True
-    common = ours.kinds & theirs.kinds
+    common = by_a.kinds & by_b.kinds
     return common.isdisjoint(("null", "boolean")) and all(_is_kind_disjoint(kind, one, other, depth) for kind in common)
 
 
-def are_told_apart(schemas: Sequence[object]) -> bool:
-    """Whether each lists values that no other lists, or has a required property that does. For any number of them."""
+def are_discriminated(schemas: Sequence[object]) -> bool:
+    """Whether each schema, or one required property of it, lists values that no other schema lists."""
     known = [schema for schema in schemas if isinstance(schema, Mapping)]
     if len(known) < len(schemas) or not known:
         return False
@@ -330,7 +321,7 @@ def _have_own_values(schemas: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is sure to be held as it is."""
+    """Whether a value is certainly enforced exactly."""
     return value is None or isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= 2**53)
 
 
@@ -358,7 +349,7 @@ def _is_kind_disjoint(kind: str, one: Side, other: Side, depth: int) -> bool:
 
 
 def _property(side: Side, name: str) -> Side:
-    """What a property of this name has to match."""
+    """The schema of a property of this name."""
     assert isinstance(side.schema, Mapping)
     properties = side.schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:

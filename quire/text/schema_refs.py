@@ -1,4 +1,4 @@
-"""Where references of a JSON schema lead: pointers, anchors and ids of the schema itself. Nothing is fetched. Pure."""
+"""Resolves references within a JSON schema: pointers, anchors and ids. Fetches nothing. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
 MAX_ADDRESS_CHARS = 2_000  # of an $id or a $ref
-MAX_ADDRESS_STEPS = 32  # slashes of an address: joining two of them takes time for each
-_NOWHERE = "nowhere:"  # the address of what has none that is short enough: no reference leads there
+MAX_ADDRESS_STEPS = 32  # slashes of an address: joining two addresses takes time per slash
+_NOWHERE = "nowhere:"  # replaces addresses that are too long; never resolved
 
-_VALUES = frozenset(("const", "enum", "default", "examples"))  # hold values, which are no schemas
+_VALUES = frozenset(("const", "enum", "default", "examples"))  # contain values, not schemas
 
 
 class Place(NamedTuple):
-    """A schema inside the one that was given."""
+    """A subschema and its location in the given schema."""
 
     schema: Any
-    path: str  # as errors and headers name it: properties.email, anyOf[1]
-    base: str  # the address that its references are relative to
+    path: str  # as in errors and headers: properties.email, anyOf[1]
+    base: str  # the base address of its references
 
     def child(self, *keys: str | int) -> Place:
         schema, path, base = self
@@ -40,7 +40,7 @@ class References:
         self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
         self._anchors: dict[str, Place] = {}
         level = [self.root]
-        while level:  # level by level, so that depth costs no stack
+        while level:  # level by level, so that depth needs no stack
             for place in level:
                 self._note(place)
             level = [child for place in level for child in _children(place)]
@@ -91,7 +91,7 @@ def _base(schema: Any, base: str) -> str:
 
 
 def _joined(base: str, reference: str) -> tuple[str, str]:
-    """An address and its fragment. Raises ValueError if it is none; of one that is too long: nowhere."""
+    """An address and its fragment; _NOWHERE if too long. Raises ValueError if it is invalid."""
     is_long = len(reference) > MAX_ADDRESS_CHARS or reference.partition("#")[0].count("/") > MAX_ADDRESS_STEPS
     return (_NOWHERE, "") if is_long or base == _NOWHERE else _joined_short(base, reference)
 

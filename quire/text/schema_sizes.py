@@ -1,13 +1,13 @@
-"""How much longer rewriting may make a JSON schema. Pure."""
+"""Limits on the growth of a JSON schema while it is rewritten. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
-MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: what a grammar may have
+MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: the limit of a grammar
 MAX_GROWTH_CHARS = 32_000
-MAX_COUNTED_CHARS = 5 * MAX_GROWTH_CHARS  # in all that was tried: what does not fit was counted, too
+MAX_COUNTED_CHARS = 5 * MAX_GROWTH_CHARS  # over all attempts, including parts that did not fit
 
 
 class Room:
@@ -22,7 +22,10 @@ class Room:
         return self.num_left <= 0 or self._num_to_count <= 0
 
     def takes(self, added: object, *, num_taken: int = 0) -> bool:
-        """Whether there is room for its JSON, which is then taken. `num_taken`: what parts of it have taken already."""
+        """Reserve room for the JSON of a value. `num_taken`: characters already reserved for its parts.
+
+        Returns False, and reserves nothing, if it does not fit.
+        """
         most = min(self.num_left + num_taken, self._num_to_count)
         size = num_chars(added, most)
         self._num_to_count -= min(size, most)
@@ -33,7 +36,7 @@ class Room:
 
 
 def num_chars(value: object, most: int) -> int:
-    """At least the length of its JSON. Counting stops beyond `most`: parts that are shared may stand for very many."""
+    """An upper bound of the length of its JSON, or a number above `most`: shared parts may expand to huge sizes."""
     total, rest = 0, [value]
     while rest and total <= most:
         one = rest.pop()

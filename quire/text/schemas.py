@@ -1,10 +1,11 @@
-"""What of a JSON schema an answer is held to, and by name what it is not. Pure.
+"""Rewrites a JSON schema so that the grammar compiler can enforce it, and reports what it cannot. Pure.
 
-`hold_schema` rewrites a schema in keywords that the grammar compiler follows exactly. What has an equal form there is
-rewritten (`not`, `if`, `contains` and `uniqueItems` in small cases, spellings of older drafts); what has none is left
-out and named. So a value that matches the held schema matches the given one in every keyword that is not named.
+`hold_schema` uses only keywords that the grammar compiler enforces exactly. Other keywords are rewritten if an
+equivalent form exists (`not`, `if`, `contains` and `uniqueItems` in small cases, syntax of older drafts); otherwise
+they are omitted and reported. The result is called the held schema: a value that matches it matches the given schema
+in every keyword that is not reported.
 
-Objects that list `properties` and do not say `additionalProperties` are closed: a model invents no names.
+Objects that list `properties` without `additionalProperties` are closed, so that a model cannot invent names.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from quire.text.schema_keywords import (
     hold_values,
 )
 from quire.text.schema_logic import (
+    ANNOTATIONS,
     KINDS,
-    SAID_OF_VALUES,
     Budget,
     Side,
+    are_discriminated,
     are_disjoint,
-    are_told_apart,
     canonical,
     kinds_of,
     negated,
@@ -43,15 +44,15 @@ from quire.text.schema_logic import (
 from quire.text.schema_refs import Place, References
 from quire.text.schema_sizes import MAX_HELD_CHARS, Room, num_chars
 
-MAX_SCHEMAS = 5_000  # that one schema may consist of, once it is rewritten
-MAX_DEPENDENCIES = 6  # each doubles the ways to write the object
-MAX_PATTERNS = 64  # of the names of one object: each is compared with each
-MIN_SHARED_CHARS = 40  # of a definition: a reference has half as many
-MAX_EXCLUSIVE = 4  # branches of a oneOf that are told apart by negation
+MAX_SCHEMAS = 5_000  # subschemas of a rewritten schema
+MAX_DEPENDENCIES = 6  # each doubles the number of variants of the object
+MAX_PATTERNS = 64  # of the names of one object: all pairs are compared
+MIN_SHARED_CHARS = 40  # of a definition: a reference is half as long
+MAX_EXCLUSIVE = 4  # branches of a oneOf that are made disjoint by negation
 
-WHOLE = "$"  # the path of a schema of which nothing but its type is enforced
+WHOLE = "$"  # reported as the path if only the type of the schema is enforced
 _UNKNOWN_REFERENCE = "it is not in this schema, and nothing is fetched"
-_UNKNOWN_NAMES = "too many schemas list properties, so that other names are not excluded"
+_UNKNOWN_NAMES = "too many schemas list properties, so other names are not excluded"
 
 
 class Unenforced(NamedTuple):
@@ -60,7 +61,7 @@ class Unenforced(NamedTuple):
 
 
 class SchemaNotHeld(InvalidRequest):
-    """A keyword of a strict schema that answers cannot be held to."""
+    """A strict schema has a keyword that cannot be enforced."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"grammar: {path} cannot be enforced: {why}")
@@ -75,15 +76,15 @@ class HeldSchema:
 
 
 def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchema:
-    """Strict: raises SchemaNotHeld for the first keyword that cannot be held."""
+    """Rewrite a schema. If strict, raises SchemaNotHeld for the first keyword that cannot be enforced."""
     holder = _Holder(schema)
     try:
         held = holder.whole()
         if num_chars(held, MAX_HELD_CHARS) > MAX_HELD_CHARS:
             raise _TooLarge
-    except (RecursionError, _TooLarge):  # references can lead far, and one schema can stand for many
+    except (RecursionError, _TooLarge):  # references can nest deeply, and one schema can expand to many
         held = {"type": schema["type"]} if schema.get("type") in KINDS else {}
-        holder.problems = {WHOLE: "the schema is too large, or its references lead too far"}
+        holder.problems = {WHOLE: "the schema is too large, or its references nest too deeply"}
     if strict and holder.problems:
         raise SchemaNotHeld(*next(iter(holder.problems.items())))
     return HeldSchema(held, tuple(Unenforced(*item) for item in holder.problems.items()))
@@ -98,8 +99,8 @@ class _Holder:
         self._references = References(root)
         self._names_of = PropertyNames(self._references)
         self._definitions: dict[str, Held] = {}
-        self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, by all that they depend on
-        self._shared: frozenset[str] = frozenset()  # properties of the value at hand that other schemas describe too
+        self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, keyed by what they depend on
+        self._shared: frozenset[str] = frozenset()  # properties of the current value that several schemas describe
         text = str(root)
         self._has_many_multiples = text.count("'multipleOf'") > 1
         self._has_many_formats = text.count("'format'") > 1
@@ -116,7 +117,7 @@ class _Holder:
         return {**held, "$defs": self._definitions} if self._definitions else held
 
     def _hold(self, place: Place, outer: frozenset[str] | None) -> Held:
-        """`outer`: names that schemas of the same value list. None: those see to it that the object is closed."""
+        """`outer`: names listed by enclosing schemas of the same value. None: those schemas close the object."""
         self._num_left -= 1
         if self._num_left < 0:
             raise _TooLarge
@@ -135,7 +136,7 @@ class _Holder:
         if not closing.is_known:
             self.problems.setdefault(place.at("additionalProperties"), _UNKNOWN_NAMES)
         draft = Draft(place, kinds_of(place.schema), self.problems, closing, self._room)
-        # In the order of the schema, which is the order of an object's fields. A step does all of its keywords.
+        # In the schema's order, which is the order of an object's fields. One step handles all of its keywords.
         for step in dict.fromkeys(self._steps[key] for key in place.schema if key in self._steps):
             step(draft)
         _close(draft)
@@ -173,12 +174,12 @@ class _Holder:
         key = (target.path, is_closed, frozenset() if is_closed else self._shared)
         if key not in self._names:
             name = self._names[key] = f"d{len(self._definitions)}"
-            self._definitions[name] = True  # for references to itself
+            self._definitions[name] = True  # placeholder for recursive references
             self._definitions[name] = self._hold(target, frozenset() if is_closed else None)
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _share(self, held: Held) -> Held:
-        """A schema that is used several times, as a reference."""
+        """A reference to the schema, for use in several places. Short schemas are returned unchanged."""
         if num_chars(held, MIN_SHARED_CHARS) <= MIN_SHARED_CHARS:
             return held
         name = f"d{len(self._definitions)}"
@@ -186,7 +187,7 @@ class _Holder:
         return {"$ref": f"#/$defs/{name}"}
 
     def _share_format(self, name: str, held: Held) -> Held | None:
-        key = (f" {name}", False, frozenset[str]())  # no path begins so
+        key = (f" {name}", False, frozenset[str]())  # no path starts with a space
         if key not in self._names:
             if not self._room.takes(held):
                 return None
@@ -205,10 +206,10 @@ class _Holder:
     def _dynamic_ref(self, draft: Draft) -> None:
         for keyword in ("$dynamicRef", "$recursiveRef"):
             if keyword in draft.given:
-                draft.drop(keyword, "where it leads depends on other schemas")
+                draft.drop(keyword, "its target depends on other schemas")
 
     def _target(self, place: Place) -> Place:
-        """Where references that stand alone lead to."""
+        """The target of a schema that is only a reference, or the schema itself."""
         for _ in range(8):
             if not isinstance(place.schema, Mapping) or not isinstance(place.schema.get("$ref"), str):
                 break
@@ -230,7 +231,7 @@ class _Holder:
     def _resolve_held(self, reference: str) -> Any:
         return self._definitions.get(reference.removeprefix("#/$defs/"))
 
-    # Keywords that hold schemas
+    # Keywords that contain schemas
 
     def _strings(self, draft: Draft) -> None:
         hold_strings(draft, self._share_format if self._has_many_formats else None)
@@ -351,7 +352,7 @@ class _Holder:
             draft.out["patternProperties"] = {either: True}
 
     def _property_names(self, draft: Draft) -> None:
-        """As names or as a pattern, with the schema of other properties for their values."""
+        """Rewritten as listed names or as a pattern. Their values follow the schema of additional properties."""
         given = draft.given["propertyNames"]
         others = draft.out.get("additionalProperties", True)
         if given is False:
@@ -362,7 +363,7 @@ class _Holder:
             if is_free:
                 return
         schema = self._target(draft.place.child("propertyNames")).schema
-        known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"} | SAID_OF_VALUES
+        known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"} | ANNOTATIONS
         is_plain = isinstance(schema, Mapping) and schema.keys() <= known and "patternProperties" not in draft.given
         place = Place(schema, draft.place.at("propertyNames"), draft.place.base)
         names = Draft(place, frozenset(("string",)), {}, LEFT_OPEN, self._room)
@@ -376,7 +377,7 @@ class _Holder:
             draft.out["patternProperties"] = {_pattern_of(names): others}
             draft.out["additionalProperties"] = False
         else:
-            draft.drop("propertyNames", "it is not one enum or pattern, or stands beside named properties")
+            draft.drop("propertyNames", "it is not a single enum or pattern, or the object has named properties")
 
     def _only_names(self, draft: Draft, names: list[str], others: Held) -> None:
         allowed = dict.fromkeys(names)
@@ -424,8 +425,8 @@ class _Holder:
         draft.extra.append({"anyOf": held})
 
     def _exclude_each_other(self, parts: list[Place], held: list[Held]) -> bool:
-        """A value of one held branch must not match another branch as it was given."""
-        if are_told_apart([self._target(part).schema for part in parts]):
+        """Whether no value of a rewritten branch matches another branch as it was given."""
+        if are_discriminated([self._target(part).schema for part in parts]):
             return True
         return all(
             are_disjoint(
@@ -443,7 +444,7 @@ class _Holder:
     def _not(self, draft: Draft) -> None:
         opposite = self._opposite(draft.place.child("not"))
         if opposite is None:
-            draft.drop("not", "it has no opposite that can be enforced")
+            draft.drop("not", "its negation cannot be enforced")
         else:
             draft.extra.append(opposite)
 
@@ -453,7 +454,7 @@ class _Holder:
         place = draft.place.child("if")
         condition, opposite = self._exactly(place.schema, place), self._opposite(place)
         if condition is None or opposite is None:
-            draft.drop("if", "it has no opposite that can be enforced")
+            draft.drop("if", "its negation cannot be enforced")
             return
         then, otherwise = (
             self._hold(draft.place.child(key), None) if key in draft.given else True for key in ("then", "else")
@@ -479,9 +480,9 @@ class _Holder:
                 draft.extra.append({"anyOf": [{"properties": {name: False}}, then]})
 
     def _exactly(self, schema: object, place: Place) -> Held | None:
-        """A schema of the same value, if every keyword of it can be held.
+        """The rewritten schema of the same value, or None if a keyword cannot be enforced.
 
-        With definitions of its own: one that was made before may leave out something.
+        It gets definitions of its own, because existing ones may have omitted keywords.
         """
         if self._room.is_used_up:
             return None
@@ -498,10 +499,10 @@ class _Holder:
 
 
 def _open_names(draft: Draft) -> None:
-    """Where patternProperties are not known, it is not known either which names are additional ones."""
+    """Leave the object open: without patternProperties it is unknown which names are additional."""
     for keyword in ("additionalProperties", "unevaluatedProperties"):
         if draft.given.get(keyword, True) is not True:
-            draft.drop(keyword, "patternProperties beside it cannot be enforced")
+            draft.drop(keyword, "it depends on patternProperties, which cannot be enforced")
     draft.out.pop("additionalProperties", None)
     draft.closing = LEFT_OPEN
 
@@ -511,7 +512,7 @@ def _close(draft: Draft) -> None:
         return
     properties = draft.out.get("properties", {})
     added = draft.closing.names - properties.keys()
-    if not draft.room.takes(["additionalProperties", added]):  # it is left open
+    if not draft.room.takes(["additionalProperties", added]):  # no room: the object stays open
         if "unevaluatedProperties" in draft.given:
             draft.drop("unevaluatedProperties", TOO_LONG)
         return
@@ -522,11 +523,11 @@ def _close(draft: Draft) -> None:
 
 
 def _is_only(keyword: str, schema: Mapping[str, Any]) -> bool:
-    return schema.keys() - SAID_OF_VALUES == {keyword}
+    return schema.keys() - ANNOTATIONS == {keyword}
 
 
 def _pattern_of(names: Draft) -> str | None:
-    """A schema of strings as one pattern."""
+    """A schema of strings as a single pattern, or None."""
     if names.extra or "format" in names.out:
         return None
     least, most = names.out.get("minLength", 0), names.out.get("maxLength")

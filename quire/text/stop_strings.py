@@ -1,4 +1,4 @@
-"""Finds stop strings in text that comes in pieces, and never lets out a piece of one too early."""
+"""Finds stop strings in streamed text. Holds back text that may be the start of one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MAX_STOP_CHARS = 256
 
 
 class StopMatch(NamedTuple):
-    text: str  # released by this push: no part of a stop string, and final
+    text: str  # released by this push: final, and not part of a stop string
     stop: str | None  # the stop string that ended the text, if one did
 
 
 class StopStrings:
-    """One text against its stop strings.
+    """Matches one text against its stop strings.
 
-    The stop string that ends first wins, and of those that end at the same character the longest: exactly what one
-    sees who reads the text a character at a time, so the result does not depend on how the text is cut into pieces.
-    A push costs time for its own text and for the length of the stop strings, however long the text has grown.
+    The stop string that ends first wins; of those that end at the same character, the longest. This is the result of
+    reading the text one character at a time, so it does not depend on how the text is split into pieces. The cost of
+    a push depends on its text and the lengths of the stop strings, not on the length of the text so far.
     """
 
     def __init__(self, stops: Sequence[str] = (), *, include_stop: bool = False) -> None:
         _check(stops)
         self._stops = tuple(dict.fromkeys(stops))
         self._include_stop = include_stop
-        # Every proper prefix: text that ends with one of them may be the beginning of a stop string.
+        # Every proper prefix: text that ends with one of them may be the start of a stop string.
         self._prefixes = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
         self._longest = max(map(len, self._prefixes), default=0)
         self._held = ""
@@ -37,11 +37,11 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """Text that came in and was not let out yet."""
+        """Text that was pushed and not released yet."""
         return self._held
 
     def push(self, text: str) -> StopMatch:
-        """Text that can be shown now. After a match everything further is dropped."""
+        """Push text and return what can be released. After a match all further text is dropped."""
         if self._stopped:
             return StopMatch("", None)
         if not self._stops:
@@ -57,7 +57,7 @@ class StopStrings:
         return StopMatch(text[: len(text) - keep], None)
 
     def finish(self) -> str:
-        """The text is over: what was held back is no stop string after all."""
+        """Release the held text at the end: it is not a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,7 +1,7 @@
-"""One answer's text: tokens in, text out, cut where a stop string stands.
+"""Converts the tokens of one answer to text, up to a stop string.
 
-The caller owns the stream and the request it belongs to: when a delta carries `stop`, it is the caller who ends the
-request in the engine, with `num_tokens` tokens. Tokens already in flight may still be pushed; they are dropped.
+The caller owns the stream and its request: when a delta has a `stop`, the caller must finish the request in the engine
+with `num_tokens` tokens. Tokens already in flight may still be pushed; they are dropped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class TokenText(NamedTuple):
-    """One token's share of the answer, for log probabilities."""
+    """The text of one token of the answer, for log probabilities."""
 
     token_id: int
-    text: str  # what became final with this token: "" while a character is incomplete, or for a hidden token
+    text: str  # became final with this token; "" while a character is incomplete, or for a hidden token
     offset: int  # characters of the answer before it; text held back for a stop string counts
 
 
 class TextDelta(NamedTuple):
     text: str  # to show now
-    num_tokens: int  # of the tokens pushed, how many belong to the answer: all, or up to the one that completed `stop`
-    stop: str | None = None  # the stop string that ended the answer, in this push
+    num_tokens: int  # pushed tokens that belong to the answer: all, or up to the one that completed `stop`
+    stop: str | None = None  # the stop string that ended the answer in this push
     tokens: tuple[TokenText, ...] = ()  # one for each of num_tokens
 
 
@@ -43,18 +43,18 @@ class TextStream:
         keep_prefix_space: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Text of the first `min_tokens` tokens is not searched for stop strings: the answer must be that long."""
+        """`min_tokens`: minimum length of the answer. Text of the first tokens is not searched for stop strings."""
         self._detokenizer = Detokenizer(
             tokenizer, skip_special=skip_special, shown_special=shown_special, keep_prefix_space=keep_prefix_space
         )
         self._stops = StopStrings(stops, include_stop=include_stop)
         self._min_tokens = min_tokens
         self.num_tokens = 0  # of the whole answer, so far
-        self.num_chars = 0  # that tokens have become, shown or held back
+        self.num_chars = 0  # of the whole answer so far, released or held back
         self.stop: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """The next tokens of the answer. A token that ends it (EOS) need not be pushed; if it is, it is hidden."""
+        """Push the next tokens. A final EOS token need not be pushed; if it is, it is hidden."""
         shown: list[str] = []
         tokens: list[TokenText] = []
         for token_id in token_ids:
@@ -73,7 +73,7 @@ class TextStream:
         return TextDelta("".join(shown), len(tokens), self.stop if tokens else None, tuple(tokens))
 
     def finish(self) -> TextDelta:
-        """The answer is over: half a character, and what was held back. This may still complete a stop string."""
+        """Flush an incomplete character and held text at the end. This may still complete a stop string."""
         if self.stop is not None:
             return TextDelta("", 0)
         rest = self._detokenizer.finish()

@@ -1,8 +1,8 @@
-"""The child process that renders a chat template: a model's template is code from the internet.
+"""The child process that renders a chat template, which is untrusted code.
 
-Jinja's sandbox stops it from reaching out, not from looping for ever or filling the memory, and a thread cannot be
-killed; a process can. Reads one JSON object a line, writes one a line, ends when its input does. Imports nothing of
-quire, so that it starts fast and there is nothing of quire's to find in it.
+Jinja's sandbox restricts access, but does not prevent endless loops or memory exhaustion, and unlike a thread a process
+can be killed. Reads and writes one JSON object per line, and ends with its input. Imports no quire modules, so that it
+starts fast and a template cannot reach them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
-MAX_MEMORY_BYTES = 512 * 1024 * 1024  # of address space; Python with jinja takes some 50 MiB of it
+MAX_MEMORY_BYTES = 512 * 1024 * 1024  # of address space; Python with Jinja uses about 50 MiB of it
 
 
 class Refusal(TemplateError):
-    """The template itself called raise_exception: it does not like the conversation."""
+    """The template called raise_exception: it does not accept the conversation."""
 
 
 class OutputTooLong(TemplateError):
@@ -34,7 +34,7 @@ class OutputTooLong(TemplateError):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what an assistant said, for training. Here it is its body."""
+    """`{% generation %}` marks assistant text for training. Rendered as its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own declaration)
 
@@ -55,12 +55,12 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML, which no model was trained on."""
+    """Replaces Jinja's filter, which escapes HTML: models are not trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up: templates are written against that."""
+    """Set up as in transformers, which templates are written for."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -106,12 +106,12 @@ class Worker:
                 raise OutputTooLong(f"its text is longer than {MAX_OUTPUT_CHARS} characters")
             pieces.append(piece)
         text = "".join(pieces)
-        text.encode()  # half a surrogate pair is an error here, not later
+        text.encode()  # a lone surrogate must fail here, not later
         return text
 
 
 def limit_memory() -> None:
-    with suppress(ImportError, ValueError, OSError):  # not on every platform
+    with suppress(ImportError, ValueError, OSError):  # not available on every platform
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
@@ -119,8 +119,8 @@ def limit_memory() -> None:
 
 
 def limit_cpu(max_cpu_s: float) -> None:
-    """From now on, or 0 for none. Its signal ends the process, whatever that is doing."""
-    if hasattr(signal, "setitimer"):  # not on every platform
+    """Limit the CPU time from now on; 0: no limit. On expiry a signal ends the process."""
+    if hasattr(signal, "setitimer"):  # not available on every platform
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
 
 

@@ -1,8 +1,8 @@
 """Text to token ids and back, over the `tokenizers` library.
 
-Both kinds of file, tokenizer.json and the tokenizer.ggml.* keys of a GGUF, become one description, are checked here
-and built once. The library renumbers, panics and raises bare Exceptions on files it does not like, so everything a
-file can do wrong ends in ModelFileError, and everything a text can do wrong in InvalidRequest.
+Both formats, tokenizer.json and the tokenizer.ggml.* keys of a GGUF file, are converted to one description, checked and
+built once. On bad input the library renumbers tokens, panics or raises bare Exceptions. Here every defect of a file
+raises ModelFileError, and every defect of a text raises InvalidRequest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters byte-level models write bytes with: printable ones as they are, the rest from U+0100 on."""
+    """The characters that byte-level models use for bytes: printable bytes as they are, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -41,10 +41,10 @@ _ALPHABET = _byte_alphabet()
 
 
 class Tokenizer:
-    """One vocabulary. Immutable after construction but for caches; safe to use from several threads."""
+    """One vocabulary. Immutable after construction except for caches; thread-safe."""
 
     def __init__(self, spec: dict[str, Any], special: Mapping[str, int], eos_token_ids: Sequence[int]) -> None:
-        """For the two constructors below. `special` names ids: bos, eos, unk, pad."""
+        """Use `from_json` or `from_gguf`. `special`: ids by name (bos, eos, unk, pad)."""
         self._added = check_spec(spec)
         self._byte_level, self.strip_prefix_space = decoder_kind(spec["decoder"])
         self._tokens: list[str | None] = _token_table(spec["model"]["vocab"])
@@ -62,7 +62,7 @@ class Tokenizer:
         self._never_plain = self.control_ids - {spec["model"]["vocab"].get(unknown)}
         self._full = _build(spec)
         for token_id in _ids(self._full, "", add_special=True):
-            if not 0 <= token_id < self.vocab_size:  # a post-processor writes whatever ids it likes
+            if not 0 <= token_id < self.vocab_size:  # the library does not check the ids of a post-processor
                 raise ModelFileError(f"tokenizer.json: post_processor adds {token_id}, vocabulary of {self.vocab_size}")
         self._pre_tokenizer: Any = spec["pre_tokenizer"]
         self._is_exact = spec["normalizer"] is None or not any(token.normalized for token in self.control)
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> Tokenizer:
-        """From tokenizer.json and tokenizer_config.json ({} where there is none)."""
+        """From tokenizer.json and tokenizer_config.json ({} if there is none)."""
         spec = parse(tokenizer_json)
         vocab = checked_vocab(spec)
         add_from_config(spec, config)
@@ -93,35 +93,35 @@ class Tokenizer:
         return cls(vocab.spec, vocab.named, vocab.eos_ids)
 
     def encode(self, text: str, *, add_special: bool = True, max_chars: int | None = None) -> list[int]:
-        """Token ids of a text in which control strings count as control tokens.
+        """Token ids of a text. Control strings in it become control tokens.
 
-        add_special puts BOS and EOS around it where the model wants them. max_chars refuses a long text before the
+        `add_special` adds BOS and EOS if the model wants them. A text longer than `max_chars` is refused before any
         work is done.
         """
         check_text(text, max_chars=max_chars)
         return _ids(self._full, text, add_special=add_special)
 
     def encode_plain(self, text: str, *, at_start: bool = True, max_chars: int | None = None) -> list[int]:
-        """Token ids of a text in which control strings are letters like any others: no control id comes out.
+        """Token ids of a text in which control strings are plain text: no control token is returned.
 
-        Except the unknown token, for a character the vocabulary cannot write. at_start says that the text begins the
-        whole prompt: some models write a space there.
+        The unknown token is the exception, for a character that is not in the vocabulary. `at_start`: the text is the
+        start of the prompt, where some models add a space.
         """
         check_text(text, max_chars=max_chars)
         ids = _ids(self._plain_tokenizer(at_start), text, add_special=False)
         if self._never_plain.isdisjoint(ids):
             return ids
-        # A vocabulary may reach a control token by its merges or by a whole word: spell those byte by byte.
+        # Merges or whole words may produce a control token even so: encode its text byte by byte.
         spelled: list[int] = []
         for token_id in ids:
             spelled += self._spell(token_id) if token_id in self._never_plain else [token_id]
         return spelled
 
     def encode_marked(self, text: str, marker: str) -> list[int]:
-        """Token ids of a text in which `marker`, standing inside a control string, says that it is only text.
+        """Token ids of a text in which a `marker` inside a control string makes it plain text.
 
-        Everything between two real control tokens is encoded as one piece without its markers, so the ids are those
-        the text would have if the strings were not control strings.
+        The text between two real control tokens is encoded as one piece without its markers. The ids are those the
+        text would have if the marked strings were not control strings.
         """
         check_text(text)
         if marker not in text and self._is_exact:
@@ -136,7 +136,7 @@ class Tokenizer:
             if token_id not in self.control_ids:
                 pending.append(token_id)
             elif text[begin:end].strip() != (self._tokens[token_id] or "").strip():
-                is_clean = False  # the normaliser made a control string out of something else
+                is_clean = False  # the normalizer turned other text into a control string
             else:
                 ids += self._piece(text[start:begin], marker, start == 0, pending if is_clean else None)
                 ids.append(token_id)
@@ -144,10 +144,10 @@ class Tokenizer:
         return ids + self._piece(text[start:], marker, start == 0, pending if is_clean else None)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of a whole answer. Bytes that are no UTF-8 become U+FFFD; ids without a token are nothing.
+        """The text of a whole answer. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped.
 
-        A model that writes a space before its first word (strip_prefix_space) gets it taken away, as in the decoders
-        of its own tokenizer.json.
+        If the model writes a space before its first word (`strip_prefix_space`), that space is removed, as by the
+        decoder of its tokenizer.json.
         """
         text = b"".join(
             b"" if skip_special and token_id in self.special_ids else self.token_bytes(token_id) for token_id in ids
@@ -155,7 +155,7 @@ class Tokenizer:
         return text[1:] if self.strip_prefix_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Exactly the bytes a token stands for; a special token's are its name. b"" for an id without a token."""
+        """The bytes of a token; for a special token, its name. b"" for an id without a token."""
         if not 0 <= token_id < self.vocab_size:
             return b""
         known = self._bytes[token_id]
@@ -189,7 +189,7 @@ class Tokenizer:
         return token.replace(SPACE, " ").encode()
 
     def _spell(self, token_id: int) -> list[int]:
-        """The text of a token, one byte a token."""
+        """The text of a token, encoded as one token per byte."""
         letters = {byte: char for char, byte in _ALPHABET.items()}
         ids = []
         for byte in self._model_bytes(self._tokens[token_id] or ""):
@@ -208,7 +208,7 @@ class Tokenizer:
         return self.encode_plain(text.replace(marker, ""), at_start=at_start)
 
     def _plain_tokenizer(self, at_start: bool) -> tokenizers.Tokenizer:
-        """The same vocabulary without its control tokens; it shares the model, so it costs next to nothing."""
+        """The same vocabulary without control tokens. It shares the model, so it is cheap."""
         import tokenizers
 
         if at_start not in self._plain:
@@ -230,7 +230,7 @@ class Tokenizer:
 
 
 def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -> None:
-    """Refuses what no tokenizer can take, before any work. Raises InvalidRequest."""
+    """Raise InvalidRequest for a text that is too long or cannot be encoded as UTF-8."""
     if max_chars is not None and len(text) > max_chars:
         raise InvalidRequest(f"{name} has {len(text)} characters, more than the {max_chars} that can fit the context")
     if text.isascii():
@@ -244,7 +244,7 @@ def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -
 
 @contextmanager
 def _guarded(error: type[QuireError], what: str) -> Iterator[None]:
-    """The library raises bare Exceptions and, where it panics, a BaseException of its own."""
+    """Convert the library's errors: bare Exceptions, and its own BaseException for a panic."""
     try:
         yield
     except (QuireError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -274,7 +274,7 @@ def _build(spec: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _build_pre_tokenizer(description: object) -> Any:
-    """The library builds parts only inside a whole."""
+    """Build a pre-tokenizer within an empty tokenizer: the library does not build parts alone."""
     return _build({**_EMPTY, "pre_tokenizer": description}).pre_tokenizer
 
 
@@ -287,7 +287,7 @@ _EMPTY: Mapping[str, Any] = {
 
 
 def _never_prepended(part: Any) -> Any:
-    """A pre-tokenizer for text inside a prompt: one that writes a space at the very start must not."""
+    """The pre-tokenizer for text inside a prompt: it must not add the space of the prompt's start."""
     if isinstance(part, dict):
         changed = {key: _never_prepended(value) for key, value in part.items()}
         return changed | ({"prepend_scheme": "never"} if part.get("prepend_scheme") == "first" else {})

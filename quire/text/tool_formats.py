@@ -1,7 +1,7 @@
-"""How models write calls of tools, and how such a call is read as it grows. A literal table, one parser.
+"""Formats of tool calls, and an incremental parser for them.
 
-A model whose template knows no tools, or writes calls in a way that has no row here, is told of them in words by us
-(`quire/text/tool_prompts.py`) and writes them the way of `IN_WORDS`.
+If a model's template does not support tools, or writes calls in a format that is not in TOOL_FORMATS, the tools are
+described in the system prompt (`quire/text/tool_prompts.py`) and the model writes calls in the `PROMPTED` format.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ from quire.errors import InvalidRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Words
 from quire.text.reasoning import num_held
 
-MAX_HEAD_CHARS = 4096  # of a call, before its name and the beginning of its arguments are known
-_USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # in a statement: in what it writes it may stand as a word
+MAX_HEAD_CHARS = 4096  # of a call, before its name and the start of its arguments
+_USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # in a statement: in literal text it may be an ordinary word
 _BLANK = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is a JSON object of a name and arguments, between markers."""
+    """How a model writes calls: JSON objects with a name and arguments, between markers."""
 
     name: str
-    signs: tuple[str, ...]  # any of them in a template's source says that its model writes calls so ...
-    other_signs: tuple[str, ...]  # ... unless one of these is there: a relative with another way
-    opening: str  # of one call, or of the list of all
+    signs: tuple[str, ...]  # the format applies if one of these is in the template's source ...
+    other_signs: tuple[str, ...]  # ... and none of these, which mark related formats
+    opening: str  # of one call, or of the list of calls
     closing: str
-    before: str = ""  # what stands between the opening and the JSON
+    before: str = ""  # between the opening and the JSON
     after: str = ""
     arguments: str = "arguments"  # the key
     is_list: bool = False
-    may_be_bare: bool = False  # an answer that begins with the JSON needs no opening
-    is_single: bool = False  # one call an answer: the family's template refuses several
-    id_chars: int | None = None  # templates that take ids of exactly this length
-    is_in_template: bool = True  # the model's own template shows tools, calls and results
+    may_be_bare: bool = False  # the opening may be missing at the start of an answer
+    is_single: bool = False  # one call per answer: the template refuses several
+    id_chars: int | None = None  # the exact length of call ids that the template requires
+    is_in_template: bool = True  # the model's own template renders tools, calls and results
 
 
-IN_WORDS = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
+PROMPTED = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
 
-# In the order in which they are looked for. To add a way to write calls: a row, and a transcript in
-# tests/text/test_tool_formats.py.
+# In search order. To support another format, add a row, and a transcript in tests/text/test_tool_formats.py.
 TOOL_FORMATS = (
     ToolFormat(
         "hermes", ("<tool_call>",), ("<function=", "<arg_key>"), "<tool_call>", "</tool_call>", before="\n", after="\n"
@@ -60,23 +59,23 @@ TOOL_FORMATS = (
         may_be_bare=True,
         is_single=True,
     ),
-    IN_WORDS,
+    PROMPTED,
 )
 
 
 def find_tool_format(source: str | None, name: str | None = None) -> ToolFormat:
-    """The row of this name, or the one that a template's source shows."""
+    """The format of this name, or the one detected from a template's source."""
     if name is not None:
         for row in TOOL_FORMATS:
             if row.name == name:
                 return row
         raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
     if source is None or not _USES_TOOLS.search(source):
-        return IN_WORDS
+        return PROMPTED
     for row in TOOL_FORMATS:
         if any(sign in source for sign in row.signs):
-            return IN_WORDS if any(sign in source for sign in row.other_signs) else row
-    return IN_WORDS
+            return PROMPTED if any(sign in source for sign in row.other_signs) else row
+    return PROMPTED
 
 
 def new_call_id() -> str:
@@ -84,40 +83,40 @@ def new_call_id() -> str:
 
 
 class _State(Enum):
-    WORDS = auto()
-    OPENED = auto()  # the opening was read: JSON must follow
+    TEXT = auto()
+    OPENED = auto()  # after the opening: JSON must follow
     CALL = auto()  # inside a call's JSON
-    NEXT = auto()  # behind one of a list
+    NEXT = auto()  # after a call of a list
     CLOSING = auto()
 
 
 class CallParser:
-    """Reads words and calls. White space around calls is nobody's, and dropped.
+    """Splits an answer into text and tool calls. White space around calls is dropped.
 
-    What begins like a call and is none comes back as words: JSON of another shape, a name that no tool has. Once a
-    call's name was given out it stays one, however its arguments end. A call that was cut off before its name is words
-    too, unless it follows others: then it is left out.
+    Text that starts like a call and is not one (JSON of another shape, an unknown tool name) is returned as text. Once
+    the name of a call was returned it stays a call, even if its arguments are invalid. A call that is cut off before
+    its name is returned as text, or dropped if it follows another call or if a length limit cut it after its marker.
 
-    A call that repeats the one right before it, name and arguments, ends the turn: small models go on like that for
-    ever. So a second call of the same tool is held back until its arguments differ from the first one's. If the answer
-    is cut before that, the call is left out.
+    A call that repeats the previous one, name and arguments, ends the turn: small models repeat calls endlessly.
+    Therefore a second call of the same tool is held back until its arguments differ from those of the first. If the
+    answer is cut off before that, the call is dropped.
     """
 
     def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:
         self._format = format
         self._names = frozenset(names)
-        self._state = _State.WORDS
-        self._rest = ""  # not read yet
-        self._raw: list[str] = []  # of what may become a call
-        self._blank = ""  # white space behind words
-        self._is_at_start = True  # nothing but white space so far
+        self._state = _State.TEXT
+        self._rest = ""  # unread text
+        self._raw: list[str] = []  # text that may become a call
+        self._blank = ""  # white space after text
+        self._is_at_start = True  # only white space so far
         self._is_after_call = False
         self._is_in_list = False
         self._call = _Call(format, self._names)
         self._num_calls = 0
         self._arguments = ""  # of this call, so far
-        self._last: tuple[str, str] | None = None  # name and arguments of the call right before this one
-        self._is_held = False  # this call may turn out to be that one again
+        self._last: tuple[str, str] | None = None  # name and arguments of the call directly before this one
+        self._is_held = False  # this call may turn out to repeat it
         self.is_over = False
 
     def push(self, text: str) -> list[Piece]:
@@ -127,28 +126,41 @@ class CallParser:
             pass
         return _joined(pieces)
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         pieces: list[Piece] = []
         if self.is_over:
             return pieces
+        if is_cut:
+            self._drop_beginning()
         while self._state in (_State.OPENED, _State.CALL) and self._raw and not self._num_calls:
             self._give_up(pieces)
             while self._step(pieces):
                 pass
-        if self._state is _State.WORDS:
-            words, self._rest = self._rest, ""
-            if self._is_after_call and self._format.opening.startswith(words.strip(_BLANK)):
-                words = ""  # the next call, cut off in the middle of its opening
-            self._say(words, pieces)
+        if self._state is _State.TEXT:
+            text, self._rest = self._rest, ""
+            if self._is_after_call and self._format.opening.startswith(text.strip(_BLANK)):
+                text = ""  # the next call, cut off within its opening marker
+            self._emit_text(text, pieces)
             if self._blank and not self._is_after_call:
                 pieces.append(Words(self._blank))
         return _joined(pieces)
 
+    def _drop_beginning(self) -> None:
+        """Of a call that was cut before its name: half of its marker, or the marker and what follows it.
+
+        A call without a marker is kept: it may as well be JSON that was asked for.
+        """
+        opening = self._format.opening
+        if self._state is _State.TEXT:
+            self._rest = self._rest[: len(self._rest) - num_held(self._rest, opening)]
+        elif self._raw and self._raw[0] == opening:
+            self._raw, self._rest, self._state = [], "", _State.TEXT
+
     def _step(self, pieces: list[Piece]) -> bool:
-        """Reads on; False: more text is needed."""
+        """Read the next part. False: more text is needed."""
         match self._state:
-            case _State.WORDS:
-                return self._read_words(pieces)
+            case _State.TEXT:
+                return self._read_text(pieces)
             case _State.OPENED:
                 return self._read_opening(pieces)
             case _State.CALL:
@@ -158,7 +170,7 @@ class CallParser:
             case _State.CLOSING:
                 return self._read_closing()
 
-    def _read_words(self, pieces: list[Piece]) -> bool:
+    def _read_text(self, pieces: list[Piece]) -> bool:
         opening = self._format.opening
         if self._is_at_start and self._format.may_be_bare:
             start = self._rest.lstrip(_BLANK)
@@ -171,10 +183,10 @@ class CallParser:
         at = self._rest.find(opening)
         if at < 0:
             final = len(self._rest) - num_held(self._rest, opening)
-            words, self._rest = self._rest[:final], self._rest[final:]
-            self._say(words, pieces)
+            text, self._rest = self._rest[:final], self._rest[final:]
+            self._emit_text(text, pieces)
             return False
-        self._say(self._rest[:at], pieces)
+        self._emit_text(self._rest[:at], pieces)
         self._raw, self._rest = [opening], self._rest[at + len(opening) :]
         self._is_in_list = False
         self._open()
@@ -185,7 +197,7 @@ class CallParser:
         self._call = _Call(self._format, self._names)
 
     def _read_opening(self, pieces: list[Piece]) -> bool:
-        """White space, the bracket of a list, white space: then the JSON begins."""
+        """Read white space and the bracket of a list, up to the JSON."""
         start = self._rest.lstrip(_BLANK)
         if not start:
             return False
@@ -207,9 +219,9 @@ class CallParser:
             is_known = call.is_ready
             if not call.read(char) or (not call.is_ready and len(self._raw) > MAX_HEAD_CHARS):
                 self._rest = self._rest[at:]
-                if is_known:  # too late to be words; what follows is
+                if is_known:  # the call was returned already; the rest is text
                     self._end_call(pieces)
-                    self._state = _State.WORDS
+                    self._state = _State.TEXT
                 else:
                     self._give_up(pieces)
                 return True
@@ -231,9 +243,9 @@ class CallParser:
         self._arguments = ""
         self._is_held = self._last is not None and self._last[0] == self._call.name
         if not self._is_held:
-            self._tell_call(pieces)
+            self._emit_call_start(pieces)
 
-    def _tell_call(self, pieces: list[Piece]) -> None:
+    def _emit_call_start(self, pieces: list[Piece]) -> None:
         assert self._call.name is not None
         pieces.append(CallStart(self._num_calls, new_call_id(), self._call.name))
 
@@ -246,7 +258,7 @@ class CallParser:
             if self._last[1].startswith(self._arguments):
                 return
             self._is_held, text = False, self._arguments
-            self._tell_call(pieces)
+            self._emit_call_start(pieces)
         pieces.append(CallArguments(self._num_calls, text))
 
     def _end_call(self, pieces: list[Piece]) -> None:
@@ -255,8 +267,8 @@ class CallParser:
         if self._is_held and this == self._last:
             self.is_over = True
             return
-        if self._is_held:  # it breaks off in the middle of its JSON: it is not that call again
-            self._tell_call(pieces)
+        if self._is_held:  # its JSON is cut off, so it does not repeat the previous call
+            self._emit_call_start(pieces)
             pieces.append(CallArguments(self._num_calls, self._arguments))
         self._last, self._is_held = this, False
         self._num_calls += 1
@@ -271,7 +283,7 @@ class CallParser:
                 self._raw = [char]
                 self._open()
             else:
-                self._state = _State.CLOSING if char == "]" else _State.WORDS
+                self._state = _State.CLOSING if char == "]" else _State.TEXT
             return True
         return False
 
@@ -281,56 +293,56 @@ class CallParser:
         if len(start) < len(closing) and closing.startswith(start):
             return False
         self._rest = start.removeprefix(closing)
-        self._state = _State.WORDS
+        self._state = _State.TEXT
         return True
 
     def _give_up(self, pieces: list[Piece]) -> None:
-        """It is no call: its opening, or the bracket it began with, is words, and what followed is looked at anew."""
+        """Not a call: return its opening or first bracket as text, and parse the rest again."""
         first, *others = self._raw
-        self._state, self._raw = _State.WORDS, []
+        self._state, self._raw = _State.TEXT, []
         self._rest = "".join(others) + self._rest
         if not first.strip(_BLANK):
             first, self._rest = first + self._rest[:1], self._rest[1:]
-        self._say(first, pieces)
+        self._emit_text(first, pieces)
 
-    def _say(self, text: str, pieces: list[Piece]) -> None:
+    def _emit_text(self, text: str, pieces: list[Piece]) -> None:
         if self._is_after_call:
             text = text.lstrip(_BLANK)
-        words = text.rstrip(_BLANK)
-        if not words:
+        stripped = text.rstrip(_BLANK)
+        if not stripped:
             self._blank += text
             return
-        pieces.append(Words(self._blank + words))
+        pieces.append(Words(self._blank + stripped))
         self._last = None
-        self._blank = text[len(words) :]
+        self._blank = text[len(stripped) :]
         self._is_at_start = self._is_after_call = False
 
 
 class _At(Enum):
     BEGIN = auto()
-    KEY = auto()  # before one, or the end
+    KEY = auto()  # before a key or the end
     IN_KEY = auto()
     COLON = auto()
-    VALUE = auto()  # before one
+    VALUE = auto()  # before a value
     IN_VALUE = auto()
-    MORE = auto()  # behind one: a comma, or the end
+    MORE = auto()  # after a value: a comma or the end
     END = auto()
 
 
 class _Call:
-    """One JSON object, a character at a time: its name, and its arguments as they grow."""
+    """Parses the JSON object of one call, one character at a time."""
 
     def __init__(self, format: ToolFormat, names: frozenset[str]) -> None:
         self._format = format
         self._names = names
         self.name: str | None = None
         self._at = _At.BEGIN
-        self._text: list[str] = []  # of the key or value that is being read
+        self._text: list[str] = []  # of the current key or value
         self._key = ""
-        self._due: list[str] = []  # closing brackets
+        self._due: list[str] = []  # expected closing brackets
         self._is_string = False
         self._is_escaped = False
-        self._arguments: list[str] | None = None  # that were read and not taken
+        self._arguments: list[str] | None = None  # read and not taken yet
 
     @property
     def is_over(self) -> bool:
@@ -346,7 +358,7 @@ class _Call:
         return text
 
     def read(self, char: str) -> bool:
-        """False: this is no call, or goes on as none."""
+        """Read a character. False: this is not a call, or not valid any more."""
         match self._at:
             case _At.IN_KEY:
                 return self._read_key(char)
@@ -384,7 +396,7 @@ class _Call:
         self._due = []
         if self._key == self._format.arguments:
             if self._arguments is not None or char not in '{"n':
-                return False  # twice, or neither an object, nor one in a string, nor null
+                return False  # a duplicate, or neither an object, an object in a string, nor null
             if char == "{":
                 self._arguments = []
         return self._read_value(char)
@@ -396,7 +408,7 @@ class _Call:
                 self._is_string = False
                 return bool(self._due) or self._end_value()
             return True
-        if not self._due and self._text and char in ",}]" + _BLANK:  # a number or a word ends where something follows
+        if not self._due and self._text and char in ",}]" + _BLANK:  # a number or literal ends at the next delimiter
             return self._end_value() and (char in _BLANK or self._read_more(char))
         if char in "}]" and (not self._due or self._due.pop() != char):
             return False
@@ -451,7 +463,7 @@ def _decoded(text: str) -> object:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Words that follow one another are one piece."""
+    """The pieces, with adjacent texts merged."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

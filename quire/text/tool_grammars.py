@@ -1,7 +1,7 @@
-"""The grammar of a whole answer: a thought, then words or calls. Written in llguidance's dialect of Lark.
+"""Builds the grammar of a whole answer: reasoning, then text or tool calls. In llguidance's dialect of Lark.
 
-Words are free until the opening of a call; from there on the call is forced to be one, with arguments that follow the
-tool's schema. Where a call is asked for, the answer begins with it.
+Text is unconstrained up to the opening of a call. After it the grammar forces a valid call whose arguments follow the
+tool's schema. If the request requires a call, the answer starts with one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.text.tool_prompts import NO_PARAMETERS
 from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
-_FIRST_CALL_LINE = 2  # of the source: a tool's rule stands on a line of its own, so that an error tells which it is
+_FIRST_CALL_LINE = 2  # each tool's rule has its own line of the source, so that an error identifies the tool
 _WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
 _ANY_ARGUMENTS = {"type": "object"}
 
@@ -28,23 +28,23 @@ _ANY_ARGUMENTS = {"type": "object"}
 class ToolsTooLarge(InvalidRequest):
     def __init__(self, num_chars: int, loose: Sequence[int]) -> None:
         rule = f"{num_chars} characters after rewriting, more than {MAX_SOURCE_CHARS}"
-        super().__init__(f"grammar: tools: their schemas are too large together: {rule}")
-        self.loose = loose  # of the tools that may be called, the largest that are not strict: without them it would do
+        super().__init__(f"grammar: tools: their schemas are too large in total: {rule}")
+        self.loose = loose  # indexes of the largest non-strict tools: without their schemas the rest would fit
 
 
 def answer_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
     choice: ToolChoice,
-    words: Grammar | None,
+    text_grammar: Grammar | None,
     thought: tuple[ReasoningFormat, Opening] | None,
     control_id: ControlId,
 ) -> Grammar | None:
-    """`tools`: those that may be called. `words`: what an answer without calls must look like. None: anything goes."""
+    """`tools`: the callable tools. `text_grammar`: of an answer without calls; None: unconstrained."""
     opening = Opening.CLOSED if thought is None else thought[1]
-    if not tools and (words is None or opening is Opening.CLOSED):
-        return words
-    writer = _Writer(tool_format, tools, choice, words, control_id)
+    if not tools and (text_grammar is None or opening is Opening.CLOSED):
+        return text_grammar
+    writer = _Writer(tool_format, tools, choice, text_grammar, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
     if len(source) > MAX_SOURCE_CHARS and tools:
         raise ToolsTooLarge(len(source), _largest_loose(tools, len(source) - MAX_SOURCE_CHARS))
@@ -52,14 +52,14 @@ def answer_grammar(
 
 
 def held_parameters(tool: Tool) -> HeldSchema:
-    """What the arguments are held to. Raises SchemaNotHeld for a strict tool with a keyword that cannot be."""
+    """The enforced schema of the arguments. Raises SchemaNotHeld if a strict tool has an unenforceable keyword."""
     schema = {**(tool.parameters or NO_PARAMETERS), "type": "object"}
     return _held(schema_text(schema), tool.is_strict)
 
 
 @functools.lru_cache(maxsize=MAX_TOOLS)
 def _held(schema: str, is_strict: bool) -> HeldSchema:
-    """Of one request it is asked for several times: what is not enforced, the grammar, and every other try."""
+    """Cached, because one request needs it several times: for the report, the grammar and each retry."""
     return hold_schema(json.loads(schema), strict=is_strict)
 
 
@@ -78,7 +78,7 @@ def _largest_loose(tools: Sequence[Tool], excess: int) -> list[int]:
 
 
 def guilty_tool(error: str) -> int | None:
-    """Of the tools that may be called, the one whose schema the compiler of a grammar speaks of."""
+    """The index of the callable tool that a grammar compiler's error message refers to."""
     found = _WHERE.search(error)
     return None if found is None or int(found["line"]) < _FIRST_CALL_LINE else int(found["line"]) - _FIRST_CALL_LINE
 
@@ -89,21 +89,21 @@ class _Writer:
         format: ToolFormat,
         tools: Sequence[Tool],
         choice: ToolChoice,
-        words: Grammar | None,
+        text_grammar: Grammar | None,
         control_id: ControlId,
     ) -> None:
         self._format = format
         self._tools = tools
         self._choice = choice
-        self._words = words
+        self._text_grammar = text_grammar
         self._control_id = control_id
         self._rules: list[str] = []
 
     def source(self, thought: ReasoningFormat | None, opening: Opening) -> str:
         if self._tools:
             self._write_calls()
-        if self._words is not None:
-            self._rules.append(f"words: {_embedded(self._words)}")
+        if self._text_grammar is not None:
+            self._rules.append(f"words: {_embedded(self._text_grammar)}")
         start = self._answer("TEXT")
         if thought is not None and opening is not Opening.CLOSED:
             closing = self._marker(thought.closing)
@@ -116,14 +116,14 @@ class _Writer:
         return "\n".join(("%llguidance {}", *rules))
 
     def _answer(self, text: str) -> str:
-        """What follows the thought, as an expression. `text`: the terminal of free words."""
+        """The expression of the answer after the reasoning. `text`: the terminal of unconstrained text."""
         if not self._tools:
             return "words"
         opening = self._marker(self._format.opening)
         calls = f"{opening}{'?' if self._format.may_be_bare else ''} calls"
         if self._choice.mode is ToolMode.REQUIRED:
             return f"({calls})"
-        if self._words is not None:
+        if self._text_grammar is not None:
             return f"(words | {calls})"
         if self._format.may_be_bare:
             text = self._not_beginning("{")
@@ -148,10 +148,10 @@ class _Writer:
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
 
     def _not_beginning(self, marker: str) -> str:
-        """The terminal of words that do not begin with a marker."""
+        """The terminal of text that does not start with a marker."""
         if self._control_id(marker) is not None:
             return "TEXT"
-        rest = ""  # what may follow the characters of the marker that are behind us: built from its end
+        rest = ""  # what may follow a prefix of the marker, built from its end
         for char in reversed(marker[1:]):
             rest = rf"([^{re.escape(char)}](?s:.*)" + (f"|{re.escape(char)}{rest})?" if rest else ")?")
         first = re.escape(marker[0])
@@ -160,11 +160,11 @@ class _Writer:
         return name
 
     def _until(self, name: str, text: str, marker: str) -> str:
-        """The rule of words up to the first marker and with it."""
+        """The rule of text up to and including the first marker."""
         return f"{name}: {text} {marker}" if marker.startswith("<[") else f"{name}[lazy]: {text} {marker}"
 
     def _marker(self, text: str) -> str:
-        """A special token stands in no text: it is named by its id."""
+        """The term of a marker. A special token never occurs in text, so it is given by its id."""
         token_id = self._control_id(text)
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
@@ -174,7 +174,7 @@ def _literal(text: str) -> str:
 
 
 def _embedded(grammar: Grammar) -> str:
-    """As an expression of Lark."""
+    """A grammar as an expression of Lark."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return lark_json(json.loads(grammar.source))
@@ -183,7 +183,7 @@ def _embedded(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             return f"%lark {{\n{grammar.source}\n}}"
         case GrammarKind.TOKENS:
-            raise InvalidRequest("grammar: a list of tokens holds for the whole answer, and leaves no room for calls")
+            raise InvalidRequest("grammar: a list of tokens applies to the whole answer and excludes tool calls")
 
 
 def _escaped_slashes(regex: str) -> str:

@@ -1,4 +1,4 @@
-"""How tools, calls and results stand in a conversation: as variables of a template, or in words where it has none."""
+"""Tools, calls and results in a prompt: as template variables, or as text if the template does not support tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.text.tools import Tool, ToolCall
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
-_IN_WORDS = """You can use these tools, each with a JSON schema of its arguments:
+_INSTRUCTIONS = """You can use these tools, each with a JSON schema of its arguments:
 {tools}
 
 To use a tool, write its name and arguments like this, once for each call:
@@ -25,20 +25,20 @@ To use a tool, write its name and arguments like this, once for each call:
 Results come back inside <tool_response>. If no tool is needed, answer in plain words."""
 
 
-def described(tool: Tool) -> dict[str, Any]:
-    """As templates know tools, which is as OpenAI's protocol writes them."""
+def template_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as a template variable, in the format of OpenAI's protocol."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters or NO_PARAMETERS}
     return {"type": "function", "function": function}
 
 
-def made_call(call: ToolCall, format: ToolFormat) -> dict[str, Any]:
-    """As templates know calls: the arguments are a mapping."""
+def template_call(call: ToolCall, format: ToolFormat) -> dict[str, Any]:
+    """A call as a template variable, with its arguments as a mapping."""
     function = {"name": call.name, "arguments": json.loads(call.arguments)}
     return {"id": fitting_id(call.call_id, format), "type": "function", "function": function}
 
 
 def fitting_id(call_id: str, format: ToolFormat) -> str:
-    """A template that insists on a length gets an id of that length, the same for the same id."""
+    """The call id, or a hash of it with the length that the template requires."""
     if format.id_chars is None or (len(call_id) == format.id_chars and call_id.isalnum()):
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
@@ -49,30 +49,30 @@ def fitting_id(call_id: str, format: ToolFormat) -> str:
     return "".join(letters)
 
 
-def in_words(messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat) -> list[Message]:
-    """The same conversation of system, user and assistant alone."""
-    told: list[Message] = []
-    is_told_results = False  # the last message is one we made of results
+def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat) -> list[Message]:
+    """The conversation without tool messages and calls, with the tools described in the system message."""
+    written: list[Message] = []
+    is_results = False  # the last message was made from tool results
     for message in messages:
         if message.role is Role.TOOL:
             result = Part(f"<tool_response>\n{message.text}\n</tool_response>")
-            if is_told_results:
-                told[-1] = replace(told[-1], parts=(*told[-1].parts, Part("\n"), result))
+            if is_results:
+                written[-1] = replace(written[-1], parts=(*written[-1].parts, Part("\n"), result))
             else:
-                told.append(Message(Role.USER, (result,)))
-        elif is_told_results and message.role is Role.USER:  # many templates want turns to alternate
-            told[-1] = replace(told[-1], parts=(*told[-1].parts, Part("\n\n"), *message.parts))
+                written.append(Message(Role.USER, (result,)))
+        elif is_results and message.role is Role.USER:  # many templates require alternating turns
+            written[-1] = replace(written[-1], parts=(*written[-1].parts, Part("\n\n"), *message.parts))
         elif message.tool_calls:
-            told.append(replace(message, parts=(*message.parts, Part(_calls(message, format))), tool_calls=()))
+            written.append(replace(message, parts=(*message.parts, Part(_calls(message, format))), tool_calls=()))
         else:
-            told.append(message)
-        is_told_results = message.role is Role.TOOL
+            written.append(message)
+        is_results = message.role is Role.TOOL
     if not tools:
-        return told
-    text = Part(_IN_WORDS.format(tools="\n".join(json.dumps(_short(tool), ensure_ascii=False) for tool in tools)))
-    if told and told[0].role is Role.SYSTEM:
-        return [replace(told[0], parts=(*told[0].parts, Part("\n\n"), text)), *told[1:]]
-    return [Message(Role.SYSTEM, (text,)), *told]
+        return written
+    text = Part(_INSTRUCTIONS.format(tools="\n".join(json.dumps(_short(tool), ensure_ascii=False) for tool in tools)))
+    if written and written[0].role is Role.SYSTEM:
+        return [replace(written[0], parts=(*written[0].parts, Part("\n\n"), text)), *written[1:]]
+    return [Message(Role.SYSTEM, (text,)), *written]
 
 
 def _short(tool: Tool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Functions a model may call, and calls it made, in no protocol's words."""
+"""Tools and tool calls, independent of any protocol."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema of the arguments; empty: none
-    is_strict: bool = True  # every keyword of the schema must be enforced, or the tool is refused
-    path: str = field(default="", compare=False)  # where it stands in the request, for errors
-    schema_path: str = field(default="", compare=False)  # where its schema does
+    is_strict: bool = True  # refuse the tool unless every keyword of its schema can be enforced
+    path: str = field(default="", compare=False)  # its location in the request, for errors
+    schema_path: str = field(default="", compare=False)  # the location of its schema in the request
     is_free: bool = False  # the arguments are any JSON object: the schema could not be compiled
 
 
@@ -48,13 +48,13 @@ class ToolMode(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     mode: ToolMode = ToolMode.AUTO
-    name: str | None = None  # with REQUIRED: this one and no other
-    allowed: tuple[str, ...] = ()  # of the tools shown, those that may be called; empty: all
-    is_parallel: bool = True  # several calls in one answer are welcome
+    name: str | None = None  # with REQUIRED: the only tool that may be called
+    allowed: tuple[str, ...] = ()  # the tools that may be called; empty: all
+    is_parallel: bool = True  # the answer may contain several calls
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Names and shapes. Whether a schema can be followed is seen when its grammar is made."""
+    """Check names and structure. Whether a schema can be enforced is checked when its grammar is built."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(tools)} entries, more than {MAX_TOOLS}")
     names: set[str] = set()
@@ -99,12 +99,12 @@ def check_call(call: ToolCall, path: str, arguments_name: str = "arguments") -> 
         raise InvalidRequest(f"{path}.{arguments_name} is not a JSON object")
     if not _is_shallow(arguments):
         raise InvalidRequest(f"{path}.{arguments_name} is nested more than {MAX_ARGUMENTS_DEPTH} deep")
-    # The escape of half a character is JSON, and no text that a template could write.
+    # An escaped lone surrogate is valid JSON, but not text that a template can render.
     check_text(json.dumps(arguments, ensure_ascii=False), name=f"{path}.{arguments_name}")
 
 
 def _is_shallow(value: object) -> bool:
-    """Level by level, so that depth costs no stack."""
+    """Whether the depth is within the limit. Works level by level, so that depth needs no stack."""
     level = [value]
     for _ in range(MAX_ARGUMENTS_DEPTH + 1):
         inner = [one for one in level if isinstance(one, dict | list)]

@@ -1,8 +1,8 @@
-"""Conversations in the order of turns that a template accepts.
+"""Adapts conversations to the order of turns that a template accepts.
 
-Some templates insist on one leading system turn, or on none, and on user and assistant taking turns. What a template
-accepts is found out once, by rendering short trial conversations; then turns it would refuse or leave out are merged
-with their neighbours. A template that accepts everything gets every conversation as it is.
+Some templates require one leading system turn or none, and alternating user and assistant turns. `find_rules` finds out
+once what a template accepts, by rendering short trial conversations. `merge_turns` merges turns that the template would
+refuse or omit with their neighbours. A template that accepts everything gets conversations unchanged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from quire.text.messages import Message, Part, Role
 from quire.text.rendering import TemplateFailure
 
-_BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": ""}  # two questions are set apart; an answer goes on
+_BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": ""}  # an assistant's text is continued without a break
 
-Entry = dict[str, Any]  # a message as templates know it
+Entry = dict[str, Any]  # a message as a template variable
 Render = Callable[[Sequence[Entry]], str]  # raises TemplateFailure
 
 
@@ -24,20 +24,20 @@ Render = Callable[[Sequence[Entry]], str]  # raises TemplateFailure
 class TurnRules:
     """The turns a template accepts and writes into the prompt."""
 
-    takes_system: bool = True  # at the beginning
-    keeps_system: bool = True  # also where the conversation ends with a tool's result
-    takes_late_system: bool = True  # later, or a second one
+    takes_system: bool = True  # at the start
+    keeps_system: bool = True  # also if the conversation ends with a tool's result
+    takes_late_system: bool = True  # not at the start, or more than one
     takes_neighbours: bool = True  # two turns of one role in a row
-    takes_user_after_tool: bool = True  # before the assistant has answered the result
+    takes_user_after_tool: bool = True  # directly after a tool's result
 
 
 STRICTEST = TurnRules(False, False, False, False, False)
 
 
 def find_rules(render: Render) -> TurnRules:
-    """By trials. Rules about turns that a template cannot render at all, such as a tool's result, stay True.
+    """Find the rules by trials. Rules about turns that the template never renders, such as tool results, stay True.
 
-    Raises TemplateError where a trial shows nothing: the process that renders ended, or took too long.
+    Raises TemplateError if a trial is inconclusive because the rendering process ended or took too long.
     """
 
     def takes(*turns: Entry) -> bool:
@@ -56,7 +56,7 @@ def find_rules(render: Render) -> TurnRules:
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = turn("tool", "six", tool_call_id="trialcall", name="trial")
     if not takes(first):
-        return TurnRules()  # trials show nothing
+        return TurnRules()  # trials are inconclusive
     takes_system = takes(system, first)
     return TurnRules(
         takes_system,
@@ -68,13 +68,13 @@ def find_rules(render: Render) -> TurnRules:
 
 
 def is_plain(messages: Sequence[Message]) -> bool:
-    """Whether any template takes it: user and assistant take turns."""
+    """Whether user and assistant alternate, which every template accepts."""
     roles = [message.role.value for message in messages]
     return all(role == ("assistant" if i % 2 else "user") for i, role in enumerate(roles))
 
 
-def conform(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
-    """The same conversation in turns that the rules allow. Nothing that was said is left out."""
+def merge_turns(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
+    """The same conversation in turns that the rules allow. No text is omitted."""
     turns, has_moved = _without_systems(messages, rules)
     if not rules.takes_user_after_tool:
         turns = _joined(turns, lambda last, turn: last.role == "tool" and turn.role == "user")
@@ -84,7 +84,7 @@ def conform(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
 
 
 def _without_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[list[Message], bool]:
-    """System turns that are not allowed are merged into the first one, or are a user's. The flag: some are a user's."""
+    """Merge system turns that are not allowed into the first one, or make them user turns (then the flag is True)."""
     num_leading = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     turns = list(messages[:num_leading])
     if num_leading > 1 and not rules.takes_late_system:
@@ -101,7 +101,7 @@ def _without_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[lis
 
 
 def _joined(turns: Sequence[Message], belong: Callable[[Message, Message], bool]) -> list[Message]:
-    """Every turn that belongs to the one before it becomes a part of it."""
+    """The turns, each merged into the previous one if it belongs to it."""
     joined: list[Message] = []
     for turn in turns:
         if not joined or not belong(joined[-1], turn):

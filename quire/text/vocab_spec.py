@@ -1,4 +1,4 @@
-"""What a tokenizer.json must be before the library is let near it. Plain JSON values in, checked ones out."""
+"""Validates a parsed tokenizer.json before it is passed to the tokenizers library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.text.gguf_vocab import MAX_VOCAB, SPACE, added_token
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Gemma has tokens for these and for runs of white space; they are ordinary text to it, in anybody's mouth.
+# Gemma has tokens for these tags and for runs of white space. They are ordinary text in any role.
 _TAGS = (
     *("table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "h1", "h2", "h3", "h4", "h5", "h6"),
     *("blockquote", "strong", "em", "b", "i", "u", "s", "sub", "sup", "code"),
@@ -22,19 +22,19 @@ _HTML = frozenset(f"<{slash}{tag}>" for slash in ("", "/") for tag in _TAGS)
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A string that is cut out of a text before the model of the vocabulary sees it."""
+    """A string that is split off from a text before the vocabulary's model processes it."""
 
     content: str
     token_id: int
-    special: bool  # left out of decoded text
+    special: bool  # omitted from decoded text
     normalized: bool
 
     @property
     def is_control(self) -> bool:
-        """Whether it steers the model, so that a user's text must not be able to write it.
+        """Whether it controls the model, so that user text must not produce it.
 
-        Runs of white space and HTML tags are plain text that happens to have a token, and one character alone cannot
-        be told from prose.
+        Runs of white space and HTML tags are plain text that has a token of its own. A single character cannot be
+        distinguished from prose.
         """
         if len(self.content) < 2 or not self.content.strip().strip(SPACE):
             return False
@@ -70,7 +70,7 @@ def checked_vocab(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_spec(spec: dict[str, Any]) -> tuple[AddedToken, ...]:
-    """Checks a description and makes it one the library builds as it is written. Returns the added tokens."""
+    """Check a description and normalize it so that the library builds it as written. Returns the added tokens."""
     vocab = checked_vocab(spec)
     model = spec["model"]
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -87,8 +87,8 @@ def check_spec(spec: dict[str, Any]) -> tuple[AddedToken, ...]:
     model["merges"] = _checked_merges(model.get("merges", []), vocab)
     added = [_checked_added(token) for token in spec["added_tokens"]]
     for extra in added:
-        # The library gives an added token the next free id, whatever the file says; one that is in the vocabulary
-        # keeps its own.
+        # The library ignores the id of an added token and assigns the next free one, unless the token is in the
+        # vocabulary.
         text, token_id = extra.content, extra.token_id
         if vocab.setdefault(text, token_id) != token_id:
             raise ModelFileError(f"added token {text[:80]!r} has the ids {vocab[text]} and {token_id}")
@@ -118,7 +118,7 @@ def _checked_merges(merges: object, vocab: Mapping[str, int]) -> list[tuple[str,
         if not isinstance(left, str) or not isinstance(right, str):
             raise ModelFileError(f"merges[{i}] is not a pair of tokens")
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ModelFileError(f"merges[{i}] = {left[:40]!r} {right[:40]!r} joins what is not in the vocabulary")
+            raise ModelFileError(f"merges[{i}] = {left[:40]!r} {right[:40]!r} is not in the vocabulary")
         checked.append((left, right))
     return checked
 
@@ -140,7 +140,7 @@ def _checked_added(token: dict[str, Any]) -> AddedToken:
 
 
 def add_from_config(spec: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json knows (people add them there) become added tokens too."""
+    """Add the tokens that are listed in tokenizer_config.json only."""
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, Mapping):
         raise ModelFileError("tokenizer_config.json: added_tokens_decoder is not an object")
@@ -154,7 +154,7 @@ def add_from_config(spec: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 
 def decoder_kind(decoder: object) -> tuple[bool, bool]:
-    """Whether tokens are written in the byte alphabet, and whether a decoded text loses its first space."""
+    """Whether tokens use the byte alphabet, and whether decoding strips the first space."""
     parts = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ModelFileError("tokenizer.json: decoder.decoders is not a list of objects")

@@ -44,7 +44,7 @@ class HubName:
 
 def find_cached(name: HubName) -> Path | None:
     """Return the path of a complete model in the hub's cache, or None."""
-    hub = _import_hub()
+    hub = import_hub()
     try:
         folder = hub.snapshot_download(
             name.repo, local_files_only=True, allow_patterns=name.patterns, ignore_patterns=list(ELSEWHERE)
@@ -56,12 +56,12 @@ def find_cached(name: HubName) -> Path | None:
 
 def download(name: HubName, *, shows_bars: bool) -> Path:
     """Download missing files. An interrupted download is resumed; a partial one is never used."""
-    hub = _import_hub()
+    hub = import_hub()
     (hub.utils.enable_progress_bars if shows_bars else hub.utils.disable_progress_bars)()
     try:
         folder = hub.snapshot_download(name.repo, allow_patterns=name.patterns, ignore_patterns=list(ELSEWHERE))
     except Exception as error:  # network failures raise more types than the library documents
-        raise DownloadFailed(f"{name.repo}: {_reason(hub, error)}") from None
+        raise DownloadFailed(f"{name.repo}: {failure_reason(hub, error)}") from None
     found = _choose(Path(folder), name)
     if found is None:
         wanted = name.gguf or "config.json with safetensors (to choose a GGUF: org/name:Q4_K_M)"
@@ -72,7 +72,7 @@ def download(name: HubName, *, shows_bars: bool) -> Path:
 def cached_folders() -> Iterator[tuple[str, Path]]:
     """Yield every model in the hub's cache: its name, and the folder of its newest snapshot."""
     try:
-        hub = _import_hub()
+        hub = import_hub()
     except MissingExtra:
         return
     for home in sorted(Path(hub.constants.HF_HUB_CACHE).glob("models--*--*")):
@@ -123,7 +123,7 @@ def _has_all_parts(path: Path) -> bool:
     return all(path.with_name(f"{split[1]}-{i:05}-of-{split[2]}.gguf").exists() for i in range(1, count + 1))
 
 
-def _reason(hub: Any, error: Exception) -> str:
+def failure_reason(hub: Any, error: Exception) -> str:
     """Return one line that states the cause and what to do."""
     errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
@@ -138,7 +138,7 @@ def _reason(hub: Any, error: Exception) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
-def _import_hub() -> Any:
+def import_hub() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.constants

@@ -1,4 +1,4 @@
-"""What the commands see of the machine: no server that happens to run on it, and nobody's key."""
+"""The environment of the commands: no server and no API key of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to run the command: as a process, at a terminal, and in this process with a model that only echoes."""
+"""Ways to run the command: as a process, in a terminal, and in this process with a model that echoes its prompt."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 def quire_each(commands: Sequence[Sequence[str]], *, folder: Path, env: dict[str, str] | None = None) -> list[Outcome]:
-    """Run commands that are refused before they do anything: one process for all of them."""
+    """Run commands that are refused at once, in one process."""
     found = subprocess.run(
         [sys.executable, "-c", _EACH],
         input=json.dumps([list(command) for command in commands]),
@@ -78,7 +78,7 @@ class Terminal:
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.screen = ""
         self._fd, theirs = pty.openpty()
-        # Not pty.fork: this process may have threads. The new one makes the terminal its own, so that ^C reaches it.
+        # Not pty.fork: this process may have threads. The child makes the terminal its controlling one, for Ctrl-C.
         script = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from quire.cli.main import run; run()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", script, *arguments],
@@ -91,7 +91,7 @@ class Terminal:
         os.close(theirs)
 
     def wait_for(self, text: str, *, after: int = 0) -> int:
-        """Reads until the text has come; says where it ends, to look for the next one behind it."""
+        """Read until the text appears. Returns the position after it."""
         deadline = time.monotonic() + LIMIT_S
         while text not in self.screen[after:]:
             assert time.monotonic() < deadline, f"{text!r} never came: {self.screen!r}"
@@ -124,11 +124,11 @@ class Terminal:
 
 @dataclass
 class EchoLLM:
-    """Answers with what it was told, word by word: a token is a word."""
+    """Answers with its prompt, word by word: a token is a word."""
 
     max_model_len: int = 60
     has_template: bool = True
-    thinks: bool = False  # in <think>, as one would type it
+    thinks: bool = False  # answers with <think> tags contain reasoning
     finish: FinishReason = FinishReason.STOP
     error: str | None = None
     seen: list[list[dict[str, str]]] = field(default_factory=list)
@@ -154,7 +154,7 @@ class EchoLLM:
     def generate(self, prompt: str, params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
         completions: list[Completion] = []
         num_tokens = 0
-        for index in reversed(range(params.n)):  # the last first: printing must put them in order
+        for index in reversed(range(params.n)):  # the last first, to test that they are printed in order
             answer = f"{prompt} {index}" if params.n > 1 else prompt
             words = re.findall(r"\S+\s*|\s+", answer)
             for word in words:

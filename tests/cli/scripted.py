@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to: the API in a few lines, and everything that can be wrong with it."""
+"""A server with scripted replies: a small part of the API, with all its possible errors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STATS = {
 @dataclass
 class Reply:
     status: int = 200
-    body: Iterable[bytes] = ()  # each is one chunk on the wire
+    body: Iterable[bytes] = ()  # chunks
     headers: dict[str, str] = field(default_factory=dict)
-    is_cut: bool = False  # close in mid-answer
+    is_cut: bool = False  # close the connection before the end
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Asked:
 
 
 class ScriptedServer:
-    """Each path has its replies in order; the last one stays."""
+    """Replies of each path, in order. The last one is repeated."""
 
     def __init__(self) -> None:
         models = [{"id": NAME, "object": "model", "owned_by": "quire", "max_model_len": 60, "root": NAME}]
@@ -51,7 +51,7 @@ class ScriptedServer:
             "/v1/cache/stats": [document(STATS)],
         }
         self.asked: list[Asked] = []
-        self.was_left = threading.Event()  # somebody closed the connection in mid-answer
+        self.was_closed = threading.Event()  # the client closed the connection during an answer
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
@@ -62,7 +62,7 @@ class ScriptedServer:
         return f"http://127.0.0.1:{self._http.server_port}"
 
     def answers(self, *replies: Reply) -> None:
-        """To prompts and conversations alike."""
+        """Set the replies to prompts and conversations."""
         self.replies["/v1/chat/completions"] = list(replies)
         self.replies["/v1/completions"] = list(replies)
 
@@ -116,12 +116,12 @@ def _handler(script: ScriptedServer) -> type[BaseHTTPRequestHandler]:
                 if not reply.is_cut:
                     self.wfile.write(b"0\r\n\r\n")
             except OSError:
-                script.was_left.set()
+                script.was_closed.set()
 
     return Handler
 
 
-# What it says
+# Replies
 
 
 def document(content: Any, status: int = 200, **headers: str) -> Reply:
@@ -134,7 +134,7 @@ def refusal(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def stream(*events: Any, is_cut: bool = False) -> Reply:
-    """Values are events of JSON; bytes go out as they are."""
+    """An event stream. Values are sent as JSON, bytes unchanged."""
     return Reply(200, [event(one) for one in events], {"content-type": "text/event-stream; charset=utf-8"}, is_cut)
 
 
@@ -154,14 +154,14 @@ def chunk(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
-    bill = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     explanation: dict[str, Any] = {"matched_tokens": cached, "matched_blocks": cached // 32, "prompt_tokens": prompt}
     explanation |= {"stopped_at": cached, "reason": "not_found", "message": "nothing cached goes on from here"}
-    return chunk(usage={**bill, "prompt_tokens_details": {"cached_tokens": cached}}, cache=explanation)
+    return chunk(usage={**counts, "prompt_tokens_details": {"cached_tokens": cached}}, cache=explanation)
 
 
 def said(text: str, finish: str = "stop") -> Reply:
-    """A whole answer to a conversation, word by word, as the API has it."""
+    """A complete answer to a conversation, word by word."""
     words = text.split(" ")
     pieces = [word if number == 0 else f" {word}" for number, word in enumerate(words)]
     role = chunk({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
@@ -170,11 +170,11 @@ def said(text: str, finish: str = "stop") -> Reply:
 
 
 def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
-    """A chunk that brings something else than words."""
+    """A chunk with other fields than content."""
     return chunk({"index": 0, "delta": fields, "finish_reason": finish})
 
 
 def endless(text: str) -> Reply:
-    """Goes on for as long as somebody reads."""
+    """An answer without end."""
     body = (event(chunk(choice(f"{text}{number} "))) for number in count())
     return Reply(200, body, {"content-type": "text/event-stream"})

@@ -1,4 +1,4 @@
-"""`quire bench` as a person runs it, on a model of random weights. Nothing here asserts a time."""
+"""`quire bench` on a model with random weights. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
     out = tmp_path / "a" / "report"
     outcome = CliRunner().invoke(app, ["--model", model, *SMALL, *SHORT, "--threads", "1", "--out", str(out), "--json"])
     printed = json.loads(outcome.stdout)  # one object and nothing else
-    assert outcome.exit_code == int(bool(printed["not_held"])), outcome.output  # fairness, on a busy machine
+    assert outcome.exit_code == int(bool(printed["not_held"])), outcome.output  # fairness may fail on a busy machine
     assert list(printed["speedup"]) == ["2", "3"]
     assert printed["speedup"]["3"] > 0
     assert {"ttft_cold_ms", "ttft_hit_ms", "shared_blocks", "copies"} <= set(printed["prefix"])
@@ -105,7 +105,7 @@ def test_a_server_that_cannot_start_is_an_error_with_its_log(model: str, tmp_pat
     assert "model.safetensors" in message
 
 
-def test_what_is_not_held_is_said_and_fails(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_promise_is_reported_and_fails(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(llm: LLM, config: BenchConfig, progress: Progress) -> BenchReport:
         report = run_bench(llm, replace(config, head_tokens=64), progress)
         assert report.prefix is not None
@@ -163,7 +163,7 @@ def test_without_matplotlib_there_is_a_report_without_a_plot(
     assert line.endswith(f"but no speedup.png: it needs matplotlib, which is not installed: {how}")
 
 
-def test_a_model_that_is_not_there_is_said() -> None:
+def test_a_missing_model_is_reported() -> None:
     outcome = CliRunner().invoke(app, ["--model", "/no/such/model"])
     assert isinstance(outcome.exception, ModelNotFound)
     assert not isinstance(outcome.exception, InvalidRequest)

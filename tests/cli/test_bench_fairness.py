@@ -1,4 +1,4 @@
-"""The fairness part of `quire bench`: a real server process, real streams. Nothing here asserts a time or a share."""
+"""The fairness part of `quire bench`, with a real server. No test asserts a time or a share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from quire.bench.report import NUM_IDLE, BenchConfig, Stage
 from quire.cli import bench_fairness
 from quire.cli.bench_fairness import measure_fairness
-from quire.cli.bench_load import Load, News, Shape, Stream, StreamClient
+from quire.cli.bench_load import Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
-from quire.cli.remote import PATIENT, Server, ServerError
+from quire.cli.server_client import PATIENT, ServerClient, ServerError
 from quire.core.request import Priority
 from quire.errors import ContextTooLong, RequestFailed
 from tests.server.rig import children, command_line
@@ -27,13 +27,13 @@ SHORT = Shape(8, 4)
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    """As long as it takes: pytest has a limit."""
+    """Wait without a limit: pytest has one."""
     while not is_so():
         time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
-    return bool(command_line(pid))  # of what has ended there is none, reaped or not
+    return bool(command_line(pid))  # empty for a process that has ended, reaped or not
 
 
 def servers_of(pid: int) -> list[int]:
@@ -47,8 +47,8 @@ def process(tiny_model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def asker(process: ServerProcess) -> StreamClient:
-    return StreamClient(Server(process.url, None, PATIENT), "tiny", range(10, 200), seed=0)
+def client(process: ServerProcess) -> StreamClient:
+    return StreamClient(ServerClient(process.url, None, PATIENT), "tiny", range(10, 200), seed=0)
 
 
 # The server
@@ -56,7 +56,7 @@ def asker(process: ServerProcess) -> StreamClient:
 
 def test_a_server_runs_until_it_is_no_longer_needed(tiny_model: Path) -> None:
     with serving(str(tiny_model), FAKE) as process:
-        server = Server(process.url, None, PATIENT)
+        server = ServerClient(process.url, None, PATIENT)
         server.wait_until_ready()
         assert server.get("/version")["scheduling"]["max_num_seqs"] == 2
         workers = children(process.pid)
@@ -84,11 +84,11 @@ def test_options_of_the_environment_do_not_reach_the_server(tiny_model: Path, mo
     monkeypatch.setenv("QUIRE_API_KEY", "sk-somebody-elses-secret")
     monkeypatch.setenv("QUIRE_LOW_SHARE", "0.5")
     with serving(str(tiny_model), FAKE) as process:
-        version = Server(process.url, None, PATIENT).get("/version")  # no key
+        version = ServerClient(process.url, None, PATIENT).get("/version")  # no key
     assert version["scheduling"]["low_share"] is None
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_cannot_start(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match="did not start: it ended with exit code 2") as caught,
         serving(str(tmp_path / "nowhere"), FAKE),
@@ -115,7 +115,7 @@ def test_what_a_server_lacks_is_named_before_anything_is_measured() -> None:
 def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: signal.Signals) -> None:
     script = (
         "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have set it to be ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
         "from quire.cli.main import run\n"
         "run()\n"
     )
@@ -136,48 +136,48 @@ def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: 
 # The clients
 
 
-def test_a_stream_gives_every_token_of_every_prompt(asker: StreamClient) -> None:
-    news: list[News] = []
-    Stream(asker, asker.body(Priority.LOW, SHORT, 3)).read(news.append)
-    assert {one.prompt for one in news} == {0, 1, 2}
+def test_a_stream_gives_every_token_of_every_prompt(client: StreamClient) -> None:
+    found: list[NewTokens] = []
+    Stream(client, client.body(Priority.LOW, SHORT, 3)).read(found.append)
+    assert {one.prompt for one in found} == {0, 1, 2}
     for prompt in range(3):
-        assert sum(one.num_tokens for one in news if one.prompt == prompt) == SHORT.output_tokens
-        assert sum(one.is_finished for one in news if one.prompt == prompt) == 1
+        assert sum(one.num_tokens for one in found if one.prompt == prompt) == SHORT.output_tokens
+        assert sum(one.is_finished for one in found if one.prompt == prompt) == 1
 
 
-def test_prompts_and_salts_are_never_the_same(asker: StreamClient) -> None:
-    bodies = [asker.body(Priority.HIGH, SHORT, 64) for _ in range(3)]
+def test_prompts_and_salts_are_never_the_same(client: StreamClient) -> None:
+    bodies = [client.body(Priority.HIGH, SHORT, 64) for _ in range(3)]
     prompts = [tuple(prompt) for body in bodies for prompt in body["prompt"]]
     assert len(set(prompts)) == 3 * 64
     assert {len(prompt) for prompt in prompts} == {8}
     assert len({body["cache_salt"] for body in bodies}) == 3
     for body in bodies:
-        assert len({prompt[0] for prompt in body["prompt"]}) == 64  # or the cache would share a token
+        assert len({prompt[0] for prompt in body["prompt"]}) == 64  # the cache shares even one token
 
 
-def test_a_stream_that_is_cut_ends_without_an_error(asker: StreamClient, process: ServerProcess) -> None:
-    stream = Stream(asker, asker.body(Priority.LOW, Shape(8, 4000)))
-    seen: list[News] = []
+def test_a_stream_that_is_cut_ends_without_an_error(client: StreamClient, process: ServerProcess) -> None:
+    stream = Stream(client, client.body(Priority.LOW, Shape(8, 4000)))
+    seen: list[NewTokens] = []
 
-    def take(news: News) -> None:
-        seen.append(news)
+    def take(new: NewTokens) -> None:
+        seen.append(new)
         stream.cut()
 
     stream.read(take)
     assert seen
-    assert not any(news.is_finished for news in seen)
-    wait_until(lambda: not Server(process.url, None, PATIENT).get("/v1/cache/stats")["num_running"])
+    assert not any(new.is_finished for new in seen)
+    wait_until(lambda: not ServerClient(process.url, None, PATIENT).get("/v1/cache/stats")["num_running"])
 
 
-def test_a_stream_that_was_cut_before_it_began_sends_nothing(asker: StreamClient) -> None:
-    stream = Stream(asker, asker.body(Priority.LOW, SHORT))
+def test_a_stream_that_was_cut_before_it_began_sends_nothing(client: StreamClient) -> None:
+    stream = Stream(client, client.body(Priority.LOW, SHORT))
     stream.cut()
-    stream.read(lambda news: pytest.fail(str(news)))
+    stream.read(lambda new: pytest.fail(str(new)))
 
 
-def test_both_tiers_have_tokens_and_a_load_never_runs_out(asker: StreamClient, process: ServerProcess) -> None:
-    server = Server(process.url, None, PATIENT)
-    loads = [Load(asker, tier, SHORT, 6) for tier in (Priority.HIGH, Priority.LOW)]
+def test_both_tiers_have_tokens_and_a_load_never_runs_out(client: StreamClient, process: ServerProcess) -> None:
+    server = ServerClient(process.url, None, PATIENT)
+    loads = [Load(client, tier, SHORT, 6) for tier in (Priority.HIGH, Priority.LOW)]
     for load in loads:
         load.start()
     try:
@@ -187,7 +187,7 @@ def test_both_tiers_have_tokens_and_a_load_never_runs_out(asker: StreamClient, p
         for load in loads:
             load.stop()
     for load in loads:
-        load.check()  # a stream that was cut is no problem
+        load.check()  # a cancelled stream is no error
     wait_until(lambda: not server.get("/v1/cache/stats")["num_running"])
 
 
@@ -196,8 +196,8 @@ def _checked(load: Load) -> Load:
     return load
 
 
-def test_a_load_that_is_refused_says_so(asker: StreamClient) -> None:
-    load = Load(asker, Priority.LOW, Shape(5000, 4), 2)  # the model has 4096
+def test_a_refused_load_raises(client: StreamClient) -> None:
+    load = Load(client, Priority.LOW, Shape(5000, 4), 2)  # the model has 4096
     load.start()
     with pytest.raises(ContextTooLong, match="4096"):
         wait_until(load.check)
@@ -227,4 +227,4 @@ def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, mo
     assert sum(window.latency.requests for window in report.backlog.windows) == report.backlog.latency.requests > 0
     assert report.backlog.num_low >= 4
     assert report.saturated.num_each == 4
-    assert servers_of(os.getpid()) == [process.pid]  # the other one is gone
+    assert servers_of(os.getpid()) == [process.pid]  # the other one has ended

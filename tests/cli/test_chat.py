@@ -1,4 +1,4 @@
-"""`quire chat`: a talk through a pipe, one at a terminal, and its commands over a model that echoes."""
+"""`quire chat` through a pipe and in a terminal, and its commands with a model that echoes."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_two_turns_through_a_pipe_share_their_prefix() -> None:
 
 
 @pytest.mark.usefixtures("default_model")
-def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_the_chat_continues(tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     terminal = Terminal("chat", "--temperature", "0", "--max-tokens", "4000")
     try:
         at = terminal.wait_for("\r\n> ", after=terminal.wait_for("/help for help."))
         question = "Write a very long story about a dragon."
         terminal.type(f"{question}\n")
-        at = terminal.wait_for("\r\n", after=at)  # the question's own echo
+        at = terminal.wait_for("\r\n", after=at)  # the echo of the question
         at = terminal.wait_for(" ", after=at)  # a word of the answer
         terminal.type("\x03")
         at = terminal.wait_for("[stopped]\r\n> ", after=at)
@@ -95,12 +95,12 @@ def test_lines_are_joined_by_a_backslash(echo: EchoLLM) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("/frob", "/frob is no command; /help lists them"),
+        ("/frob", "/frob is not a command; /help lists them"),
         ("/set warmth 3", "/set warmth: is not one of temperature, top_k"),
         ("/set temperature", "/set temperature: needs a value"),
         ("/set temperature hot", "temperature = 'hot' is not a number"),
         ("/set top_k 1.5", "top_k = '1.5' is not a whole number"),
-        ("/set temperature -3", "temperature = -3.0 is not at least 0.0"),
+        ("/set temperature -3", "temperature = -3.0 is not at least 0 and at most 2"),
         ("/save", "/save needs the name of a file"),
         ("/load", "/load needs the name of a file"),
         ("/load nowhere.json", "nowhere.json: No such file or directory"),
@@ -108,7 +108,7 @@ def test_lines_are_joined_by_a_backslash(echo: EchoLLM) -> None:
     ],
 )
 @pytest.mark.usefixtures("echo")
-def test_a_mistake_is_a_hint_and_the_talk_goes_on(
+def test_a_mistake_prints_a_hint_and_the_chat_continues(
     line: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -142,7 +142,7 @@ def test_save_and_load(echo: EchoLLM, tmp_path: Path, name: str) -> None:
 def test_save_does_not_overwrite_what_is_not_its_own(tmp_path: Path) -> None:
     file = tmp_path / "thesis.json"
     file.write_text("years of work")
-    assert "exists already and is not of this conversation" in talk("hello", f"/save {file}").stderr
+    assert "exists and was not saved or loaded in this chat" in talk("hello", f"/save {file}").stderr
     assert file.read_text() == "years of work"
 
 
@@ -168,14 +168,14 @@ def test_a_file_that_is_no_conversation_changes_nothing(tmp_path: Path, text: st
     assert outcome.stdout == "still here\n"
 
 
-def test_a_full_context_is_told_and_the_message_forgotten(echo: EchoLLM) -> None:
+def test_a_full_context_is_reported_and_the_message_dropped(echo: EchoLLM) -> None:
     outcome = talk("short", "word " * 80, "short again")
     assert outcome.stdout == "short\nshort again\n"
     assert "exceeds the context of 60 tokens. /reset forgets the conversation, /save FILE keeps it]" in outcome.stderr
     assert [message["content"] for message in echo.seen[-1]] == ["short", "short", "short again"]
 
 
-def test_an_answer_cut_short_says_by_what(echo: EchoLLM) -> None:
+def test_the_reason_of_a_cut_answer_is_printed(echo: EchoLLM) -> None:
     echo.finish = FinishReason.LENGTH
     outcome = talk("one two", "three", options=("--max-tokens", "2"))
     assert outcome.stderr.splitlines() == [
@@ -184,14 +184,14 @@ def test_an_answer_cut_short_says_by_what(echo: EchoLLM) -> None:
     ]
 
 
-def test_thoughts_are_no_part_of_the_talk(echo: EchoLLM) -> None:
+def test_reasoning_is_no_part_of_the_conversation(echo: EchoLLM) -> None:
     echo.thinks = True
     outcome = talk("<think>Hm, a fox.</think>\\", "A fox.", "And then?")
-    assert (outcome.stdout, outcome.stderr) == ("A fox.\nAnd then?\n", "")  # nobody looks: no terminal
+    assert (outcome.stdout, outcome.stderr) == ("A fox.\nAnd then?\n", "")  # no terminal
     assert [message["content"] for message in echo.seen[-1]][1:] == ["A fox.", "And then?"]
 
 
-def test_an_answer_that_never_got_beyond_its_thought_is_forgotten(echo: EchoLLM) -> None:
+def test_an_answer_of_reasoning_only_is_dropped(echo: EchoLLM) -> None:
     echo.thinks, echo.finish = True, FinishReason.LENGTH
     outcome = talk("<think>Hm", "<think>Hm, well", options=("--max-tokens", "1"))
     assert outcome.stderr.splitlines() == [
@@ -201,7 +201,7 @@ def test_an_answer_that_never_got_beyond_its_thought_is_forgotten(echo: EchoLLM)
     assert len(echo.seen[-1]) == 1
 
 
-def test_an_answer_that_failed_says_why_and_is_forgotten(echo: EchoLLM) -> None:
+def test_a_failed_answer_is_reported_and_dropped(echo: EchoLLM) -> None:
     echo.finish, echo.error = FinishReason.ERROR, "not a number"
     outcome = talk("one", "two")
     assert outcome.stderr == "[the answer failed: not a number]\n" * 2

@@ -1,4 +1,4 @@
-"""`quire doctor`, `quire pull` and `quire models`: what is here, and how to get what is not."""
+"""`quire doctor`, `quire pull` and `quire models` on machines where something is missing."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_a_machine_that_has_everything() -> None:
     assert str(Path.home()) + "/" not in outcome.stdout
 
 
-def test_without_a_model_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_model_the_command_to_get_one_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "not-yet"))
     monkeypatch.setattr(doctor, "local_models", list)
     outcome = examine()
     assert outcome.exit_code == 1
-    assert "MISSING: no model that can be opened is on this machine\n    quire pull" in outcome.stdout
-    assert outcome.stdout.endswith("quire cannot generate here yet.\n")
+    assert "MISSING: there is no model on this machine that can be opened\n    quire pull" in outcome.stdout
+    assert outcome.stdout.endswith("quire cannot run models here yet.\n")
 
 
 def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_without_torch_only_a_gpu_misses_it(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("default_model")
-def test_a_library_that_does_not_load_says_why(tmp_path: Path) -> None:
+def test_the_reason_of_a_library_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"no library")
     outcome = quire("doctor", env={"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")})
     assert outcome.returncode == 0, outcome.stderr  # torch computes
@@ -130,14 +130,14 @@ def test_cpus(text: str, name: str, features: list[str], tmp_path: Path, monkeyp
     assert doctor._cpu() == (name, features)
 
 
-def test_paths_do_not_say_who_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_do_not_contain_the_user_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setattr(getpass, "getuser", lambda: "alice")
-    told = {"a": ["/home/alice/models", "/home/alice", "/scratch/alice/x: broken", "/home/alicex", 3, None]}
-    assert doctor._anonymous(told) == {"a": ["~/models", "~", "/scratch/$USER/x: broken", "/home/alicex", 3, None]}
+    given = {"a": ["/home/alice/models", "/home/alice", "/scratch/alice/x: broken", "/home/alicex", 3, None]}
+    assert doctor._anonymous(given) == {"a": ["~/models", "~", "/scratch/$USER/x: broken", "/home/alicex", 3, None]}
 
 
-def test_pull_says_where_the_model_lies(default_model: Path) -> None:
+def test_pull_prints_the_path(default_model: Path) -> None:
     assert quire("pull").stdout == f"{default_model}\n"
     outcome = CliRunner().invoke(app, ["pull", "smollm2", "--json"])
     assert json.loads(outcome.stdout) == {"name": "smollm2", "path": str(default_model)}

@@ -1,4 +1,4 @@
-"""`quire serve` as it is typed: options from three places, refusals that name them, a clean terminal."""
+"""`quire serve`: options from flags, environment and file, errors that name them, terminal output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from quire.backends.base import Capacity, RunnerFacts
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli.options import MemoryOption
-from quire.cli.serve import announce
+from quire.cli.serve import _lan_address, announce
 from quire.cli.serve_models import read_file
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
@@ -31,7 +32,7 @@ from tests.waiting import HANG_S
 
 
 def refuse(*options: str, **env: str) -> str:
-    """What it says when it does not start."""
+    """The error of a server that does not start."""
     command = [sys.executable, "-m", "quire", "serve", *options]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
     assert outcome.returncode != 0
@@ -47,11 +48,13 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--max-model-len", "1"), "--max-model-len = 1 is not"),
     (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
     (("--max-body-size", "many"), "--max-body-size = 'many' is not a size"),
+    (("--kv-memory", "900T"), "--kv-memory = 921,600 GiB is more than the "),
+    (("--kv-memory", "2X"), "--kv-memory = '2X' is not a size"),
     (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
     (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
     (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
     (("--log-level", "loud"), "--log-level = 'loud' is not one of"),
-    (("--host", "0.0.0.0"), "there is no API key"),
+    (("--host", "0.0.0.0"), "no API key is set"),
     (("--api-key", "short"), "8 to 512"),
     (("--ssl-certfile", "nowhere.pem"), "TLS needs both"),
     (("--root-path", "api"), "--root-path = 'api' does not begin with /"),
@@ -60,7 +63,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("one", "--model", "two"), "name one model"),
 ]
 BAD_FILES = [
-    ("max-queue: yes", "max_queue = True is not a value"),
+    ("max-queue: yes", "max_queue = True is yes or no, and the option needs a value"),
     ("max-queu: 4", "'max_queu' is not an option of `quire serve`"),
     ("[1, 2]", "Expected `object | null`"),
     ("a: [", "config.yaml"),
@@ -132,14 +135,14 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path) -> None:
         assert server.get("/v1/models").status == 401
 
 
-def test_an_empty_file_says_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_empty_file_sets_nothing(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("# later\n")
     with serving("--model", str(tiny_model), *FAKE, "--config", str(path)) as server:
         assert server.get("/health").status == 200
 
 
-def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -> None:
+def test_on_a_terminal_the_bar_ends_before_the_address_is_printed(tiny_model: Path) -> None:
     terminal, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire", "serve", str(tiny_model), *FAKE, "--port", "0", "--hello"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -159,7 +162,7 @@ def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -
     assert process.returncode == 0
     before, _, after = text.partition("quire serves ")
     assert "loading tiny" in before
-    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")  # the cursor is back
+    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")  # the cursor is visible again
     assert "loading tiny" not in after
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", after.replace("\x1b[", ""))
 
@@ -175,7 +178,7 @@ def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -
         ("cpu", None, {"num_blocks": 100}, "--num-blocks"),
     ],
 )
-def test_the_start_says_why_the_pool_has_its_size(
+def test_the_start_prints_the_reason_for_the_cache_size(
     device: str, memory: int | None, settings: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig(**settings)),))
@@ -183,6 +186,52 @@ def test_the_start_says_why_the_pool_has_its_size(
     ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {})
     announce(Startup(config, "model", ready, {"all": 1.0}, memory))
     assert f"KV cache 3.0 GiB: 32,000 tokens in 1,000 blocks of 32 ({why})\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "open to    this machine only, without a key"),
+        ({"api_key": ("sk-12345678",)}, "open to    clients with an API key"),
+        (
+            {"host": "0.0.0.0", "insecure": True, "port": 8001},
+            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
+        ),
+        (
+            {"host": "0.0.0.0", "api_key": ("sk-12345678",)},
+            "open to    clients with an API key; on a phone or another machine: http://192.0.2.7:8000",
+        ),
+        (
+            {"host": "10.1.2.3", "insecure": True},
+            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
+        ),
+    ],
+)
+def test_the_start_says_from_where_it_can_be_reached(
+    settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.serve._lan_address", lambda: "192.0.2.7")
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),), **settings)
+    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, RunnerFacts("native", "cpu", "int8", 2), {})
+    announce(Startup(config, "model", ready, {"all": 1.0}))
+    assert f"  {line}\n" in capsys.readouterr().out
+
+
+class _NoRoute:
+    """A socket of a machine without a network."""
+
+    def __init__(self, *_: object) -> None: ...
+    def __enter__(self) -> _NoRoute:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def connect(self, _address: object) -> None:
+        raise OSError("Network is unreachable")
+
+
+def test_without_a_network_the_host_name_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cli.serve.socket.socket", _NoRoute)
+    assert _lan_address() == socket.gethostname()
 
 
 def test_the_default_pool_is_documented_where_it_is_met() -> None:

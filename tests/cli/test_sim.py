@@ -1,4 +1,4 @@
-"""The command as a person runs it."""
+"""`quire sim`, and `quire` without a command."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def quire(*arguments: str, folder: Path | None = None, stdin: str = "") -> subpr
 
 def test_version_and_bare_call() -> None:
     assert quire("--version").stdout.strip() == f"quire {__version__}"
-    assert re.search(r"sim +Run the real scheduler", quire().stderr)
+    assert re.search(r"sim +Run the scheduler", quire().stderr)
 
 
 def test_sim_prints_a_table_a_person_can_read() -> None:
-    outcome = quire("sim", "--requests", "80", "--blocks", "300", "--blocks", "2000")
+    outcome = quire("sim", "--requests", "80", "--num-blocks", "300", "--num-blocks=2000")
     assert outcome.returncode == 0, outcome.stderr
     for word in ("policy", "aging", "fcfs", "2,000", "GiB", "TTFT", "wait", "hits", "empted", "HIGH", "NORMAL", "LOW"):
         assert word in outcome.stdout
@@ -33,7 +33,7 @@ def test_sim_prints_a_table_a_person_can_read() -> None:
     assert outcome.stderr == ""
 
 
-def test_sim_says_what_was_not_answered_in_full(tmp_path: Path) -> None:
+def test_sim_reports_requests_without_a_complete_answer(tmp_path: Path) -> None:
     lines = [
         {"arrival_s": 0, "prompt_tokens": 100, "output_tokens": 5000},
         {"arrival_s": 0, "prompt_tokens": 9000, "output_tokens": 5},
@@ -44,13 +44,13 @@ def test_sim_says_what_was_not_answered_in_full(tmp_path: Path) -> None:
     assert "1 of 2 NORMAL cut at the end of the context" in outcome.stdout
     assert "1 of 2 NORMAL refused: too long for the pool" in outcome.stdout
     assert "1 of 1 LOW not answered in full: the client left" in outcome.stdout
-    assert (
-        "1 of 2 NORMAL refused" in quire("sim", "-", "--blocks", "50", stdin=(tmp_path / "t.jsonl").read_text()).stdout
-    )
+    assert "1 of 2 NORMAL refused" in quire("sim", "-", "--blocks=50", stdin=(tmp_path / "t.jsonl").read_text()).stdout
 
 
 def test_sim_gives_json_for_programs() -> None:
-    outcome = quire("sim", "--requests", "60", "--policy", "aging", "--blocks", "500", "--json", "--no-cache")
+    outcome = quire(
+        "sim", "--requests", "60", "--policy", "aging", "--blocks", "500", "--json", "--no-enable-prefix-caching"
+    )
     document = json.loads(outcome.stdout)
     assert document["machine"]["kv_bytes"] == 131_072
     assert document["config"]["block_size"] == 32
@@ -63,7 +63,7 @@ def test_sim_gives_json_for_programs() -> None:
 
 
 def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
-    options = ("--policy", "aging", "--blocks", "400", "--json")
+    options = ("--scheduling-policy", "aging", "--num-blocks", "400", "--json")
     first = quire("sim", "--requests", "60", "--save-trace", "day.jsonl", *options, folder=tmp_path)
     again = quire("sim", "day.jsonl", *options, folder=tmp_path)
     assert json.loads(first.stdout)["runs"] == json.loads(again.stdout)["runs"]
@@ -77,7 +77,7 @@ def test_sim_draws(tmp_path: Path, name: str, magic: bytes) -> None:
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 
-def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+def test_plot_without_matplotlib_names_the_package(tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None; sys.modules['matplotlib.figure'] = None\n"
         "from quire.cli.main import run; run()"
@@ -87,17 +87,17 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     assert outcome.returncode == 2
     how = f"{sys.executable} -m pip install matplotlib"
     assert outcome.stderr == f"quire: --plot needs matplotlib, which is not installed: {how}\n"
-    assert outcome.stdout == ""  # said before the run
+    assert outcome.stdout == ""  # refused before the run
 
 
 BAD: list[tuple[list[str], str]] = [
     (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-    (["--policy", "lifo"], "--policy = 'lifo' is not one of fair, aging, fcfs"),
+    (["--scheduling-policy", "lifo"], "--scheduling-policy = 'lifo' is not one of fair, aging, fcfs"),
     (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants"),
     (["--low-share", "2"], "--low-share = 2.0 is not a number above 0 and below 1"),
-    (["--low-share", "0.2", "--policy", "fcfs"], "--low-share means something only under --policy fair"),
-    (["--blocks", "1"], "--blocks 1 is not from 2"),
-    (["--blocks", "1000000000"], "--blocks 1000000000 is not from 2 to 10000000"),
+    (["--low-share", "0.2", "--policy", "fcfs"], "--low-share is for --scheduling-policy fair only"),
+    (["--blocks", "1"], "--num-blocks 1 is not from 2"),
+    (["--blocks", "1000000000"], "--num-blocks 1000000000 is not from 2 to 10000000"),
     (["--block-size", "33"], "--block-size = 33 is not a power of two"),
     (["--machine", "abacus"], "--machine 'abacus' is not one of cpu-smollm2-135m"),
     (["--base-ms", "-1"], "--base-ms = -1"),
@@ -108,7 +108,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--max-waiting", "0"], "--max-waiting = 0"),
     (["--max-num-batched-tokens", "3"], "--max-num-batched-tokens = 3 is less than max_num_seqs"),
     (["--patience", "-3"], "--patience = -3"),
-    (["--patience", "3", "--policy", "fcfs"], "--patience means something only under --policy aging"),
+    (["--patience", "3", "--policy", "fcfs"], "--patience is for --scheduling-policy aging only"),
     (["some.jsonl", "--rate", "3"], "--rate is for a synthetic trace, and some.jsonl was given"),
     (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
     (["--plot", "nowhere/x.png"], "--plot nowhere/x.png is in a folder that does not exist"),

@@ -1,4 +1,4 @@
-"""Frames of `quire top`, of snapshots as the server's own types make them."""
+"""Frames of `quire top`, from snapshots made with the server's types."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def model(name: str, running: WatchedEngine | None, **more: Any) -> WatchedModel
 
 
 def snapshot(*models: WatchedModel, is_draining: bool = False) -> dict[str, Any]:
-    """As it comes over the wire."""
+    """The snapshot as JSON."""
     whole = WatchSnapshot(
         at=1.7e9,
         tick=3,
@@ -151,17 +151,17 @@ def test_all_the_facts_are_there_without_colour() -> None:
     assert "\x1b" not in "".join(found.lines)
 
 
-def test_the_bar_is_in_proportion_and_leaves_nobody_out() -> None:
+def test_the_bar_is_in_proportion_and_shows_every_state() -> None:
     bar = frame(USUAL, Screen(80)).line("blocks").removeprefix("blocks").strip()
     assert len(bar) == 80 - len("  blocks    ")
     assert "".join(dict.fromkeys(bar)) == "■█▓░·"  # each once, in this order
     counts = {state: bar.count(mark) for state, (mark, _, _) in MARKS.items()}
-    assert counts["pinned"] == 1  # of 399, and still seen
+    assert counts["pinned"] == 1  # of 399 blocks, and still visible
     assert counts["cached"] == 120 * 68 // 399
 
 
 @pytest.mark.parametrize("counts", [BlockCounts(5, 0, 0, 0, 0), BlockCounts(0, 0, 0, 3, 0), BlockCounts(0, 0, 0, 0, 0)])
-def test_a_bar_of_one_kind_or_none(counts: BlockCounts) -> None:
+def test_a_bar_of_one_state_and_of_none(counts: BlockCounts) -> None:
     bar = frame(snapshot(model("m", engine(0, counts))), Screen(80)).line("blocks").removeprefix("blocks").strip()
     assert len(set(bar)) == (1 if any(msgspec.structs.astuple(counts)) else 0)
 
@@ -169,7 +169,7 @@ def test_a_bar_of_one_kind_or_none(counts: BlockCounts) -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 81, 133, 250])
 @pytest.mark.parametrize("height", [None, 4, 10, 24, 60])
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_it_fits(width: int, height: int | None, size: int) -> None:
+def test_frames_fit_the_screen(width: int, height: int | None, size: int) -> None:
     counts = BlockCounts(*(size for _ in range(5)))
     models = [model("a" * 70, engine(100, counts)), model("other", None, state="loading", progress=0.4, num_waiting=2)]
     found = frame(snapshot(*models, is_draining=True), Screen(width, height, is_ascii=True), "away: it is gone")
@@ -196,7 +196,7 @@ def test_models_that_are_not_loaded() -> None:
     assert found.line("two") == "two  unloaded"
 
 
-def test_trouble_is_said() -> None:
+def test_problems_are_reported() -> None:
     found = frame(snapshot(model("m", engine(0, COUNTS, is_moving=False, num_restarts=2))), Screen(80))
     assert (
         found.line("trouble")
@@ -219,12 +219,12 @@ def test_colours_where_there_are_any() -> None:
     ("arguments", "message"),
     [
         (["--server", "http://127.0.0.1:9", "--once"], "http://127.0.0.1:9 does not answer"),
-        (["--once"], "QUIRE_SERVER says none: --server URL names one"),
-        (["--server", "http://127.0.0.1:9"], "this is no terminal to draw on: --once prints one frame"),
+        (["--once"], "QUIRE_SERVER is none: name one with --server URL"),
+        (["--server", "http://127.0.0.1:9"], "stdout is not a terminal: --once prints one frame"),
         (["--server", "http://127.0.0.1:9", "--interval", "0"], "--interval 0 is not from 0.1 to 60 seconds"),
     ],
 )
-def test_what_goes_wrong_is_one_line(arguments: list[str], message: str) -> None:
+def test_errors_are_one_line(arguments: list[str], message: str) -> None:
     outcome = quire("top", *arguments)
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert message in outcome.stderr

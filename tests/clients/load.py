@@ -1,7 +1,7 @@
-"""A load client nobody here wrote, NVIDIA's aiperf, against a real server: `python -m tests.clients.load`.
+"""Runs NVIDIA's load generator aiperf against a real server: `python -m tests.clients.load`.
 
-It counts tokens itself, by a tokenizer in a folder: the default model's is written there, so nothing asks a hub. Its
-figures are those of the machine as it is: run it alone.
+aiperf counts tokens with a tokenizer from a local folder, where the default model's is written. Run it on an otherwise
+idle machine: other load affects its figures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUN_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    endpoint: str  # as aiperf names it
+    endpoint: str  # aiperf's name of it
     path: str
     concurrency: int
     num_requests: int
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(load: Load, num_requests: int, url: str, model: str) -> dict[str, Any] | None:
-    """What aiperf found. None: it failed, and why is printed."""
-    seed = LOADS.index(load) + 1  # prompts of its own: what an earlier load left in the cache is of no use to it
+    """The report of aiperf, or None if it failed. Prints its errors."""
+    seed = LOADS.index(load) + 1  # different prompts, so that the cache of an earlier load is not used
     report = REPORTS / f"{load.endpoint}-{load.concurrency}"
     command = [str(ENVIRONMENTS / "aiperf" / "bin" / "aiperf"), "profile", "--model", model, "--url", url]
     command += ["--endpoint-type", load.endpoint, "--streaming", "--tokenizer", str(TOKENIZER)]

@@ -1,5 +1,7 @@
-"""Files of the default model as some clients want them: its tokenizer for those that count tokens themselves, and the
-model with a context of 32,768 tokens for agents, whose first prompt is longer than its own 8192.
+"""Files of the default model for some clients.
+
+Its tokenizer, for clients that count tokens themselves; and the model with a context of 32,768 tokens, for agents whose
+first prompt is longer than the original 8192.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _UINT32, _FLOAT32 = 4, 6  # types of GGUF values
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The default model's, in the two files that `transformers` reads."""
+    """Write the default model's tokenizer in the two files that `transformers` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     text = ModelText.open(resolve(DEFAULT_MODEL))
     (folder / "tokenizer.json").write_text(text.tokenizer._full.to_str())
@@ -29,10 +31,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_long_model(folder: Path) -> Path:
-    """The path of the file, which is written once.
+    """Write the model with a long context, unless it exists. Returns its path.
 
-    Two values of the GGUF file's header are overwritten: the length, and the base of the rotary embedding, raised as
-    NTK-aware scaling has it. The answers are worse than the model's own; what is tested with it is the protocol.
+    Two values of the GGUF file's header are overwritten: the context length, and the base of the rotary embedding,
+    which is increased by NTK-aware scaling. The answers are worse than the original model's, but only the protocol is
+    tested.
     """
     source = resolve()
     target = folder / f"{source.stem}-long.gguf"
@@ -48,7 +51,7 @@ def write_long_model(folder: Path) -> Path:
 
 
 def _overwrite(data: bytearray, key: bytes, kind: int, layout: str, change: Callable[[Any], Any]) -> None:
-    """One value of the header, in place: the key, a type of 4 bytes, 4 bytes of value."""
+    """Change one value of the header in place: after the key come 4 bytes of type and 4 bytes of value."""
     at = data.index(key) + len(key)
     assert struct.unpack_from("<I", data, at) == (kind,), f"{key!r} has another type"
     (old,) = struct.unpack_from(layout, data, at + 4)

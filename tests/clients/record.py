@@ -1,8 +1,8 @@
-"""A server that writes down every request of an agent and answers with canned events, to make golden bodies anew.
+"""A server that records the requests of an agent and answers with fixed events, to regenerate golden bodies.
 
 python -m tests.clients.record --into build/captures --name claude --tool Bash --arguments '{"command": "echo hello"}'
 
-The first request that offers the tool is answered by a call of it, every other one by a text.
+The first request that offers the tool is answered with a call of it, every other one with text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Recorder(BaseHTTPRequestHandler):
         self.reply(body if isinstance(body, dict) else {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # GET, HEAD, POST and the others
+        if name.startswith("do_"):  # GET, HEAD, POST and so on
             return self.handle_one
         raise AttributeError(name)
 
@@ -62,7 +62,7 @@ class Recorder(BaseHTTPRequestHandler):
             self.send_json({"error": {"type": "not_found_error", "message": "not here"}}, 404)
 
     def called(self, body: Event) -> str | None:
-        """The tool to call, where it is offered and no call of it has been made."""
+        """The tool to call, if it is offered and was not called yet."""
         offered = body.get("tools") or []
         tools = {tool.get("name") for one in offered for tool in (one, *one.get("tools", []))}
         is_done = '"tool_result"' in json.dumps(body) or "call_output" in json.dumps(body)
@@ -94,7 +94,7 @@ class Recorder(BaseHTTPRequestHandler):
 
 
 def message_events(body: Event, tool: str | None) -> Iterator[Event]:
-    """Anthropic's."""
+    """Events of Anthropic's protocol."""
     usage = {"input_tokens": 1000, "output_tokens": 8, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
     message: Event = {"id": "msg_1", "type": "message", "role": "assistant", "model": body.get("model"), "content": []}
     yield {"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None, "usage": usage}}
@@ -118,7 +118,7 @@ def message_events(body: Event, tool: str | None) -> Iterator[Event]:
 
 
 def response_events(body: Event, tool: str | None) -> Iterator[Event]:
-    """OpenAI's."""
+    """Events of OpenAI's Responses protocol."""
     response: Event = {
         "id": "resp_1",
         "object": "response",

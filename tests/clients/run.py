@@ -1,6 +1,6 @@
-"""Clients nobody here wrote, each in an environment of its own, against a real server: `make clients`.
+"""Runs third-party clients, each in its own environment, against a real server: `make clients`.
 
-Environments are made once under build/clients and kept; a changed pin makes them anew.
+Environments are created once under build/clients and kept until a pin changes.
 tests/clients/table.py lists the clients.
 """
 
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_served(clients: Sequence[Client], model: str) -> Results:
-    """Each against a server of the model, those with long prompts against one whose context is long enough."""
+    """Run each client against a server. Clients with long prompts get one with a longer context."""
     results: Results = {}
     if plain := [client for client in clients if not client.wants_long_context]:
         with serving(model) as server:
             results |= run_all(plain, server.url, served_name(server))
     if long := [client for client in clients if client.wants_long_context]:
         path = write_long_model(ENVIRONMENTS / "model")
-        # One client at a time: the rig's one thread, meant for tests side by side, would only make it wait.
+        # One client at a time, so all cores can be used. The rig's default of one thread is meant for parallel tests.
         threads = {"QUIRE_THREADS": str(os.cpu_count() or 1)}
         with serving(str(path), "--served-model-name", model, env=threads) as server:
             results |= run_all(long, server.url, served_name(server))
@@ -84,7 +84,7 @@ def served_name(server: Server) -> str:
 
 
 def install(client: Client) -> bool:
-    """Whether it could be. What went wrong is printed."""
+    """Create the environment of a client. Returns whether it succeeded, and prints errors."""
     folder = ENVIRONMENTS / client.environment
     stamp = folder / ".installed"
     wanted = " ".join(sorted(client.pins))
@@ -114,7 +114,7 @@ def _install_python(folder: Path, client: Client) -> bool:
     if TORCH not in client.pins:
         unwanted |= packages & {"torch"}
     if unwanted:
-        print(f"{client.name}: it brought {', '.join(sorted(unwanted))} along, which no client needs")
+        print(f"{client.name}: its dependencies include {', '.join(sorted(unwanted))}, which no client needs")
     return is_well and not unwanted
 
 
@@ -142,8 +142,8 @@ def run_all(clients: Sequence[Client], url: str, model: str) -> Results:
 
 
 def run(client: Client, url: str, model: str) -> dict[str, Outcome]:
-    """The outcome of every check; one that was not reported has failed."""
-    # A cache that an earlier client or run filled would answer the first of two questions about usage.
+    """The outcome of every check. A check that was not reported has failed."""
+    # Unique per client and run: the usage check needs a first request without cached tokens.
     salted = f"Client {client.name} of run {os.getpid()}. {checks.LONG}"
     words = {
         "question": checks.QUESTION,
@@ -187,13 +187,13 @@ def _command(client: Client) -> list[str]:
     if script.suffix == ".py":
         python = sys.executable if client.is_node else str(folder / "bin" / "python")
         return [python, str(script), *client.arguments]
-    beside = folder / client.script  # Node.js looks for modules beside the script
+    beside = folder / client.script  # Node.js searches modules relative to the script
     shutil.copyfile(script, beside)
     return ["node", str(beside), *client.arguments]
 
 
 def _environment() -> dict[str, str]:
-    """Ours without what would lead a client elsewhere, or to our own packages."""
+    """The environment without variables that point a client to another server or to our packages."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LEADING)}
     return kept | {
         "LANGSMITH_TRACING": "false",
@@ -213,7 +213,7 @@ def _reported(text: str) -> list[tuple[str, Outcome]]:
 
 
 def table(results: Mapping[Client, Mapping[str, Outcome]]) -> str:
-    """In Markdown, as docs/clients.md has it."""
+    """The Markdown table of docs/clients.md."""
     lines = ["| client | version | works | does not |", "|---|---|---|---|"]
     for client, outcomes in results.items():
         works = ", ".join(name for name, outcome in outcomes.items() if outcome.is_well)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from tests.clients.scripts import checks
 
-# Where a client insists on PyTorch: a build for CPUs, installed first, so that nothing asks for one with CUDA.
+# For clients that require PyTorch: a CPU build, installed first, so that no CUDA build is installed.
 TORCH = "torch==2.13.0"
-CHAT_CHECKS = ("chat", "stream", "tool", "schema", "error", "usage")  # of clients that list no models
+CHAT_CHECKS = ("chat", "stream", "tool", "schema", "error", "usage")  # for clients that do not list models
 AGENT_CHECKS = ("chat", "tool", "error")
 
 
@@ -20,7 +20,7 @@ class Client:
     script: str
     checks: tuple[str, ...] = checks.CHECKS
     arguments: tuple[str, ...] = ()
-    wants_long_context: bool = False  # prompts of more than the default model's 8192 tokens
+    wants_long_context: bool = False  # its prompts exceed the default model's 8192 tokens
 
     @property
     def is_node(self) -> bool:
@@ -47,12 +47,12 @@ def _ai_sdk(provider: str) -> Client:
     return Client(f"ai, @ai-sdk/{provider} (npm)", "ai", pins, "by_ai.mjs", CHAT_CHECKS, (provider,))
 
 
-# To add a client: a script that runs its checks, and a row.
+# To add a client: write a script that runs its checks, and add a row.
 CLIENTS = (
     Client("openai (npm)", "openai-npm", ("openai@7.53.0",), "openai_npm.mjs"),
     Client("langchain-openai", "langchain", LANGCHAIN, "by_langchain_openai.py"),
     Client("langchain-anthropic", "langchain", LANGCHAIN[::-1], "by_langchain_anthropic.py"),
-    # LiteLLM imports mcp wherever a request has tools, and does not ask for it.
+    # LiteLLM imports mcp if a request has tools, but does not depend on it.
     Client("litellm", "litellm", ("litellm==1.106.2", "mcp==2.3.0"), "by_litellm.py"),
     Client("llm", "llm", ("llm==0.36",), "by_llm.py"),
     Client(

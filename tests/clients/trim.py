@@ -1,4 +1,4 @@
-"""Makes golden bodies of recorded requests: the structure stays, every text is replaced by one of ours.
+"""Makes golden bodies from recorded requests: keeps the structure and replaces every text by a synthetic one.
 
 python -m tests.clients.trim build/captures/claude-02.json tests/server/golden/claude_code_tool_result.json
 """
@@ -54,7 +54,7 @@ def _text(value: str, key: str) -> str:
 
 
 def _synthetic(value: str) -> str:
-    """With the tag that a client put around it, if it did."""
+    """A synthetic text, within the same tag as the original, if it has one."""
     tag = re.match(r"<([a-z_-]+)", value)
     return f"<{tag[1]}>\nA synthetic text.\n</{tag[1]}>" if tag else "A synthetic text."
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from quire.core.block_map import BlockMap, BlockState, CellRun, held_ranges, view_blocks
+from quire.core.block_map import BlockMap, BlockState, CellRun, HeldRun, held_ranges, view_blocks
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.errors import InvalidRequest
@@ -34,6 +34,14 @@ def counted(cache: KVCacheManager, tables: list[list[int]]) -> list[BlockState]:
 
 def expand(block_map: BlockMap) -> list[tuple[int, ...]]:
     return [tuple(run[1:]) for run in block_map.runs() for _ in range(run.num_cells)]
+
+
+def held_blocks(block_map: BlockMap, max_blocks: int) -> dict[int, int]:
+    """Block id -> number of holders."""
+    runs = block_map.held_runs(max_blocks)
+    found = {block_id: run.num_holders for run in runs for block_id in range(run.first, run.first + run.num_blocks)}
+    assert len(found) == sum(run.num_blocks for run in runs)
+    return found
 
 
 def cells(states: list[BlockState], size: int) -> list[tuple[int, ...]]:
@@ -62,6 +70,13 @@ class MapMachine(CacheMachine):
         assert self.map.totals == tuple(states.count(state) for state in BlockState)
         holders = Counter(block_id for table in tables for block_id in table)
         assert self.map.max_holders == max(holders.values(), default=0)
+        held = {block_id: holders[block_id] for block_id, state in enumerate(states, 1) if state >= IN_USE}
+        assert held_blocks(self.map, 100) == held
+        if len(held) > 2:  # more than there is room for: shared blocks only
+            shared = {block_id for block_id, count in held.items() if count > 1}
+            found = held_blocks(self.map, 2)
+            assert found.keys() <= shared
+            assert len(found) == min(len(shared), 2)
 
 
 TestMapMachine = MapMachine.TestCase
@@ -111,6 +126,8 @@ def test_runs_are_short_and_in_order() -> None:
     block_map.update(100)
     # The last token of a prompt is never taken from the cache, so the last block is not shared.
     assert block_map.runs() == (CellRun(4, 0, 0, 1, 0), CellRun(2, 0, 1, 0, 0), CellRun(10, 0, 0, 0, 0))
+    assert block_map.held_runs(6) == (HeldRun(1, 4, 2), HeldRun(5, 2, 1))
+    assert block_map.held_runs(5) == (HeldRun(1, 4, 2),)
     cache.release(first)
     cache.release(second)
     cache.pin("mine", list(range(8)), "", 10)
@@ -118,6 +135,7 @@ def test_runs_are_short_and_in_order() -> None:
     runs = (CellRun(2, 0, 0, 0, 1), CellRun(2, 1, 0, 0, 0), CellRun(1, 0, 0, 0, 0), CellRun(1, 1, 0, 0, 0))
     assert block_map.runs() == (*runs, CellRun(10, 0, 0, 0, 0))  # one of the two twins stays cached
     assert block_map.totals == (11, 3, 0, 0, 2)
+    assert block_map.held_runs(100) == (HeldRun(1, 2, 0),)
     cache.clear()
     block_map.update(100)
     assert block_map.runs() == (CellRun(16, 0, 0, 0, 0),)

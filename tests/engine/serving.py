@@ -17,7 +17,7 @@ from quire.engine.worker.protocol import Stats
 from tests.waiting import HANG_S
 
 T = TypeVar("T")
-SLOW = {"backend": "fake", "device": "20ms"}  # a step: thousands of tokens outlast what is done meanwhile
+SLOW = {"backend": "fake", "device": "20ms"}  # per step: thousands of tokens outlast the rest of the test
 OPTIONS = ("hang_limit_s", "on_loading", "on_step")
 
 
@@ -61,6 +61,6 @@ async def collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    """What becomes true without telling anybody. The test's own limit ends the wait."""
+    """Poll a condition. The time limit of the test ends the wait."""
     while not is_true():
         await asyncio.sleep(0.01)

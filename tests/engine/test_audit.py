@@ -1,4 +1,4 @@
-"""The worker looks after itself when it has nothing to do. Here it runs in a thread, so that it can be damaged."""
+"""Audits of an idle worker. It runs in a thread here, so that its state can be corrupted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from quire.engine.worker.protocol import (
     from_worker,
     pack,
 )
-from quire.engine.worker.worker import QUESTIONS, Observer, Worker
+from quire.engine.worker.worker import READ_ONLY, Observer, Worker
 from quire.errors import InvariantViolation
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
@@ -45,7 +45,7 @@ LIMIT_S = 60.0
 
 
 class Peer:
-    """The other side of a worker, by hand."""
+    """A minimal client of a worker."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
@@ -68,7 +68,7 @@ class Peer:
         return message
 
     def answer(self, request_id: int, prompt: tuple[int, ...]) -> list[FromWorker]:
-        """All that is said until it is answered."""
+        """All messages until the request has finished."""
         self.ask(request_id, prompt)
         return self.until_answered()
 
@@ -77,21 +77,21 @@ class Peer:
         self.send(Add((request_id,), PackedPrompt.of(prompt), sampling, Priority.NORMAL, ""))
 
     def until_answered(self) -> list[FromWorker]:
-        said: list[FromWorker] = []
+        received: list[FromWorker] = []
         while not any(
-            output.finish_reason for message in said if isinstance(message, Stepped) for output in message.outputs
+            output.finish_reason for message in received if isinstance(message, Stepped) for output in message.outputs
         ):
-            said.append(self.next())
-        return said
+            received.append(self.next())
+        return received
 
 
 @contextmanager
 def working() -> Iterator[tuple[Peer, Engine]]:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(LIMIT_S)
+    client_end, worker_end = socket.socketpair()
+    client_end.settimeout(LIMIT_S)
     observer, runner = Observer(), FakeRunner(CAPACITY)
     engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
-    worker = Worker(Channel(theirs), engine, observer)
+    worker = Worker(Channel(worker_end), engine, observer)
 
     def serve() -> None:
         with pytest.raises(Gone):
@@ -100,22 +100,22 @@ def working() -> Iterator[tuple[Peer, Engine]]:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield Peer(ours), engine
+        yield Peer(client_end), engine
     finally:
-        ours.close()
+        client_end.close()
         thread.join(LIMIT_S)
-        theirs.close()
+        worker_end.close()
 
 
 class Audits:
-    """Watches a worker's audits, and can hold one up after its first slice."""
+    """Records the audits of a worker, and can stop one after its first slice."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done = threading.Semaphore(0)  # released by every audit that comes to its end
+        self.done = threading.Semaphore(0)  # released when an audit ends
         self.num_begun = 0
         self.num_slices = 0
-        self.is_held = False  # the next one is to stop after its first slice
-        self.held = threading.Semaphore(0)  # released when it does
+        self.is_held = False  # stop the next audit after its first slice
+        self.held = threading.Semaphore(0)  # released when it has stopped
         self.go_on = threading.Semaphore(0)
         monkeypatch.setattr("quire.engine.worker.worker.audit", self._watch)
 
@@ -135,7 +135,7 @@ class Audits:
         self.done.release()
 
 
-def test_a_broken_law_is_counted_and_the_cache_is_given_up(
+def test_a_broken_invariant_is_counted_and_the_cache_is_cleared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = Audits(monkeypatch).done
@@ -145,24 +145,24 @@ def test_a_broken_law_is_counted_and_the_cache_is_given_up(
         assert peer.stats().num_violations == 0
         assert peer.stats().cache.num_cached > 0
         block = next(block for block in engine.scheduler.cache.pool.blocks if block.key is not None)
-        block.tokens = bytes(len(block.tokens))  # no longer what its key says
+        block.tokens = bytes(len(block.tokens))  # does not match its key any more
         peer.answer(2, (7,) * 10)
         assert done.acquire(timeout=LIMIT_S)
         found = peer.stats()
         assert (found.num_violations, found.cache.num_cached) == (1, 0)
-        peer.answer(3, tuple(range(20)))  # and it goes on
+        peer.answer(3, tuple(range(20)))  # the worker continues
         assert done.acquire(timeout=LIMIT_S)
         assert peer.stats().num_violations == 1
-    assert "a law of the core is broken" in caplog.text
+    assert "an invariant of the core is broken" in caplog.text
 
 
-def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_worker_is_audited_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.05)
     done = Audits(monkeypatch).done
     with working() as (peer, _):
-        assert not done.acquire(timeout=0.2)  # nothing has happened
+        assert not done.acquire(timeout=0.2)  # no request so far
         for _ in range(3):
-            peer.stats()  # asking is not work
+            peer.stats()  # queries are not changes
         assert not done.acquire(timeout=0.2)
         peer.answer(1, (1, 2, 3))
         assert done.acquire(timeout=LIMIT_S)
@@ -171,8 +171,8 @@ def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
-    """An audit of many slices that has come to the end of the first."""
-    monkeypatch.setattr("quire.engine.worker.worker.MAX_LOOKED_AT", 4)
+    """An audit of many slices, stopped after the first."""
+    monkeypatch.setattr("quire.engine.worker.worker.MAX_VISITED_BLOCKS", 4)
     monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.01)
     audits = Audits(monkeypatch)
     audits.is_held = True
@@ -181,18 +181,18 @@ def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
     return audits
 
 
-def test_a_request_is_served_before_the_audit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_served_before_the_audit_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, _):
         audits = held_audit(monkeypatch, peer)
         monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", LIMIT_S)
         peer.ask(2, (7,) * 10)
         audits.go_on.release()
         peer.until_answered()
-        assert (audits.num_begun, audits.num_slices) == (1, 1)  # and the one that was under way is dropped
+        assert (audits.num_begun, audits.num_slices) == (1, 1)  # the current audit is dropped
         assert peer.stats().num_violations == 0
 
 
-def test_after_a_change_an_audit_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_restarts_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, engine):
         audits = held_audit(monkeypatch, peer)
         peer.send(ClearCache(5))
@@ -203,7 +203,7 @@ def test_after_a_change_an_audit_begins_again(monkeypatch: pytest.MonkeyPatch) -
         assert engine.scheduler.cache.stats().num_cached == 0
 
 
-def test_a_question_is_answered_and_the_audit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_does_not_restart_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, _):
         audits = held_audit(monkeypatch, peer)
         peer.send(GetStats(5))
@@ -214,13 +214,13 @@ def test_a_question_is_answered_and_the_audit_goes_on(monkeypatch: pytest.Monkey
         assert isinstance(peer.next(), Stats)
 
 
-def test_every_message_is_a_question_or_a_change() -> None:
-    """A new kind of message counts as a change, unless somebody says that it is none."""
+def test_every_message_is_read_only_or_a_change() -> None:
+    """A new kind of message counts as a change unless it is listed in READ_ONLY."""
     changes = {Add, Cancel, Finish, ClearCache, PinCache, UnpinCache}
-    assert {*QUESTIONS, *changes, Load} == set(get_args(ToWorker))
+    assert {*READ_ONLY, *changes, Load} == set(get_args(ToWorker))
 
 
-def test_a_start_is_told_before_its_step_and_once() -> None:
+def test_a_start_is_reported_once_before_its_step() -> None:
     with working() as (peer, _):
         first, *rest = peer.answer(1, (1, 2, 3))
         assert isinstance(first, Begun)

@@ -1,4 +1,4 @@
-"""What a server relies on, over a real worker process. The model in it is fake: nothing but the engine counts."""
+"""EngineClient with a real worker process and the fake backend."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tests.engine.serving import SLOW, client, request, run, stats, until, usage
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
 
 
-async def serve_all(generations: Sequence[Generation], news: asyncio.Event) -> list[list[Delta]]:
-    """As a server does it: one event for all."""
+async def serve_all(generations: Sequence[Generation], updated: asyncio.Event) -> list[list[Delta]]:
+    """Read all generations with one shared event, as a server does."""
     seen: list[list[Delta]] = [[] for _ in generations]
     while True:
-        news.clear()
+        updated.clear()
         for deltas, generation in zip(seen, generations, strict=True):
             deltas += generation.take()
         if all(generation.is_over for generation in generations):
             return seen
-        await news.wait()
+        await updated.wait()
 
 
 # The fake backend
 
 
-def test_the_fake_answers_as_the_oracle_does(tiny_model: Path) -> None:
+def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             asked = request(engine, LONG, max_tokens=20, temperature=1.0, seed=4, n=3)
@@ -60,7 +60,7 @@ def test_the_fake_answers_as_the_oracle_does(tiny_model: Path) -> None:
     run(work())
 
 
-def test_the_fake_reports_logprobs_of_answer_and_prompt(tiny_model: Path) -> None:
+def test_the_fake_backend_reports_logprobs_of_answer_and_prompt(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake", max_chunk_tokens=16) as engine:
             asked = request(engine, LONG, logprobs=3, prompt_logprobs=2)
@@ -80,20 +80,20 @@ def test_the_fake_reports_logprobs_of_answer_and_prompt(tiny_model: Path) -> Non
     run(work())
 
 
-def test_a_step_of_the_fake_takes_as_long_as_it_was_told(tiny_model: Path) -> None:
+def test_the_fake_backend_takes_the_configured_time_per_step(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
         async with client(tiny_model, backend="fake", device="12.5ms", on_step=steps.append) as engine:
             await engine.generate(request(engine))
             assert engine.facts is not None
             assert engine.facts.facts.device == "12.5ms"
-        assert sum(step.took_s >= 0.0125 for step in steps) >= 8  # and maybe one that only had to wait for a core
+        assert sum(step.took_s >= 0.0125 for step in steps) >= 8  # others may be longer on a busy machine
 
     run(work())
 
 
 @pytest.mark.parametrize("device", ["cpu", "5", "-5ms", "1e9ms", "ms", "999999ms"])
-def test_a_device_that_is_no_time_is_refused(tiny_model: Path, device: str) -> None:
+def test_an_invalid_duration_as_device_is_refused(tiny_model: Path, device: str) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake", device=device) as engine:
             with pytest.raises(InvalidRequest, match="device = "):
@@ -105,7 +105,7 @@ def test_a_device_that_is_no_time_is_refused(tiny_model: Path, device: str) -> N
 # The start of a worker
 
 
-def test_a_worker_says_what_it_is_and_how_long_its_start_took(tiny_model: Path) -> None:
+def test_a_worker_reports_its_facts_and_start_times(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="torch", num_blocks=50) as engine:
             await engine.start()
@@ -116,8 +116,8 @@ def test_a_worker_says_what_it_is_and_how_long_its_start_took(tiny_model: Path) 
             assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
             assert set(facts.timings_s) == {"import", "weights", "warm_up"}
             assert all(took_s > 0 for took_s in facts.timings_s.values())
-            assert facts.step_s > 0  # of a full step, measured before the first request
-            # the warm-up left no trace
+            assert facts.step_s > 0  # predicted for a full step before the first request
+            # the warm-up is not counted
             found = await stats(engine)
             assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0
 
@@ -129,35 +129,35 @@ def header_bytes(folder: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-# Steps and what they tell
+# Steps
 
 
-def test_a_generation_knows_its_wait_and_its_cache_from_the_moment_it_starts(tiny_model: Path) -> None:
+def test_a_started_generation_has_its_wait_and_cache_result(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, **SLOW) as engine:
-            news = asyncio.Event()
+            updated = asyncio.Event()
             asked = request(engine, LONG)
             taken: list[list[Delta]] = []
-            generation = await engine.submit(asked, news=news, on_start=lambda one: taken.append(one.take()))
+            generation = await engine.submit(asked, updated=updated, on_start=lambda one: taken.append(one.take()))
             assert (generation.is_started, generation.queued_s, generation.cache) == (False, None, None)
-            await news.wait()
+            await updated.wait()
             assert generation.is_started
             assert generation.queued_s is not None
             assert generation.queued_s >= 0
             assert generation.cache is not None
             assert generation.cache.reason is StopReason.NOT_FOUND
-            assert taken == [[]]  # before the first step has been computed
+            assert taken == [[]]  # before the first step
 
     run(work())
 
 
-def test_what_the_first_sample_found_is_what_the_generation_found(tiny_model: Path) -> None:
+def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             asked = request(engine, LONG, n=3, temperature=1.0)
             fresh = await engine.submit(asked)
             await fresh.result()
-            assert fresh.num_cached_tokens == fresh.answers.usage.cached_tokens == 0  # the others shared with it
+            assert fresh.num_cached_tokens == fresh.answers.usage.cached_tokens == 0  # the others share its KV
             again = await engine.submit(asked)
             await again.result()
             assert again.num_cached_tokens == again.answers.usage.cached_tokens == len(asked.prompt) - 1
@@ -168,14 +168,14 @@ def test_what_the_first_sample_found_is_what_the_generation_found(tiny_model: Pa
     run(work())
 
 
-def test_every_step_is_told_with_its_tokens_and_who_began(tiny_model: Path) -> None:
+def test_every_step_reports_its_tokens_and_started_requests(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
         async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
             asked = request(engine, LONG)
             generation = await engine.submit(asked)
             await generation.result()
-            assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed on
+            assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed
             assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
             begun = [one for step in steps for one in step.started]
             assert [one.request_id for one in begun] == list(generation.request_ids)
@@ -186,7 +186,7 @@ def test_every_step_is_told_with_its_tokens_and_who_began(tiny_model: Path) -> N
     run(work())
 
 
-def test_a_callback_of_steps_that_raises_is_dropped(tiny_model: Path) -> None:
+def test_an_on_step_callback_that_raises_is_dropped(tiny_model: Path) -> None:
     async def work() -> None:
         calls = []
 
@@ -201,48 +201,48 @@ def test_a_callback_of_steps_that_raises_is_dropped(tiny_model: Path) -> None:
     run(work())
 
 
-def test_generations_that_share_their_news_all_come_to_their_end(tiny_model: Path) -> None:
+def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
-            news = asyncio.Event()
+            updated = asyncio.Event()
             asked = [request(engine, f"Prompt {i}", max_tokens=5 + 7 * i, n=1 + i % 2) for i in range(6)]
-            generations = [await engine.submit(one, news=news) for one in asked]
-            seen = await serve_all(generations, news)
+            generations = [await engine.submit(one, updated=updated) for one in asked]
+            seen = await serve_all(generations, updated)
             for one, generation, deltas in zip(asked, generations, seen, strict=True):
                 completion = generation.answers.output().completions[0]
                 assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
                 assert len(completion.token_ids) == one.sampling.max_tokens
-            news.clear()
+            updated.clear()
             for generation in generations:
-                generation.cancel()  # harmless: it is over
+                generation.cancel()  # no effect after the end
                 assert generation.is_over
-            assert not news.is_set()
+            assert not updated.is_set()
             assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].answers.output().completions)
             assert await usage(engine) == (0, 0, 0)
 
     run(work())
 
 
-def test_a_cancelled_generation_is_over_and_one_that_waits_frees_its_place(tiny_model: Path) -> None:
+def test_cancelling_running_and_waiting_generations(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
-            news = asyncio.Event()
-            running = await engine.submit(request(engine, max_tokens=2000), news=news)
-            waiting = await engine.submit(request(engine, max_tokens=2000), news=news)
+            updated = asyncio.Event()
+            running = await engine.submit(request(engine, max_tokens=2000), updated=updated)
+            waiting = await engine.submit(request(engine, max_tokens=2000), updated=updated)
             await until(lambda: bool(running.take()))
             assert (await usage(engine))[:2] == (1, 1)
             waiting.cancel()
             assert waiting.is_over
             assert (await usage(engine))[:2] == (1, 0)
             running.cancel()
-            await serve_all([running, waiting], news)
+            await serve_all([running, waiting], updated)
             assert await usage(engine) == (0, 0, 0)
             assert not waiting.is_started
 
     run(work())
 
 
-def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_is_sent_even_if_the_buffer_is_full(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             generation = await engine.submit(request(engine, max_tokens=2000))
@@ -259,7 +259,7 @@ def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeyp
 # Statistics
 
 
-def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
+def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
             running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
@@ -287,7 +287,7 @@ def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
     run(work())
 
 
-def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> None:
+def test_preemptions_are_counted_and_requests_start_once(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
         async with client(tiny_model, **SLOW, max_num_seqs=1, on_step=steps.append) as engine:
@@ -297,7 +297,7 @@ def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> No
             high = await engine.submit(request(engine, "Now", priority=Priority.HIGH))
             await high.result()
             low.take()
-            await until(lambda: bool(low.take()))  # it goes on
+            await until(lambda: bool(low.take()))  # it resumes
             low.cancel()
             assert (await stats(engine)).num_preemptions == 1
             assert [one.request_id for step in steps for one in step.started] == [*low.request_ids, *high.request_ids]
@@ -310,13 +310,13 @@ def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> No
 
 
 def fill(engine: EngineClient, number: int) -> GenerationRequest:
-    """About 15 blocks that nobody else has."""
+    """A request with about 15 blocks of its own."""
     vocab_size = engine.text.spec.vocab_size
     prompt = tuple((number * 31 + i * 7) % vocab_size for i in range(480))
     return engine.text.request(prompt, GenerationParams(temperature=0, max_tokens=1, ignore_eos=True))
 
 
-def test_what_a_request_pins_outlives_what_others_need(tiny_model: Path) -> None:
+def test_pinned_blocks_are_not_evicted(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake", num_blocks=40) as engine:
             pins = (PinPrefix("a", 70, 600), PinPrefix("b", 40, 600))
@@ -340,7 +340,7 @@ def test_what_a_request_pins_outlives_what_others_need(tiny_model: Path) -> None
     run(work())
 
 
-def test_one_token_of_an_answer_is_enough_for_its_pin_and_none_is_not(tiny_model: Path) -> None:
+def test_a_pin_is_set_at_the_first_token(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake", max_num_seqs=1, device="10ms") as engine:
             await engine.generate(request(engine, LONG, max_tokens=1, pins=(PinPrefix("one", 64, 600),)))
@@ -357,14 +357,14 @@ def test_one_token_of_an_answer_is_enough_for_its_pin_and_none_is_not(tiny_model
     run(work())
 
 
-def test_a_pin_ends_with_its_time(tiny_model: Path) -> None:
+def test_a_pin_expires(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             await engine.generate(
                 request(engine, LONG, pins=(PinPrefix("short", 64, 0.01), PinPrefix("long", 64, 6000)))
             )
             await asyncio.sleep(0.02)
-            await engine.generate(request(engine))  # time passes in steps
+            await engine.generate(request(engine))  # expiry is checked in steps
             assert (await stats(engine)).cache.num_pins == 1
             assert not await engine.unpin("short")
             assert await engine.unpin("long")
@@ -372,7 +372,7 @@ def test_a_pin_ends_with_its_time(tiny_model: Path) -> None:
     run(work())
 
 
-def test_the_cache_is_pinned_and_cleared_from_outside(tiny_model: Path) -> None:
+def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             prompt = request(engine, LONG).prompt
@@ -383,7 +383,7 @@ def test_the_cache_is_pinned_and_cleared_from_outside(tiny_model: Path) -> None:
             await engine.generate(request(engine, LONG, salt="mine"))
             assert await engine.pin("p", prompt, "", 60) == 0  # not under this salt
             assert await engine.pin("p", prompt, "mine", 60) == len(prompt) // 32 * 32
-            assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # in place of the other
+            assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # replaces the other
             assert (await stats(engine)).cache.num_pinned == 1
             await engine.clear_cache()
             found = await stats(engine)
@@ -395,7 +395,7 @@ def test_the_cache_is_pinned_and_cleared_from_outside(tiny_model: Path) -> None:
     run(work())
 
 
-def test_clearing_disturbs_nobody_who_runs(tiny_model: Path) -> None:
+def test_clearing_the_cache_does_not_affect_running_requests(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             asked = request(engine, LONG, max_tokens=300)
@@ -425,12 +425,12 @@ def test_clearing_disturbs_nobody_who_runs(tiny_model: Path) -> None:
         (("a", 1, "1"), "ttl_s = '1'"),
     ],
 )
-def test_a_pin_that_is_none_is_refused_by_name(values: tuple[Any, Any, Any], message: str) -> None:
+def test_invalid_pins_are_refused(values: tuple[Any, Any, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         PinPrefix(*values)
 
 
-def test_pins_beyond_the_prompt_and_too_many_of_them_are_refused(tiny_model: Path) -> None:
+def test_pins_beyond_the_prompt_and_too_many_pins_are_refused(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             with pytest.raises(InvalidRequest, match=r"pins\[1\]\.num_tokens = 999 .* tokens"):
@@ -441,7 +441,7 @@ def test_pins_beyond_the_prompt_and_too_many_of_them_are_refused(tiny_model: Pat
     run(work())
 
 
-def test_generations_cancelled_at_random_leave_nothing_held(tiny_model: Path) -> None:
+def test_generations_cancelled_at_random_free_everything(tiny_model: Path) -> None:
     random = Random(7)
 
     async def one(engine: EngineClient, number: int) -> None:
@@ -460,7 +460,7 @@ def test_generations_cancelled_at_random_leave_nothing_held(tiny_model: Path) ->
             await engine.start()
             for _ in range(10):
                 await asyncio.gather(*(one(engine, number) for number in range(20)))
-            # the sources of copies are held until the step that copies them is done; one more request, and it is
+            # sources of copies are held until the step of the copy is done: one more request completes it
             assert (await usage(engine))[:2] == (0, 0)
             assert (await engine.generate(request(engine))).usage.completion_tokens == 8
             assert await usage(engine) == (0, 0, 0)

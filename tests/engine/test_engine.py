@@ -1,4 +1,4 @@
-"""The loop over a runner: what fails ends alone, what goes wrong over and over ends the engine, nothing leaks."""
+"""The engine loop: failures end single requests, repeated failures end the engine, nothing leaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
 class FaultyRunner(FakeRunner):
-    """Fails where it is told to."""
+    """A runner that fails at configured points."""
 
     def __init__(self, capacity: Capacity = CAPACITY) -> None:
         super().__init__(capacity)
@@ -90,7 +90,7 @@ def test_answers_are_those_of_each_request_alone(is_late: bool, has_overlap: boo
         assert outputs[request_id][-1].finish_reason is FinishReason.LENGTH
 
 
-def test_without_overlap_a_step_gives_its_own_tokens() -> None:
+def test_without_overlap_a_step_returns_its_own_tokens() -> None:
     engine = make(FakeRunner(replace(CAPACITY, has_overlap=False)))
     engine.add(1, [1, 2, 3], GREEDY)
     assert len(engine.step()) == 1
@@ -185,12 +185,12 @@ def test_a_runner_that_keeps_failing_ends_the_engine() -> None:
     engine.add(9, [1, 2], GREEDY)
     with pytest.raises(BrokenRunner, match="device lost"):
         engine.step()
-    check_scheduler(engine.scheduler)  # whoever keeps it may go on: nothing is held
+    check_scheduler(engine.scheduler)  # the engine can still be used: nothing is held
     assert not engine.has_work
     runner.in_forward = lambda _: None
     engine.add(10, [1, 2], GREEDY)
     assert tokens(drain(engine)[10]) == alone([1, 2])
-    runner.in_forward = fail  # and the count begins anew
+    runner.in_forward = fail  # the count starts again
     engine.add(11, [1, 2], GREEDY)
     assert engine.step()[0].finish_reason is FinishReason.ERROR
 
@@ -213,7 +213,7 @@ def test_a_finish_that_is_refused_changes_nothing() -> None:
         ([], GREEDY, "prompt has no tokens"),
     ],
 )
-def test_what_would_break_a_batch_is_refused_at_the_door(
+def test_requests_that_would_break_a_batch_are_refused(
     prompt: list[int], sampling: SamplingParams, problem: str
 ) -> None:
     engine = make(FakeRunner(CAPACITY))
@@ -222,11 +222,11 @@ def test_what_would_break_a_batch_is_refused_at_the_door(
     assert not engine.has_work
 
 
-def test_a_packed_prompt_is_let_in_without_a_look_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_of_a_packed_prompt_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, outside = PackedPrompt.of([1, 2, 3] * 10), PackedPrompt.of([1, 50])
 
     def refuse(*_: object) -> None:
-        raise AssertionError("all tokens were looked at again")
+        raise AssertionError("all tokens were checked again")
 
     monkeypatch.setattr("quire.core.request.check_tokens", refuse)
     engine = Engine(FakeRunner(CAPACITY), Scheduler(KVCacheManager(40, 4, digest=refuse), Fcfs()))  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_a_packed_prompt_is_let_in_without_a_look_at_each_token(monkeypatch: pyt
     assert engine.has_work
 
 
-def test_too_long_is_refused_with_the_numbers() -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers() -> None:
     engine = make(FakeRunner(CAPACITY))
     with pytest.raises(ContextTooLong, match="100 tokens"):
         engine.add(1, [1] * 100, GREEDY)
@@ -271,7 +271,7 @@ def test_samples_share_their_prompt() -> None:
 
 
 @pytest.mark.parametrize("has_overlap", [False, True])
-def test_pins_are_set_when_the_prompt_is_there_and_not_before(has_overlap: bool) -> None:
+def test_pins_are_set_when_the_prompt_is_computed(has_overlap: bool) -> None:
     engine = make(FakeRunner(replace(CAPACITY, has_overlap=has_overlap)), max_chunk_tokens=8)
     pins = engine.scheduler.cache.pins
     engine.add(1, list(range(20)), GREEDY, pins=(PinPrefix("head", 9, 60.0), PinPrefix("all", 20, 60.0)))
@@ -287,7 +287,7 @@ def test_pins_are_set_when_the_prompt_is_there_and_not_before(has_overlap: bool)
 
 
 @pytest.mark.parametrize("end", ["cancel", "finish", "fail"])
-def test_a_request_that_ends_before_its_prompt_is_there_pins_nothing(end: str) -> None:
+def test_a_request_that_ends_before_its_prompt_is_computed_pins_nothing(end: str) -> None:
     runner = FaultyRunner(replace(CAPACITY, has_overlap=False))
     engine = make(runner, max_chunk_tokens=8)
     engine.add(1, list(range(20)), GREEDY, pins=(PinPrefix("all", 20, 60.0),))
@@ -311,8 +311,8 @@ def sizes(capacity: Capacity, config: EngineConfig) -> tuple[int, int, int]:
     return scheduler.running.max_num_seqs, planner.max_num_batched_tokens, planner.max_chunk_tokens
 
 
-def test_sizes_nobody_named_are_the_runners() -> None:
-    """A GPU says other sizes than a CPU. What the user says counts more; a step has room for everyone's next token."""
+def test_unset_sizes_are_those_of_the_runner() -> None:
+    """Settings override the runner's sizes. A step always has room for one token of every sequence."""
     capacity = replace(CAPACITY, max_num_seqs=100, max_num_batched_tokens=5000, max_chunk_tokens=3000)
     assert sizes(capacity, EngineConfig()) == (100, 5000, 3000)
     assert sizes(capacity, EngineConfig(max_num_batched_tokens=400, max_chunk_tokens=30)) == (100, 400, 30)
@@ -322,7 +322,7 @@ def test_sizes_nobody_named_are_the_runners() -> None:
     assert EngineConfig(max_num_seqs=9, max_num_batched_tokens=90).backend_options().max_num_seqs == 9
 
 
-def test_what_a_cpu_and_a_fake_choose(tiny_model: Path) -> None:
+def test_sizes_of_the_cpu_and_fake_backends(tiny_model: Path) -> None:
     for backend in ("torch", "fake"):
         config = EngineConfig(backend=backend, device="cpu" if backend == "torch" else "auto", num_blocks=50)
         engine = make_engine(tiny_model, config)

@@ -1,4 +1,4 @@
-"""Whoever waits for news of a generation hears all of it, however it ends."""
+"""Generation: every delta and every error reaches its reader."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.engine.serving import collect, run
 @pytest.fixture(scope="module")
 def text(tiny_model: Path) -> ModelText:
     model = ModelText.open(tiny_model)
-    model.close()  # the tokenizer is all that is needed
+    model.close()  # only the tokenizer is needed
     return model
 
 
 class Feed:
-    """A generation of one sample, and the news that come of it."""
+    """A generation of one sample, and functions that feed it."""
 
-    def __init__(self, text: ModelText, news: asyncio.Event | None = None) -> None:
+    def __init__(self, text: ModelText, updated: asyncio.Event | None = None) -> None:
         self.cancelled: list[Generation] = []
         answers = Answers(text.request((5, 6), GenerationParams()), text.tokenizer)
-        self.generation = Generation(answers, (1,), self.cancelled.append, news)
+        self.generation = Generation(answers, (1,), self.cancelled.append, updated)
 
     def push(self, *tokens: int, reason: FinishReason | None = None) -> Delta:
         output = EngineOutput(1, tokens, reason, 0, None, (), None, None)
@@ -41,7 +41,7 @@ class Feed:
         return delta
 
 
-def test_take_gives_all_there_is_and_no_more(text: ModelText) -> None:
+def test_take_returns_all_new_deltas(text: ModelText) -> None:
     async def work() -> None:
         feed = Feed(text)
         assert (feed.generation.take(), feed.generation.is_over) == ([], False)
@@ -55,18 +55,18 @@ def test_take_gives_all_there_is_and_no_more(text: ModelText) -> None:
     run(work())
 
 
-def test_a_failure_is_raised_after_what_came_before_it(text: ModelText) -> None:
-    """Though the event was cleared after the failure: otherwise this would wait for ever."""
+def test_a_failure_is_raised_after_earlier_deltas(text: ModelText) -> None:
+    """Even if the event was cleared after the failure; otherwise the reader would wait forever."""
 
     async def work() -> None:
-        news = asyncio.Event()
-        feed = Feed(text, news)
+        updated = asyncio.Event()
+        feed = Feed(text, updated)
         delta = feed.push(70)
         feed.generation.fail(RequestFailed("broken"))
         feed.generation.fail(WorkerDied("later"))
-        news.clear()
+        updated.clear()
         assert (feed.generation.take(), feed.generation.is_over) == ([delta], False)
-        await news.wait()
+        await updated.wait()
         with pytest.raises(RequestFailed, match="broken"):
             feed.generation.take()
         assert feed.generation.is_over
@@ -74,10 +74,10 @@ def test_a_failure_is_raised_after_what_came_before_it(text: ModelText) -> None:
     run(work())
 
 
-def test_everything_that_happens_is_news(text: ModelText) -> None:
+def test_every_change_sets_the_event(text: ModelText) -> None:
     async def work() -> None:
-        news = asyncio.Event()
-        feed = Feed(text, news)
+        updated = asyncio.Event()
+        feed = Feed(text, updated)
         explanation = CacheExplanation(1, 0, 1, StopReason.DIVERGED)
         for happen in (
             lambda: feed.generation.start(Started(1, 0.0, 1, explanation)),
@@ -85,32 +85,32 @@ def test_everything_that_happens_is_news(text: ModelText) -> None:
             lambda: feed.generation.fail(RequestFailed("x")),
             feed.generation.wake,
         ):
-            news.clear()
+            updated.clear()
             happen()
-            assert news.is_set()
-        assert feed.generation.is_started  # though it waited no time at all
+            assert updated.is_set()
+        assert feed.generation.is_started  # even with a wait of 0 s
         assert (feed.generation.queued_s, feed.generation.num_cached_tokens) == (0.0, 1)
         assert feed.generation.cache == explanation
 
     run(work())
 
 
-def test_iterating_does_not_use_up_the_news_of_others(text: ModelText) -> None:
+def test_iterating_does_not_clear_the_shared_event(text: ModelText) -> None:
     async def work() -> None:
-        news = asyncio.Event()
-        one, other = Feed(text, news), Feed(text, news)
+        updated = asyncio.Event()
+        one, other = Feed(text, updated), Feed(text, updated)
         reading = asyncio.create_task(collect(one.generation.deltas()))
         await asyncio.sleep(0)  # it waits now
         other.push(70)
         one.push(71, reason=FinishReason.LENGTH)
         assert len(await reading) == 1
-        assert news.is_set()
-        assert one.cancelled == [one.generation]  # which the link knows to be over
+        assert updated.is_set()
+        assert one.cancelled == [one.generation]  # the connection ignores it: the generation has ended
 
     run(work())
 
 
-def test_iterating_ends_with_the_failure_and_its_first_deltas(text: ModelText) -> None:
+def test_iterating_yields_the_deltas_before_the_failure(text: ModelText) -> None:
     async def work() -> None:
         feed = Feed(text)
         feed.push(70)

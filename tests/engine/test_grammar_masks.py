@@ -1,4 +1,4 @@
-"""The grammar alone decides: masks are llguidance's own, the model's best allowed token is taken, nothing is cut."""
+"""Masks equal those of llguidance, the model's best allowed token is chosen, and no answer is shortened."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
-        words = grammars_module.Words(
+        adapter = grammars_module.VocabularyAdapter(
             tokenizer,
             grammar_trial.Vocabulary(
                 tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
@@ -50,7 +50,7 @@ class Vocabulary:
                 slices=(),
             ),
         )
-        wrapper = llguidance.TokenizerWrapper(words)
+        wrapper = llguidance.TokenizerWrapper(adapter)
         self._library = llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size, eos_token=list(eos_token_ids))
 
     def encode(self, text: str) -> list[int]:
@@ -78,7 +78,7 @@ def is_allowed(mask: bytes, token: int) -> bool:
 
 
 def compare(matcher: Matcher, alone: llguidance.LLMatcher, tokens: Sequence[int]) -> None:
-    """At every token both allow the same, the token among it."""
+    """Check that both allow the same tokens at every position, including the given one."""
     for place, token in enumerate(tokens):
         mask = alone.compute_bitmask()
         assert mask.startswith(matcher.mask()), f"the masks differ after {place} tokens"  # llguidance pads its own
@@ -164,7 +164,7 @@ def test_masks_of_a_call_are_those_of_llguidance(
     compare(matcher, vocabulary.of_lark(grammar.source), vocabulary.encode(text))
 
 
-# What is chosen within a mask
+# The choice within a mask
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,10 @@ def llm(default_model: Path) -> Iterator[LLM]:
 
 
 def num_best_tokens(vocabulary: Vocabulary, schema: Mapping[str, Any], completion: Completion) -> int:
-    """How often the model's best token was allowed. Fails where a token is not the best of those that llguidance
-    allows, by the model's own distribution. Only the best `MAX_LOGPROBS` are known: below them, none may be allowed."""
+    """How often the model's best token was allowed.
+
+    Fails if a token is not the most probable one that llguidance allows. Only the best `MAX_LOGPROBS` are known.
+    """
     alone, count = vocabulary.of_schema(schema), 0
     assert completion.logprobs is not None
     for place, entry in enumerate(completion.logprobs):
@@ -202,7 +204,7 @@ REPETITIVE: dict[str, tuple[str, dict[str, Any], list[Any] | None]] = {
 def test_the_best_allowed_token_of_the_real_model_is_chosen(
     vocabulary: Vocabulary, llm: LLM, question: str, schema: dict[str, Any], expected: list[Any] | None
 ) -> None:
-    """`expected`: what the model wants, by a wide margin. None: it does not close the array of its own accord."""
+    """`expected`: the answer the model prefers by a wide margin. None: the model does not close the array."""
     max_tokens = 800 if expected else 120
     params = GenerationParams(
         grammar=json_schema_grammar(schema), temperature=0, max_tokens=max_tokens, logprobs=MAX_LOGPROBS
@@ -217,9 +219,9 @@ def test_the_best_allowed_token_of_the_real_model_is_chosen(
         assert json.loads(completion.text) == expected
 
 
-# Answers that run on
+# Endless answers
 
-RUNNING_ON: dict[str, tuple[dict[str, Any], str]] = {
+ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
     "an array": ({"type": "array", "items": {"const": 0}}, "0,"),
     "a string": ({"type": "string"}, "a"),
     "an integer": ({"type": "integer"}, "1"),
@@ -228,12 +230,12 @@ RUNNING_ON: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("schema", "wanted"), RUNNING_ON.values(), ids=RUNNING_ON)
+@pytest.mark.parametrize(("schema", "wanted"), ENDLESS.values(), ids=ENDLESS)
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_an_answer_that_runs_on_ends_with_length(
+def test_an_endless_answer_ends_with_length(
     tiny_model: Path, backend: str, schema: dict[str, Any], wanted: str
 ) -> None:
-    """A bias makes a model of random weights want the same over and over."""
+    """A bias makes a model of random weights prefer the same tokens at every step."""
     with LLM(tiny_model, backend=backend, num_blocks=100, threads=1) as llm:
         bias = {token: 100.0 for char in wanted for token in llm.text.tokenizer.encode_plain(char, at_start=False)}
         params = GenerationParams(grammar=json_schema_grammar(schema), temperature=0, logit_bias=bias, max_tokens=400)

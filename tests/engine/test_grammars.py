@@ -1,4 +1,4 @@
-"""Grammars compiled for a real vocabulary, what they refuse, and answers that follow them through a worker."""
+"""Grammars compiled for a real vocabulary, refused grammars, and constrained answers of a worker."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
-    made = Grammars(lambda: (tokenizer, (2, 3)), tokenizer.vocab_size + 5)  # some models have more logits than words
+    made = Grammars(lambda: (tokenizer, (2, 3)), tokenizer.vocab_size + 5)  # some models have more logits than tokens
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ SLICED = (
 
 
 def test_slices_change_no_mask(default_model: Path) -> None:
-    """They are there for speed: at every token of an answer, what is allowed is what would be without them."""
+    """They only affect speed: every mask is the same without them."""
     tokenizer, eos_token_ids = grammars_module._open_tokenizer(default_model, "auto")
     compiler = grammars_module._Compiler(tokenizer, eos_token_ids, tokenizer.vocab_size)
     tokenizers = (compiler._tokenizer, compiler._tokenizer.with_slices([]))
@@ -92,7 +92,7 @@ def test_slices_change_no_mask(default_model: Path) -> None:
 
 
 def follows(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
-    """Whether the text is a whole answer: every token allowed in its place, and end-of-text after the last."""
+    """Whether the text is a complete answer: every token is allowed, and end-of-text after the last."""
     matcher = grammars.compile(grammar).matcher()
     tokens = tokenizer.encode_plain(text, at_start=False)
     for place, token in enumerate(tokens):
@@ -115,35 +115,35 @@ def follows(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: st
         (json_schema_grammar({"type": "string", "not": {"format": "x"}}, strict=False), ['"x"'], ["1"]),
     ],
 )
-def test_masks_allow_what_matches_and_nothing_else(
+def test_masks_allow_exactly_what_matches(
     grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, right: list[str], wrong: list[str]
 ) -> None:
     assert [text for text in right if not follows(grammars, tokenizer, grammar, text)] == []
     assert [text for text in wrong if follows(grammars, tokenizer, grammar, text)] == []
 
 
-def test_special_tokens_and_ids_without_a_word_are_never_allowed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_special_tokens_and_ids_without_a_token_are_never_allowed(grammars: Grammars, tokenizer: Tokenizer) -> None:
     mask = grammars.compile(regex_grammar(r"(?s:.)*")).matcher().mask()
     assert len(mask) == -(-(tokenizer.vocab_size + 5) // 8)
     assert allowed(mask) & (tokenizer.special_ids | tokenizer.control_ids | {3}) == {2, 3}  # the answer may end here
     assert max(allowed(mask)) < tokenizer.vocab_size
     mask = grammars.compile(regex_grammar(r"(?s:.)+")).matcher().mask()
-    assert allowed(mask) & (tokenizer.special_ids | tokenizer.control_ids | {3}) == set()  # and here it may not
+    assert allowed(mask) & (tokenizer.special_ids | tokenizer.control_ids | {3}) == set()  # and may not end here
 
 
 def as_it_is(schema: dict[str, Any]) -> Grammar:
-    """A schema that was not held: the compiler leaves out nothing by itself."""
+    """A schema that was not rewritten: the compiler omits no keyword by itself."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 REFUSED: list[tuple[str, Grammar, str]] = [
     ("an open group", regex_grammar("(a"), "unclosed group"),
     ("a look-around", regex_grammar("(?=a)b"), "look-around"),
-    ("what matches nothing", regex_grammar(r"[^\s\S]"), "no answer matches it"),
-    ("a schema that is itself", json_schema_grammar({"$ref": "#"}), "no answer matches it"),
-    ("a schema from the net", as_it_is({"$ref": "http://127.0.0.1:9/x"}), "does not fetch"),
-    ("keywords nobody holds", as_it_is({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    ("a format nobody knows", as_it_is({"type": "string", "format": "color"}), "Unknown format: color"),
+    ("a regex that matches nothing", regex_grammar(r"[^\s\S]"), "no answer matches it"),
+    ("a schema that refers to itself", json_schema_grammar({"$ref": "#"}), "no answer matches it"),
+    ("a remote schema", as_it_is({"$ref": "http://127.0.0.1:9/x"}), "does not fetch"),
+    ("unenforceable keywords", as_it_is({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    ("an unknown format", as_it_is({"type": "string", "format": "color"}), "Unknown format: color"),
     ("x-guidance", as_it_is({"not": {}, "x-guidance": {"lenient": True}}), '"not"'),
     ("a contradiction", json_schema_grammar({"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
     ("an unknown rule", lark_grammar("start: nothing"), "nothing"),
@@ -158,11 +158,11 @@ REFUSED: list[tuple[str, Grammar, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("grammar", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, grammar: Grammar, words: str) -> None:
+@pytest.mark.parametrize(("grammar", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused_grammars_name_the_problem(grammars: Grammars, grammar: Grammar, message: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^grammar") as caught:
         grammars.compile(grammar)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 400
     assert grammars.find(grammar) is None
 
@@ -171,17 +171,17 @@ def test_a_grammar_whose_first_token_takes_too_long_is_refused(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.structured.trial.FIRST_MASK_LIMIT_S", -1.0)
-    with pytest.raises(InvalidRequest, match=r"grammar is too complex: the choice of its first token takes [0-9]+ ms"):
+    with pytest.raises(InvalidRequest, match=r"grammar is too complex: choosing its first token takes [0-9]+ ms"):
         grammars.compile(regex_grammar("a{1000}"))
 
 
-def test_what_takes_too_long_is_given_up_and_the_next_is_served(grammars: Grammars) -> None:
+def test_a_grammar_that_compiles_too_long_is_refused(grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest, match="compiling it takes more than 2 s"):
         grammars.compile(as_it_is({"type": "integer", "multipleOf": 99999999}))
     assert grammars.compile(regex_grammar("next")).matcher().mask()
 
 
-def test_a_child_that_was_killed_is_started_again(grammars: Grammars) -> None:
+def test_a_killed_child_is_restarted(grammars: Grammars) -> None:
     grammars.compile(regex_grammar("before"))
     (child,) = [one for one in psutil.Process().children() if "trial_child.py" in " ".join(one.cmdline())]
     child.kill()
@@ -189,14 +189,14 @@ def test_a_child_that_was_killed_is_started_again(grammars: Grammars) -> None:
     assert grammars.compile(regex_grammar("after")).matcher().mask()
 
 
-def test_compiled_grammars_are_kept_and_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_compiled_grammars_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "MAX_COMPILED", 3)
     made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
     try:
         first = made.compile(regex_grammar("a0"))
         for i in range(1, 6):
             made.compile(regex_grammar(f"a{i}"))
-            assert made.compile(regex_grammar("a0")) is first  # used, so it stays
+            assert made.compile(regex_grammar("a0")) is first  # recently used, so it stays
         assert len(made) == 3
         assert made.find(regex_grammar("a1")) is None
         monkeypatch.setattr(grammars_module, "MAX_COMPILED_BYTES", 1)
@@ -207,14 +207,14 @@ def test_compiled_grammars_are_kept_and_bounded(tokenizer: Tokenizer, monkeypatc
         made.close()
 
 
-def test_a_grammar_that_is_being_compiled_is_not_compiled_again(grammars: Grammars) -> None:
+def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     grammar = json_schema_grammar({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}})
     jobs = {id(grammars.submit(grammar)) for _ in range(5)}
     assert len(jobs) == 1
     assert grammars.compile(grammar) is grammars.find(grammar)
 
 
-def test_copies_do_not_know_of_each_other(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_matchers_are_independent(grammars: Grammars, tokenizer: Tokenizer) -> None:
     compiled = grammars.compile(regex_grammar("(?:ab|cd)"))
     one, other = compiled.matcher(), compiled.matcher()
     first = tokenizer.encode_plain("a", at_start=False)[0]
@@ -223,14 +223,14 @@ def test_copies_do_not_know_of_each_other(grammars: Grammars, tokenizer: Tokeniz
     assert allowed(other.mask()) == allowed(compiled.matcher().mask())
 
 
-def test_a_model_without_an_end_cannot_follow_a_grammar(tokenizer: Tokenizer) -> None:
+def test_a_model_without_end_of_text_refuses_grammars(tokenizer: Tokenizer) -> None:
     made = Grammars(lambda: (tokenizer, ()), tokenizer.vocab_size)
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         made.compile(regex_grammar("a"))
     made.close()
 
 
-def test_only_so_many_may_wait_for_a_compiler(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grammar_queue_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.grammar_queue.MAX_COMPILING", 2)
     waiting = GrammarQueue(grammars, lambda: None)
     for number in (1, 2, 3):
@@ -250,7 +250,7 @@ def test_the_engine_imports_without_llguidance() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_llguidance_a_grammar_says_what_to_install(
+def test_without_llguidance_the_error_says_what_to_install(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -260,7 +260,7 @@ def test_without_llguidance_a_grammar_says_what_to_install(
     made.close()
 
 
-def test_ignoring_the_end_contradicts_a_grammar() -> None:
+def test_ignore_eos_and_a_grammar_exclude_each_other() -> None:
     with pytest.raises(InvalidRequest, match="ignore_eos"):
         GenerationParams(grammar=regex_grammar("a"), ignore_eos=True)
 
@@ -279,7 +279,7 @@ async def answer(engine: EngineClient, **params: Any) -> GenerationOutput:
 
 
 def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
-    """Of a model of random weights: only the masks can be the reason."""
+    """With random weights, so that only the masks can be the reason."""
 
     async def work() -> None:
         async with client(tiny_model, backend="native") as engine:
@@ -301,7 +301,7 @@ def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
     run(work())
 
 
-def test_a_list_of_tokens_is_a_mask_that_never_changes(grammars: Grammars) -> None:
+def test_the_mask_of_a_token_list_is_constant(grammars: Grammars) -> None:
     matcher = grammars.compile(token_grammar([9, 4, 9])).matcher()
     for token in (4, 9, 4):
         assert allowed(matcher.mask()) == {4, 9}  # the end of text is not among them
@@ -330,8 +330,8 @@ def test_an_answer_of_listed_tokens_through_a_worker(tiny_model: Path) -> None:
     run(work())
 
 
-def test_a_hostile_grammar_disturbs_nobody(tiny_model: Path) -> None:
-    """A stream goes on while one is compiled for two seconds of a core, and the worker is the same afterwards."""
+def test_a_hostile_grammar_does_not_affect_other_requests(tiny_model: Path) -> None:
+    """A stream continues while a grammar takes two seconds of CPU time to compile, in the same worker."""
 
     async def work() -> None:
         async with client(tiny_model, backend="fake", device="5ms", max_num_seqs=32) as engine:
@@ -385,8 +385,8 @@ def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> Non
 
 
 @pytest.mark.parametrize("backend", ["native", "torch", "fake"])
-def test_the_same_seed_gives_the_same_answer_in_a_crowd(tiny_model: Path, backend: str) -> None:
-    """With a pool so small that some are preempted and come back."""
+def test_answers_with_a_grammar_do_not_depend_on_batching(tiny_model: Path, backend: str) -> None:
+    """With a pool so small that some requests are preempted."""
     with LLM(tiny_model, backend=backend, num_blocks=24, max_num_seqs=8, threads=1, block_size=16) as llm:
         params = [
             GenerationParams(

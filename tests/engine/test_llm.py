@@ -1,4 +1,4 @@
-"""Offline use, with a tiny model: batched, streamed, forked, interrupted."""
+"""LLM with a tiny model: batching, streams, samples, interrupts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nothing_is_left_behind(llm: LLM) -> Iterator[None]:
     check_scheduler(llm.engine.scheduler)
 
 
-def test_prompts_may_be_one_or_many_texts_or_ids(llm: LLM) -> None:
+def test_prompts_are_texts_or_token_ids(llm: LLM) -> None:
     text = "The quick brown fox"
     ids = llm.text.tokenizer.encode(text)
     (one,) = llm.generate(text, SHORT)
@@ -56,7 +56,7 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
         llm.generate(["The", "dog", "does"], params[:2])
 
 
-def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
+def test_more_prompts_than_the_queue_can_hold(llm: LLM) -> None:
     outputs = llm.generate(
         [f"The dog {i}" for i in range(60)], GenerationParams(n=2, seed=1, max_tokens=3, ignore_eos=True)
     )
@@ -64,7 +64,7 @@ def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
     assert all(len(output.completions) == 2 for output in outputs)
 
 
-def test_a_seed_fixes_the_draws_alone_and_in_a_crowd(llm: LLM) -> None:
+def test_seeded_answers_do_not_depend_on_batching(llm: LLM) -> None:
     params = GenerationParams(temperature=1.5, seed=42, n=3, max_tokens=12, ignore_eos=True)
     (alone,) = llm.generate("The quick", params)
     crowd = llm.generate([f"dog {i}" for i in range(9)] + ["The quick"], params)
@@ -74,7 +74,7 @@ def test_a_seed_fixes_the_draws_alone_and_in_a_crowd(llm: LLM) -> None:
     assert other.text != alone.text
 
 
-def test_chat_goes_through_the_template(llm: LLM) -> None:
+def test_chat_uses_the_template(llm: LLM) -> None:
     (plain,) = llm.chat("Hi <|im_end|>", SHORT)
     assert plain.prompt_token_ids.count(2) == 1  # the template's own; the one in the message is text
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -87,7 +87,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "text": "Hi"}])
 
 
-def test_a_callback_sees_every_delta_and_its_failure_ends_its_prompt_alone(llm: LLM) -> None:
+def test_a_failing_callback_ends_only_its_prompt(llm: LLM) -> None:
     seen: dict[int, str] = {0: "", 1: "", 2: ""}
 
     def watch(number: int, delta: Delta) -> None:
@@ -104,7 +104,7 @@ def test_a_callback_sees_every_delta_and_its_failure_ends_its_prompt_alone(llm: 
     assert outputs[1].usage.completion_tokens < 40
 
 
-def test_an_answer_that_cannot_be_read_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_cannot_be_decoded_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Answers] = []
 
     class Fragile(Answers):
@@ -123,7 +123,7 @@ def test_an_answer_that_cannot_be_read_ends_alone(llm: LLM, monkeypatch: pytest.
     assert outputs[2].usage.completion_tokens == 6
 
 
-def test_a_stream_left_early_is_cancelled(llm: LLM) -> None:
+def test_closing_a_stream_cancels_it(llm: LLM) -> None:
     request = llm.text.request(llm.text.encode("The quick", 100), GenerationParams(max_tokens=500, ignore_eos=True))
     stream = llm.stream(request)
     next(stream)
@@ -154,7 +154,7 @@ def test_threads_may_share_a_model(llm: LLM) -> None:
     assert together == alone
 
 
-def test_a_closed_model_says_so(tiny_model: Path) -> None:
+def test_a_closed_model_raises(tiny_model: Path) -> None:
     llm = LLM(tiny_model, num_blocks=50, threads=1)
     llm.close()
     llm.close()
@@ -163,7 +163,7 @@ def test_a_closed_model_says_so(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, [5], "x"])
-def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
+def test_invalid_params_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(InvalidRequest, match="params = "):
         llm.chat("hi", params)
 
@@ -185,7 +185,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.Monkey
     assert llm.generate("The quick", SHORT)[0].usage.completion_tokens == 6
 
 
-def test_a_minimum_holds_against_stop_strings_too(llm: LLM) -> None:
+def test_min_tokens_applies_to_stop_strings(llm: LLM) -> None:
     whole = llm.generate("The quick", GenerationParams(temperature=0, max_tokens=30, ignore_eos=True))[0].text
     stop = whole[1:3]
     long = GenerationParams(temperature=0, max_tokens=30, min_tokens=10, stop=stop, ignore_eos=True)
@@ -194,7 +194,7 @@ def test_a_minimum_holds_against_stop_strings_too(llm: LLM) -> None:
     assert llm.generate("The quick", short)[0].usage.completion_tokens < 10
 
 
-def test_a_callback_that_fails_at_the_end_or_with_samples_to_come_is_not_called_again(llm: LLM) -> None:
+def test_a_failing_callback_is_not_called_again(llm: LLM) -> None:
     calls: list[int] = []
 
     def fail(number: int, _delta: Delta) -> None:
@@ -209,7 +209,7 @@ def test_a_callback_that_fails_at_the_end_or_with_samples_to_come_is_not_called_
     assert outputs[1].completions[0].error is None
 
 
-def test_numbers_too_small_to_divide_by_do_no_harm(llm: LLM) -> None:
+def test_tiny_temperatures_and_penalties(llm: LLM) -> None:
     (greedy,) = llm.generate("The quick", SHORT)
     (tiny,) = llm.generate("The quick", GenerationParams(temperature=1e-30, max_tokens=6, ignore_eos=True))
     assert tiny.text == greedy.text
@@ -218,12 +218,12 @@ def test_numbers_too_small_to_divide_by_do_no_harm(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompts", [None, 5, b"hello", {"a": 1}, [["a"]], [None], [[1.5]], [b"x"]])
-def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate(prompts, SHORT)
 
 
-def test_an_interrupted_call_leaves_nothing(llm: LLM) -> None:
+def test_an_interrupted_call_frees_everything(llm: LLM) -> None:
     def interrupt(_number: int, _delta: Delta) -> None:
         raise KeyboardInterrupt
 
@@ -231,7 +231,7 @@ def test_an_interrupted_call_leaves_nothing(llm: LLM) -> None:
         llm.generate(["The quick"] * 5, SHORT, on_output=interrupt)
 
 
-def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
+def test_all_prompts_are_checked_before_the_first_runs(llm: LLM) -> None:
     prompts: list[Prompt] = ["The", [1] * 5000]
     with pytest.raises(ContextTooLong, match=r"prompts\[1\]: prompt of 5000 tokens"):
         llm.generate(prompts, SHORT)

@@ -1,4 +1,4 @@
-"""What a model's template makes of an answer: its parser, its grammar, the tokens of its thought."""
+"""ModelText: parser, grammar and reasoning tokens of an answer, depending on the template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 class Made:
-    """Models of one template each."""
+    """Creates models with a given template."""
 
     def __init__(self) -> None:
         self.texts: list[ModelText] = []
@@ -69,7 +69,7 @@ def prompt_of(text: ModelText, chat: ChatRequest) -> tuple[int, ...]:
 
 
 def pieces_of(text: ModelText, chat: ChatRequest, answer: Sequence[int]) -> list[object]:
-    """As a server reads it: token by token."""
+    """Parse an answer token by token, as a server does."""
     request = text.request(prompt_of(text, chat), GenerationParams(), chat=chat)
     answers = Answers(request, text.tokenizer)
     parser = text.new_parser(chat, request.prompt)
@@ -94,13 +94,13 @@ def test_a_plain_model_has_plain_answers(make: Made) -> None:
     assert text.request(prompt, GenerationParams(), chat=none).grammar is None
 
 
-def test_tools_bring_a_parser_and_a_grammar(make: Made) -> None:
+def test_tools_add_a_parser_and_a_grammar(make: Made) -> None:
     text = make(PLAIN)
     chat = ChatRequest(HI, tools=TOOLS)
     request = text.request(prompt_of(text, chat), GenerationParams(), chat=chat)
     assert isinstance(text.new_parser(chat, request.prompt), CallParser)
     assert request.grammar is not None
-    assert "<[" in request.grammar.source  # <tool_call> is a token of this vocabulary: it is named by its id
+    assert "<[" in request.grammar.source  # <tool_call> is a token of this vocabulary, so its id is used
     assert f"<[{text.tokenizer.added['<tool_call>']}]>" in request.grammar.source
 
 
@@ -120,8 +120,8 @@ SEED = HERMES.replace("think>", "seed:think>")
 
 
 @pytest.mark.parametrize(("template", "special"), [(HERMES, ()), (SEED, ("<seed:think>", "</seed:think>"))])
-def test_thoughts_are_counted_to_the_token(make: Made, template: str, special: tuple[str, ...]) -> None:
-    """Whether the tags are special tokens of the vocabulary or ordinary ones that were added."""
+def test_reasoning_tokens_are_counted(make: Made, template: str, special: tuple[str, ...]) -> None:
+    """With markers that are special tokens, and with ordinary added tokens."""
     text = make(template, *special)
     format = text.template.reasoning
     assert format is not None
@@ -139,7 +139,7 @@ def test_thoughts_are_counted_to_the_token(make: Made, template: str, special: t
     assert "".join(piece.text for piece in found if isinstance(piece, Words)) == "Hello there"
 
 
-def test_a_prompt_that_opens_the_thought(make: Made) -> None:
+def test_a_prompt_that_opens_the_reasoning(make: Made) -> None:
     text = make(THINKING)
     chat = ChatRequest(HI)
     prompt = prompt_of(text, chat)
@@ -153,16 +153,20 @@ def test_a_prompt_that_opens_the_thought(make: Made) -> None:
     assert "start: thought GAP words" in shaped.source
 
 
-def test_what_is_continued_thinks_on_or_does_not(make: Made) -> None:
+def test_continued_messages_inside_and_after_reasoning(make: Made) -> None:
     text = make(HERMES)
-    for said, is_thought in (("<think>\nI am", True), ("<think>\nso\n</think>\n\nIt is", False), ("It is", False)):
-        messages = (*HI, Message(Role.ASSISTANT, (Part(said),)))
+    for prefix, is_thought in (
+        ("<think>\nI am", True),
+        ("<think>\nso\n</think>\n\nIt is", False),
+        ("It is", False),
+    ):
+        messages = (*HI, Message(Role.ASSISTANT, (Part(prefix),)))
         chat = ChatRequest(messages, add_generation_prompt=False, continue_last=True)
         (piece, *_) = pieces_of(text, chat, text.tokenizer.encode_plain("sure"))
         assert isinstance(piece, Thought) is is_thought
 
 
-def test_thinking_that_was_switched_off_is_not_looked_for(make: Made) -> None:
+def test_disabled_reasoning_is_not_parsed(make: Made) -> None:
     text = make(HERMES)
     chat = ChatRequest(HI, wants_thought=False)
     assert text.num_thought_tokens(chat, prompt_of(text, chat), text.tokenizer.encode_plain("<think>")) == 0

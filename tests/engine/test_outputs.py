@@ -1,4 +1,4 @@
-"""From token ids to what a caller reads: deltas, stop strings, usage, logprobs."""
+"""Answers: deltas, stop strings, usage and logprobs from token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.outputs import Answers, TokenLogprob
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import IN_WORDS, CallParser
+from quire.text.tool_formats import PROMPTED, CallParser
 from quire.weights.spec import GenerationDefaults
 from tests.text.vocabularies import byte_level_json
 
@@ -38,7 +38,7 @@ def test_deltas_join_to_the_text_and_usage_counts_every_token(tokenizer: Tokeniz
     text = "The dog does not mind 🎉👩‍💻 ü."
     ids = tokenizer.encode(text)
     deltas = [answers.push(0, output(token, num_cached_tokens=2)) for token in ids]
-    deltas.append(answers.push(0, output(2, reason=FinishReason.STOP)))  # <|im_end|> is not shown, and counted
+    deltas.append(answers.push(0, output(2, reason=FinishReason.STOP)))  # <|im_end|> is hidden but counted
     assert "".join(delta.text for delta in deltas) == text
     assert answers.is_finished
     result = answers.result()
@@ -62,23 +62,23 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer
     assert delta.stop == "lazy dog"
     assert delta.finish_reason is FinishReason.STOP
     assert answers.num_tokens(0) == position
-    late = answers.push(0, output(5))  # was under way
+    late = answers.push(0, output(5))  # was in flight
     assert late.text == ""
     assert answers.usage.completion_tokens == position
 
 
-def test_a_turn_that_its_parser_ends_is_ended_in_the_engine_too(tokenizer: Tokenizer) -> None:
+def test_a_parser_can_end_the_turn(tokenizer: Tokenizer) -> None:
     call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n'
-    answers = make(tokenizer, new_parser=lambda: CallParser(IN_WORDS, ("get",)), n=2)
+    answers = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, ("get",)), n=2)
     ids = tokenizer.encode(call * 4)
     position = 0
     while (delta := answers.push(0, output(ids[position]))).finish_reason is None:
         position += 1
-    assert delta.finish_reason is FinishReason.STOP  # whoever drives the engine sees that it goes on there, and ends it
+    assert delta.finish_reason is FinishReason.STOP  # the caller must end it in the engine
     assert delta.stop is None
-    assert tokenizer.decode(ids[: position + 1]).count('{"a": 1}}') == 2  # nothing of a third call was read
-    assert answers.num_tokens(0) == position + 1 == answers.usage.completion_tokens  # the repeated call was computed
-    assert not answers.is_finished  # the other sample goes on
+    assert tokenizer.decode(ids[: position + 1]).count('{"a": 1}}') == 2  # no third call was read
+    assert answers.num_tokens(0) == position + 1 == answers.usage.completion_tokens  # the repeated call is counted
+    assert not answers.is_finished  # the other sample continues
 
 
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
@@ -90,7 +90,7 @@ def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Toke
     assert answers.result().completions[0].finish_reason is FinishReason.LENGTH
 
 
-def test_half_a_character_at_the_end_becomes_a_replacement(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> None:
     answers = make(tokenizer)
     ids = tokenizer.encode("🦀")
     assert len(ids) > 1
@@ -108,7 +108,7 @@ def test_samples_are_kept_apart(tokenizer: Tokenizer) -> None:
     assert not answers.is_finished
     answers.push(0, output(*a[1:], reason=FinishReason.LENGTH, num_cached_tokens=1))
     assert [one.text for one in answers.result().completions] == ["The fox", "lazy dog"]
-    assert answers.usage.cached_tokens == 1  # what the first sample found; the others share with it
+    assert answers.usage.cached_tokens == 1  # of the first sample; the others share its KV
     assert answers.usage.prompt_tokens == 3
 
 
@@ -117,27 +117,27 @@ def scored(token: int) -> tuple[TokenLogprobs, ...]:
 
 
 def test_logprobs_come_with_the_text_of_their_tokens_and_end_with_it(tokenizer: Tokenizer) -> None:
-    """Of a text that a stop string cuts, and of the same text uncut."""
+    """With and without a stop string in the text."""
     ids = tokenizer.encode("The lazy 🎉 dog. The")
     pieces = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
     for stop in ("dog.", "never", "z"):
         answers = make(tokenizer, sampling=SamplingParams(logprobs=0), stop=(stop,))
         shown = ""
-        told: list[TokenLogprob] = []
+        entries: list[TokenLogprob] = []
         for token in ids:
             is_last = token == ids[-1]
             reason = FinishReason.LENGTH if is_last else None
             delta = answers.push(0, output(token, reason=reason, logprobs=scored(token)))
             shown += delta.text
-            told += delta.logprobs
+            entries += delta.logprobs
             assert all(entry.offset < len(shown) for entry in delta.logprobs)  # not before its text
             if delta.finish_reason is not None:
                 break
         assert shown == "The lazy 🎉 dog. The".partition(stop)[0]
-        assert tuple(told) == answers.result().completions[0].logprobs
-        assert [entry.text for entry in told] == pieces[: len(told)]
-        assert told[-1].offset < len(shown) <= told[-1].offset + max(1, len(told[-1].text))
-        for entry in told:
+        assert tuple(entries) == answers.result().completions[0].logprobs
+        assert [entry.text for entry in entries] == pieces[: len(entries)]
+        assert entries[-1].offset < len(shown) <= entries[-1].offset + max(1, len(entries[-1].text))
+        for entry in entries:
             if "\ufffd" not in entry.text:
                 assert entry.text.startswith(shown[entry.offset :][: len(entry.text)])
 
@@ -153,7 +153,7 @@ def test_control_tokens_that_are_not_shown_have_no_width(tokenizer: Tokenizer) -
     assert [entry.offset for entry in one.logprobs or ()] == [0, size, size, len(one.text)]
 
 
-def test_an_answer_nobody_asked_for_is_not_told(tokenizer: Tokenizer) -> None:
+def test_an_answer_of_max_tokens_0_is_hidden(tokenizer: Tokenizer) -> None:
     params = GenerationParams(max_tokens=0, logprobs=1, prompt_logprobs=1)
     assert params.sampling(GenerationDefaults(), ()).max_tokens == 1
     answers = make(tokenizer, sampling=params.sampling(GenerationDefaults(), (2,)), hides_answer=True)
@@ -183,7 +183,7 @@ def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
     assert [None if one is None else one.rank for one in result.prompt_logprobs] == [None, 3, 4]
 
 
-def test_a_failed_sample_raises_from_result_and_is_told_in_output(tokenizer: Tokenizer) -> None:
+def test_result_raises_for_a_failed_sample_and_output_does_not(tokenizer: Tokenizer) -> None:
     answers = make(tokenizer)
     answers.push(0, output(reason=FinishReason.ERROR, error="NaN"))
     with pytest.raises(RequestFailed, match="NaN"):
@@ -225,13 +225,13 @@ def test_bad_params_are_refused_by_name_and_value(fields: dict[str, Any], proble
         GenerationParams(**fields)
 
 
-def test_null_means_nothing() -> None:
-    """Clients send it for what they do not want."""
+def test_none_means_unset() -> None:
+    """Clients send null for unset fields."""
     params = GenerationParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert (params.stops, params.stop_token_ids, params.logit_bias) == ((), (), {})
 
 
-def test_the_callers_word_wins_over_the_models_and_that_over_the_neutral() -> None:
+def test_params_override_model_defaults_and_neutral_values() -> None:
     defaults = GenerationDefaults(temperature=0.6, top_k=20)
     params = GenerationParams(top_k=0, seed=5, stop_token_ids=(9,)).sampling(defaults, (2, 9))
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.6, 0, 1.0, 5)

@@ -1,4 +1,4 @@
-"""Workers that die, hang and come back: who is told what, and who starts the next one."""
+"""Workers that die or hang: errors of their requests, and restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import HANG_S
 
 @asynccontextmanager
 async def supervised(path: Path, **settings: Any) -> AsyncIterator[tuple[EngineClient, asyncio.Task[None]]]:
-    """A client whose worker is kept alive, once it serves."""
+    """A supervised client with a ready worker."""
     async with client(path, backend="fake", **settings) as engine:
         watching = asyncio.create_task(engine.supervise())
         try:
@@ -44,15 +44,15 @@ def kill(engine: EngineClient, number: signal.Signals = signal.SIGKILL) -> int:
     return pid
 
 
-# Who is told what
+# Errors
 
 
-def test_who_ran_is_told_of_the_death_and_who_waited_may_ask_again(tiny_model: Path) -> None:
+def test_running_requests_get_worker_died_and_waiting_ones_lost_before_start(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
-            news = asyncio.Event()
-            running = await engine.submit(request(engine, max_tokens=3000), news=news)
-            waiting = await engine.submit(request(engine), news=news)
+            updated = asyncio.Event()
+            running = await engine.submit(request(engine, max_tokens=3000), updated=updated)
+            waiting = await engine.submit(request(engine), updated=updated)
             await until(lambda: bool(running.take()))
             kill(engine)
             with pytest.raises(WorkerDied, match="was ended by SIGKILL") as died:
@@ -60,14 +60,14 @@ def test_who_ran_is_told_of_the_death_and_who_waited_may_ask_again(tiny_model: P
             with pytest.raises(LostBeforeStart, match="was ended by SIGKILL"):
                 await waiting.result()
             assert not isinstance(died.value, LostBeforeStart)
-            assert news.is_set()
+            assert updated.is_set()
             assert (await engine.generate(waiting.answers.request)).usage.completion_tokens == 8
 
     run(work())
 
 
-def test_who_was_in_the_first_step_of_a_worker_that_died_did_not_wait(tiny_model: Path) -> None:
-    """It may have been the reason: asking again is not safe."""
+def test_a_request_in_the_first_step_gets_worker_died(tiny_model: Path) -> None:
+    """It may have been the cause, so a retry is not safe."""
 
     async def work() -> None:
         async with client(tiny_model, backend="fake", device="300ms") as engine:
@@ -80,7 +80,7 @@ def test_who_was_in_the_first_step_of_a_worker_that_died_did_not_wait(tiny_model
     run(work())
 
 
-def test_what_a_worker_said_last_is_heard_though_it_left_orders_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_message_is_read_even_if_the_worker_left_messages_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import socket, sys\n"
         "peer = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -96,22 +96,22 @@ def test_what_a_worker_said_last_is_heard_though_it_left_orders_unread(monkeypat
     monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
 
     async def work() -> None:
-        news: list[Any] = []
+        messages: list[Any] = []
         ends: list[str] = []
-        process = WorkerProcess(news.append, ends.append)
+        process = WorkerProcess(messages.append, ends.append)
         process.send(GetStats(1))
         process._process.wait()
         for number in range(2, 5):
-            process.send(GetStats(number))  # nobody reads this any more
+            process.send(GetStats(number))  # never read
         await until(lambda: bool(ends))
-        assert news == [Failed("InvariantViolation", "why")]
+        assert messages == [Failed("InvariantViolation", "why")]
         assert ends == ["ended with exit code 3"]
 
     run(work())
 
 
-def test_a_signal_that_asks_for_an_end_is_not_for_the_worker(tiny_model: Path) -> None:
-    """A service manager sends it to the whole group; the server serves to the end first."""
+def test_a_worker_ignores_sigterm_and_sigint(tiny_model: Path) -> None:
+    """A service manager sends them to the whole process group; the server finishes its requests first."""
 
     async def work() -> None:
         async with client(tiny_model, backend="fake", device="5ms") as engine:
@@ -124,10 +124,10 @@ def test_a_signal_that_asks_for_an_end_is_not_for_the_worker(tiny_model: Path) -
     run(work())
 
 
-# Who starts the next one
+# Restarts
 
 
-def test_a_worker_that_dies_is_replaced_without_being_asked(tiny_model: Path) -> None:
+def test_a_dead_worker_is_replaced(tiny_model: Path) -> None:
     async def work() -> None:
         async with supervised(tiny_model) as (engine, watching):
             assert engine.num_restarts == 0
@@ -136,12 +136,12 @@ def test_a_worker_that_dies_is_replaced_without_being_asked(tiny_model: Path) ->
             assert engine.num_restarts == 1
             assert (await engine.generate(request(engine))).usage.completion_tokens == 8
             await engine.close()
-            await watching  # it ends by itself
+            await watching  # supervision ends by itself
 
     run(work())
 
 
-def test_supervision_and_requests_start_one_worker_between_them(tiny_model: Path) -> None:
+def test_supervision_and_requests_start_only_one_worker(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             watching = asyncio.create_task(engine.supervise())
@@ -158,7 +158,7 @@ def test_supervision_and_requests_start_one_worker_between_them(tiny_model: Path
     run(work())
 
 
-def test_a_model_that_cannot_be_loaded_the_first_time_is_an_error(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_failure_of_the_first_load_is_raised(tiny_model: Path, tmp_path: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
             engine._path = tmp_path / "broken.gguf"
@@ -169,7 +169,7 @@ def test_a_model_that_cannot_be_loaded_the_first_time_is_an_error(tiny_model: Pa
     run(work())
 
 
-def test_a_model_that_cannot_be_loaded_again_is_tried_until_it_can(
+def test_later_load_failures_are_retried(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_loaded_again_is_tried_until_it_can(
         run(work())
 
 
-def test_a_process_that_cannot_be_started_is_tried_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_process_start_is_retried(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
 
     async def work() -> None:
@@ -210,12 +210,12 @@ def test_a_process_that_cannot_be_started_is_tried_again(tiny_model: Path, monke
     run(work())
 
 
-def test_a_close_does_not_wait_for_a_pause(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_the_backoff(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 10 * HANG_S)
 
     async def work() -> None:
         async with supervised(tiny_model) as (engine, watching):
-            engine._num_early_deaths = 50  # the pause is longer than the test may take
+            engine._num_early_deaths = 50  # the backoff is longer than the time limit of the test
             kill(engine)
             await until(lambda: engine._pause is not None)
             asked = asyncio.create_task(engine.start())
@@ -227,7 +227,7 @@ def test_a_close_does_not_wait_for_a_pause(tiny_model: Path, monkeypatch: pytest
     run(work())
 
 
-def test_supervision_that_is_cancelled_leaves_the_worker_alone(tiny_model: Path) -> None:
+def test_cancelled_supervision_keeps_the_worker(tiny_model: Path) -> None:
     async def work() -> None:
         async with supervised(tiny_model) as (engine, watching):
             watching.cancel()
@@ -239,23 +239,23 @@ def test_supervision_that_is_cancelled_leaves_the_worker_alone(tiny_model: Path)
     run(work())
 
 
-# Whether it moves
+# is_moving
 
 
-def test_a_worker_moves_unless_it_is_silent_with_work(tiny_model: Path) -> None:
+def test_is_moving_is_false_for_a_silent_worker_with_work(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, hang_limit_s=600.0, **SLOW) as engine:
             states = [engine.is_moving]  # there is no worker
             await engine.start()
 
             def is_moving_a_minute_later() -> bool:
-                assert engine._link is not None
-                engine._link.process._heard_s -= 60
+                assert engine._connection is not None
+                engine._connection.process._heard_s -= 60
                 return engine.is_moving
 
-            states.append(is_moving_a_minute_later())  # nothing is asked of it: silence means nothing
+            states.append(is_moving_a_minute_later())  # idle: silence is normal
             generation = await engine.submit(request(engine, max_tokens=3900))
-            states.append(engine.is_moving)  # its time began with the work
+            states.append(engine.is_moving)  # the limit starts with the work
             await until(lambda: bool(generation.take()))
             kill(engine, signal.SIGSTOP)
             states.append(is_moving_a_minute_later())
@@ -267,8 +267,7 @@ def test_a_worker_moves_unless_it_is_silent_with_work(tiny_model: Path) -> None:
     run(work())
 
 
-def test_a_worker_that_announced_a_long_step_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it has spoken again."""
+def test_an_announced_silence_lasts_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import socket, sys\n"
         "peer = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -285,14 +284,14 @@ def test_a_worker_that_announced_a_long_step_moves(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
 
     async def work() -> list[float]:
-        news: list[Any] = []
-        process = WorkerProcess(news.append, lambda _: None)
-        process.expect_news(60.0)
+        messages: list[Any] = []
+        process = WorkerProcess(messages.append, lambda _: None)
+        process.expect_message(60.0)
         found = [process.announced_s]
-        await until(lambda: len(news) == 1)
+        await until(lambda: len(messages) == 1)
         found.append(process.announced_s)
         process._socket.send(b"x")
-        await until(lambda: len(news) == 2)
+        await until(lambda: len(messages) == 2)
         found.append(process.announced_s)
         await process.close()
         return found

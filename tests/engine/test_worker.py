@@ -1,4 +1,4 @@
-"""A real worker process with a real, tiny model: served, killed, stopped, starved, orphaned."""
+"""A real worker process with a tiny model: requests, crashes, hangs, refusals."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.engine.serving import SLOW, client, collect, request, run, until, usa
 from tests.waiting import HANG_S, eventually, num_switches
 
 
-def test_requests_are_served_together_and_loading_is_told(tiny_model: Path) -> None:
+def test_requests_are_batched_and_loading_is_reported(tiny_model: Path) -> None:
     async def work() -> None:
-        told: list[tuple[int, int]] = []
-        async with client(tiny_model, on_loading=lambda done, total: told.append((done, total))) as engine:
+        progress: list[tuple[int, int]] = []
+        async with client(tiny_model, on_loading=lambda done, total: progress.append((done, total))) as engine:
             prompts = [f"The dog number {i}" for i in range(12)]
             alone = [(await engine.generate(request(engine, prompt))).text for prompt in prompts[:3]]
             together = await asyncio.gather(*(engine.generate(request(engine, prompt)) for prompt in prompts))
             assert [output.text for output in together[:3]] == alone
             assert all(output.usage.completion_tokens == 8 for output in together)
             assert await usage(engine) == (0, 0, 0)
-        assert told[-1][0] == told[-1][1] > 0
+        assert progress[-1][0] == progress[-1][1] > 0
 
     run(work())
 
@@ -68,7 +68,7 @@ def test_deltas_stream_and_the_cache_is_counted(tiny_model: Path) -> None:
     run(work())
 
 
-def test_leaving_early_frees_the_blocks(tiny_model: Path) -> None:
+def test_leaving_a_stream_early_frees_the_blocks(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, **SLOW) as engine:
             generation = await engine.submit(request(engine, max_tokens=2000))
@@ -79,14 +79,14 @@ def test_leaving_early_frees_the_blocks(tiny_model: Path) -> None:
             waiting = asyncio.create_task(other.result())
             await until(lambda: other.is_started)
             other.cancel()
-            output = await waiting  # whoever waits comes to the end, with what there is
+            output = await waiting  # the waiter gets the partial answer
             assert output.completions[0].finish_reason is FinishReason.CANCELLED
             assert await usage(engine) == (0, 0, 0)
 
     run(work())
 
 
-def test_what_is_refused_raises_there_and_disturbs_nobody(tiny_model: Path) -> None:
+def test_a_refused_request_does_not_affect_others(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             running = asyncio.create_task(engine.generate(request(engine, max_tokens=200)))
@@ -120,23 +120,23 @@ def test_a_killed_worker_fails_its_requests_and_the_next_gets_a_new_one(tiny_mod
     run(work())
 
 
-def test_a_worker_that_hangs_is_ended(tiny_model: Path) -> None:
+def test_a_worker_that_hangs_is_killed(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, hang_limit_s=1.0) as engine:
             await engine.start()
             pid = engine.worker_pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(1.5)  # idle: silence means nothing
+            await asyncio.sleep(1.5)  # idle: silence is normal
             assert engine.worker_pid == pid
-            with pytest.raises(WorkerDied, match="no sign of life for 1 s"):
+            with pytest.raises(WorkerDied, match="sent no message for 1 s"):
                 await engine.generate(request(engine))
             assert not is_running(pid)
 
     run(work())
 
 
-def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_failed_load_raises_its_error(tiny_model: Path, tmp_path: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             engine._path = tmp_path / "gone.gguf"
@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path
     run(work())
 
 
-def test_text_that_cannot_be_made_ends_its_request_alone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_cannot_be_decoded_ends_only_its_request(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             good = await engine.submit(request(engine, max_tokens=100))
@@ -165,7 +165,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(tiny_model: Path, monke
     run(work())
 
 
-def test_a_stop_string_ends_the_request_over_there(tiny_model: Path) -> None:
+def test_a_stop_string_ends_the_request_in_the_worker(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             whole = await engine.generate(request(engine, max_tokens=60))
@@ -179,7 +179,7 @@ def test_a_stop_string_ends_the_request_over_there(tiny_model: Path) -> None:
     run(work())
 
 
-def test_whoever_stops_waiting_for_a_load_disturbs_nobody(tiny_model: Path) -> None:
+def test_cancelling_one_waiter_of_a_load_does_not_affect_others(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             asked = request(engine)
@@ -198,14 +198,16 @@ def test_whoever_stops_waiting_for_a_load_disturbs_nobody(tiny_model: Path) -> N
     run(work())
 
 
-def test_a_successor_does_not_suffer_for_its_predecessor(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old one is reported dead some time after it is given up; by then there is a new one."""
+def test_the_late_end_of_a_worker_does_not_affect_its_successor(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the old worker is reported after a new one has started."""
 
     async def work() -> None:
         async with client(tiny_model, hang_limit_s=1.0) as engine:
             await engine.start()
-            assert engine._link is not None
-            first, engine._hang_limit_s = engine._link.process, HANG_S  # the next one may be slow
+            assert engine._connection is not None
+            first, engine._hang_limit_s = engine._connection.process, HANG_S  # the next one may be slow
             is_served, wait = asyncio.Event(), first._wait_or_kill
 
             async def wait_longer(grace_s: float) -> int:
@@ -225,7 +227,7 @@ def test_a_successor_does_not_suffer_for_its_predecessor(tiny_model: Path, monke
     run(work())
 
 
-def test_a_second_try_at_a_model_that_cannot_be_loaded_says_so_again(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_second_failed_load_raises_again(tiny_model: Path, tmp_path: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             broken = tmp_path / "broken.gguf"
@@ -240,9 +242,7 @@ def test_a_second_try_at_a_model_that_cannot_be_loaded_says_so_again(tiny_model:
     run(work())
 
 
-def test_deaths_in_a_row_are_waited_for_and_a_close_in_between_is_final(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_deaths_back_off_and_close_is_final(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def work() -> None:
@@ -276,7 +276,7 @@ def test_deaths_in_a_row_are_waited_for_and_a_close_in_between_is_final(
 
 
 @pytest.mark.parametrize("prompt", [[1.5], [True, 5], ["x"], [-1], []])
-def test_a_prompt_that_is_none_is_refused_before_it_reaches_anybody(tiny_model: Path, prompt: list[Any]) -> None:
+def test_invalid_prompts_are_refused_before_they_reach_a_worker(tiny_model: Path, prompt: list[Any]) -> None:
     text = ModelText.open(tiny_model)
     with pytest.raises(InvalidRequest, match="prompt"):
         text.request(prompt, GenerationParams())
@@ -285,15 +285,15 @@ def test_a_prompt_that_is_none_is_refused_before_it_reaches_anybody(tiny_model: 
         GenerationRequest((1,), SamplingParams(), priority=7)  # type: ignore[arg-type]
 
 
-def test_a_forged_message_ends_its_own_request(tiny_model: Path) -> None:
+def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             running = await engine.submit(request(engine, max_tokens=60))
             forged = await engine.submit(request(engine, max_tokens=60))
-            assert engine._link is not None
+            assert engine._connection is not None
             ids = list(forged.request_ids)
             raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "prompt": ["x"]})
-            engine._link.process._writer.send(len(raw).to_bytes(4, "little") + raw)
+            engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
             with pytest.raises(InvalidRequest):
                 await forged.result()
             assert (await running.result()).usage.completion_tokens == 60
@@ -301,7 +301,7 @@ def test_a_forged_message_ends_its_own_request(tiny_model: Path) -> None:
     run(work())
 
 
-def test_more_than_the_worker_reads_is_refused_and_nobody_is_hurt(tiny_model: Path) -> None:
+def test_too_much_unread_data_is_refused(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             innocent = await engine.submit(request(engine, max_tokens=30))
@@ -314,7 +314,7 @@ def test_more_than_the_worker_reads_is_refused_and_nobody_is_hurt(tiny_model: Pa
     run(work())
 
 
-def test_asking_after_a_model_does_not_load_it(tiny_model: Path) -> None:
+def test_queries_do_not_start_a_worker(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             assert await engine.stats() is None
@@ -324,7 +324,7 @@ def test_asking_after_a_model_does_not_load_it(tiny_model: Path) -> None:
     run(work())
 
 
-def test_a_callback_of_loading_that_raises_is_dropped(tiny_model: Path) -> None:
+def test_an_on_loading_callback_that_raises_is_dropped(tiny_model: Path) -> None:
     async def work() -> None:
         def fail(_done: int, _total: int) -> None:
             raise RuntimeError("no terminal")
@@ -352,7 +352,7 @@ def test_a_client_belongs_to_one_event_loop(tiny_model: Path) -> None:
     text.close()
 
 
-def test_no_module_of_the_current_folder_runs_in_the_worker(
+def test_modules_in_the_working_directory_are_not_imported(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("open('HACKED', 'w').close()\n")
@@ -380,7 +380,7 @@ def test_idle_costs_no_cpu(tiny_model: Path) -> None:
             await engine.generate(request(engine))
             pid = engine.worker_pid
             assert pid is not None
-            while True:  # until the audit is over: from there on it sleeps for ever
+            while True:  # until the audit has ended: then the worker sleeps without limit
                 before, own_s = num_switches(pid), time.process_time()
                 await asyncio.sleep(2)
                 if num_switches(pid) == before and time.process_time() - own_s < 0.02:
@@ -423,73 +423,73 @@ def test_the_client_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-# The watch
+# The watchdog
 
 
 class _Recorder:
-    """A channel that keeps what is said."""
+    """A channel that records the messages."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
 
     def send(self, message: Any) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
 
 def watched(*, has_overlap: bool) -> tuple[Worker, Engine, _Recorder]:
-    """A worker that has warmed up, what it runs and what it said."""
+    """A worker after its warm-up, its engine and its channel."""
     runner = FakeRunner(Capacity(400, 4, max_num_seqs=4, max_model_len=1000, vocab_size=50, has_overlap=has_overlap))
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
     channel = _Recorder()
     worker = Worker(channel, engine, Observer())  # type: ignore[arg-type]
     worker.warm_up()
-    assert channel.said == []
+    assert channel.sent == []
     return worker, engine, channel
 
 
 def announced(channel: _Recorder) -> list[float]:
-    return [message.limit_s for message in channel.said if isinstance(message, Working)]
+    return [message.limit_s for message in channel.sent if isinstance(message, Working)]
 
 
-def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
+def test_a_step_predicted_to_be_long_is_announced() -> None:
     worker, engine, channel = watched(has_overlap=False)
-    worker._pace = StepEstimator()
-    worker._pace.learn(Work(1, 1.0), 0.1)
-    worker._pace.learn(Work(100, 100.0), 10.0)
+    worker._estimator = StepEstimator()
+    worker._estimator.learn(Work(1, 1.0), 0.1)
+    worker._estimator.learn(Work(100, 100.0), 10.0)
     engine.add(1, [1] * 50, SamplingParams(temperature=0, max_tokens=1))
     worker._step()
     (limit_s,) = announced(channel)
     assert 50 < limit_s < 60  # ten times the prediction
-    assert isinstance(channel.said[-1], Stepped)
+    assert isinstance(channel.sent[-1], Stepped)
 
 
-def test_no_announcement_is_longer_than_its_cap() -> None:
+def test_announcements_are_capped() -> None:
     worker, engine, channel = watched(has_overlap=False)
-    worker._pace = StepEstimator()
-    worker._pace.learn(Work(1, 1.0), 100.0)
+    worker._estimator = StepEstimator()
+    worker._estimator.learn(Work(1, 1.0), 100.0)
     engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=1))
     worker._step()
     assert announced(channel) == [MAX_PATIENCE_S]
 
 
 def test_a_long_step_in_flight_is_announced_until_it_is_collected() -> None:
-    """Its own announcement ends with the news of the step before it; the plan behind it is short."""
+    """Its own announcement ends with the message of the previous step; the next plan is short."""
     worker, engine, channel = watched(has_overlap=True)
-    worker._pace = StepEstimator()
-    worker._pace.learn(Work(1, 1.0), 0.001)
-    worker._pace.learn(Work(100, 100.0), 10.0)
+    worker._estimator = StepEstimator()
+    worker._estimator.learn(Work(1, 1.0), 0.001)
+    worker._estimator.learn(Work(100, 100.0), 10.0)
     engine.add(1, [1] * 100, SamplingParams(temperature=0, max_tokens=2))
     worker._step()  # enqueues the prompt
     worker._step()  # enqueues a decode, waits for the prompt
     assert len(announced(channel)) == 2
-    assert [message.num_tokens for message in channel.said if isinstance(message, Stepped)] == [0, 100]
+    assert [message.num_tokens for message in channel.sent if isinstance(message, Stepped)] == [0, 100]
 
 
-def test_a_step_in_flight_is_judged_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one step in flight, a call of `step` plans one and waits for the one before."""
+def test_durations_are_attributed_to_the_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one step in flight, a call of `step` plans one and waits for the previous one."""
     worker, engine, _ = watched(has_overlap=True)
     learned: list[int] = []
-    monkeypatch.setattr(worker._pace, "learn", lambda work, _: learned.append(work.num_tokens))
+    monkeypatch.setattr(worker._estimator, "learn", lambda work, _: learned.append(work.num_tokens))
     engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=3))
     planned: list[int] = []
     while engine.has_work:
@@ -500,16 +500,16 @@ def test_a_step_in_flight_is_judged_by_its_own_time(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("has_overlap", [False, True])
-def test_the_first_steps_of_a_run_are_not_learned_from(has_overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They load libraries and compile. Two sizes are known after the warm-up: a prompt and a decode."""
+def test_the_first_slow_step_does_not_affect_predictions(has_overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads libraries and compiles. Two sizes are known after the warm-up: a prompt and a decode."""
     clock = iter([0.0, 60.0] + [70.0 + 0.01 * count for count in range(100)])
     monkeypatch.setattr("quire.engine.worker.worker.time.monotonic", lambda: next(clock, 80.0))
     worker, _, _ = watched(has_overlap=has_overlap)
-    assert len(worker._pace._sizes) == 2
-    assert 0 < worker._pace.predict_s(Work(1000, 1000.0)) < 1.0
+    assert len(worker._estimator._sizes) == 2
+    assert 0 < worker._estimator.predict_s(Work(1000, 1000.0)) < 1.0
 
 
-def test_the_warm_up_makes_no_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_uses_a_small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block costs about 140 bytes and a microsecond: the pool of a large GPU has 200,000 of them."""
     runner = FakeRunner(Capacity(num_blocks=4000, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50))
     worker = Worker(_Recorder(), Engine(runner, make_scheduler(runner, EngineConfig())), Observer())  # type: ignore[arg-type]
@@ -535,7 +535,9 @@ LOUD = (
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
-def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_worker_is_killed_unless_the_silence_was_announced(
+    is_announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = pack(Working(30.0) if is_announced else Stepped(()))
 
     def spawn(fd: int) -> subprocess.Popen[bytes]:
@@ -545,35 +547,35 @@ def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatc
     monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
 
     async def work() -> tuple[list[Any], list[str]]:
-        news: list[Any] = []
+        messages: list[Any] = []
         ends: list[str] = []
-        process = WorkerProcess(news.append, ends.append)
-        process.expect_news(60.0)
-        await until(lambda: bool(news))
-        process.expect_news(0.7)
+        process = WorkerProcess(messages.append, ends.append)
+        process.expect_message(60.0)
+        await until(lambda: bool(messages))
+        process.expect_message(0.7)
         if is_announced:
-            process._deadline_s += HANG_S  # as the message said, had the limit been this one when it came
+            process._deadline_s += HANG_S  # as if this limit had applied when the message came
             await asyncio.sleep(1.0)  # longer than the limit
             process._socket.send(b"x")
-        await until(lambda: bool(ends) or len(news) > 1)
+        await until(lambda: bool(ends) or len(messages) > 1)
         seen = list(ends)
         process._process.kill()
         await process.close()
-        return news, seen
+        return messages, seen
 
-    news, ends = run(work())
+    messages, ends = run(work())
     if is_announced:
         assert ends == []
-        assert news == [Working(30.0), Stepped(())]
+        assert messages == [Working(30.0), Stepped(())]
     else:
-        assert "no sign of life for 0.7 s" in ends[0]
+        assert "sent no message for 0.7 s" in ends[0]
 
 
-# Preparing
+# Preparation
 
 
 class _Preparing(FakeRunner):
-    """Has `num_pieces` to make ready; fails at one of them, if told to. Notes whether anybody waited meanwhile."""
+    """Has `num_pieces` to prepare and fails at one of them, if set. Records whether the engine had work."""
 
     def __init__(self, num_pieces: int, failing: int = -1) -> None:
         super().__init__(
@@ -595,7 +597,7 @@ class _Preparing(FakeRunner):
 
 
 class _Script(_Recorder):
-    """A channel on which orders arrive at given calls. Notes how long the worker was ready to sleep at each."""
+    """A channel on which messages arrive at given calls. Records the timeout of each call."""
 
     def __init__(self, orders: dict[int, Any], num_calls: int) -> None:
         super().__init__()
@@ -611,11 +613,11 @@ class _Script(_Recorder):
 
 
 def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
-    """The tokens that came back."""
+    """Run a worker and return the generated tokens."""
     worker = Worker(channel, runner.engine, Observer())  # type: ignore[arg-type]
     with pytest.raises(Gone):
         worker.run()
-    steps = [message for message in channel.said if isinstance(message, Stepped)]
+    steps = [message for message in channel.sent if isinstance(message, Stepped)]
     return [token for step in steps for output in step.outputs for token in output.tokens]
 
 
@@ -624,19 +626,19 @@ def ask(request_id: int) -> Add:
     return Add((request_id,), PackedPrompt.of((1, 2, 3)), sampling, Priority.NORMAL, "")
 
 
-def test_a_runner_prepares_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_prepares_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.0)  # this channel does not sleep
     runner, channel = _Preparing(num_pieces=6), _Script({3: ask(1), 9: ask(2)}, num_calls=30)
     tokens = serve_script(runner, channel)
     assert len(tokens) == 10
     assert tokens[:5] == tokens[5:]
     assert runner.was_busy == [False] * 6  # two before the first request, one between, three after
-    assert runner.num_calls == 6  # it says itself when nothing is left
-    assert channel.sleeps[:16] == [0.0] * 16  # orders are looked for between pieces and steps, without a wait
-    assert channel.sleeps[-1] is None  # in the end it sleeps
+    assert runner.num_calls == 6  # it reports when nothing is left
+    assert channel.sleeps[:16] == [0.0] * 16  # messages are polled between pieces and steps
+    assert channel.sleeps[-1] is None  # finally it sleeps
 
 
-def test_a_failure_to_prepare_ends_preparing_not_serving(
+def test_a_failed_preparation_does_not_end_the_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.0)
@@ -647,10 +649,10 @@ def test_a_failure_to_prepare_ends_preparing_not_serving(
     assert channel.sleeps[-1] is None
 
 
-# The wire
+# The protocol
 
 
-def test_frames_survive_any_cutting() -> None:
+def test_frames_are_read_however_the_stream_is_split() -> None:
     messages = [Cancel(i) for i in range(5)]
     data = b"".join(pack(message) for message in messages)
     for size in (1, 3, 7, len(data)):
@@ -659,7 +661,7 @@ def test_frames_survive_any_cutting() -> None:
         assert [to_worker.decode(frame) for frame in frames] == messages
 
 
-def test_garbage_is_refused_not_obeyed() -> None:
+def test_invalid_messages_are_refused() -> None:
     with pytest.raises(ValueError, match="frame of"):
         FrameReader().feed(b"\xff\xff\xff\xff....")
     with pytest.raises(msgspec.ValidationError):
@@ -677,7 +679,7 @@ def test_garbage_is_refused_not_obeyed() -> None:
             to_worker.decode(msgspec.msgpack.encode(forged))
 
 
-def test_messages_come_back_as_they_were() -> None:
+def test_messages_round_trip() -> None:
     sampling = SamplingParams(logit_bias={5: 1.5}, seed=2**63 - 1, logprobs=2)
     message = Add((1, 2), PackedPrompt.of((1, 2)), sampling, Priority.LOW, "salt")
     assert to_worker.decode(pack(message)[4:]) == message

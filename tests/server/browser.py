@@ -1,4 +1,4 @@
-"""A headless Chromium by the W3C WebDriver protocol: as much of it as the tests of the page need."""
+"""A headless Chromium, driven by the part of the W3C WebDriver protocol that the tests of the page need."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str, *values: object) -> Any:
-        """What `return` gives in the page."""
+        """Run a script in the page. Returns what it returns."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": values})
 
     def text(self, selector: str) -> str:
@@ -73,7 +73,7 @@ class Browser:
         )
 
     def click(self, selector: str) -> None:
-        """The page may draw the element anew between the two steps: then it is looked for again."""
+        """Click an element. If the page replaces it between finding and clicking, it is found again."""
         while True:
             try:
                 self._ask("POST", f"/element/{self._find(selector)}/click", {})
@@ -89,15 +89,17 @@ class Browser:
         return str(self._ask("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT])
 
     def wait(self, what: str, test: Callable[[], object]) -> Any:
-        """Until it is true. Returns it."""
+        """Wait until the test returns something true. Returns it."""
         until_s = time.monotonic() + HANG_S
         while not (found := test()):
-            assert time.monotonic() < until_s, f"{what}: not in {HANG_S} s; the page says {self.text('body')[:1500]!r}"
+            assert time.monotonic() < until_s, (
+                f"{what}: not within {HANG_S} s; the page has {self.text('body')[:1500]!r}"
+            )
             time.sleep(0.05)
         return found
 
     def look(self, width: int, height: int, scheme: str = "light", scale: float = 1.0) -> None:
-        """Through a window of that size, with that colour scheme, so many pixels of a screen a pixel of the page."""
+        """Set the size of the window, the colour scheme, and the number of screen pixels per CSS pixel."""
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self._command("Emulation.setDeviceMetricsOverride", size)
         self._command("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
@@ -106,11 +108,11 @@ class Browser:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": name, "params": params})
 
     def screenshot(self, path: Path) -> None:
-        """Of what the window shows."""
+        """Write a PNG of the window."""
         path.write_bytes(base64.b64decode(self._command("Page.captureScreenshot", {"format": "png"})["data"]))
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last call, warnings and errors."""
+        """Warnings and errors of the console since the last call."""
         entries = self._ask("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
 
@@ -121,7 +123,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """With a fresh profile in that folder. Nothing of it is left running."""
+    """A browser with a new profile in that folder. Its processes are killed at the end."""
     assert DRIVER is not None
     driver = subprocess.Popen(
         [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0

@@ -1,4 +1,4 @@
-"""Fixtures of all tests that speak to a server."""
+"""Fixtures of all tests that talk to a server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.server.rig import close_sockets
 
 @pytest.fixture(autouse=True)
 def sockets_are_closed() -> Iterator[None]:
-    """Whatever happened, a test leaves no connection and no request to the next one."""
+    """A test leaves no connection and no request to the next one, even if it fails."""
     yield
     close_sockets()

@@ -1,6 +1,6 @@
-"""Hostile requests, by hand: what each is, and which field the refusal must name.
+"""Hand-written hostile requests, each with the field that the refusal must name.
 
-Bodies are made when they are asked for: some are megabytes.
+Bodies are made on demand: some are megabytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIB = 1 << 20
 PICKLE = b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."  # os.system("id")
 HI = {"role": "user", "content": "Hi"}
 
-# A body of each path that is fine as it is.
+# A valid body for each path.
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HI], "max_tokens": 2},
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 2},
@@ -76,54 +76,58 @@ class Hostile:
     path: str
     make: Callable[[], bytes]
     names: str | None = None  # the field the message must name; None: the body as a whole
-    says: str = ""  # what else stands in the message
+    contains: str = ""  # further text that the message must contain
     statuses: tuple[int, ...] = (400,)
 
 
-def field(path: str, name: str, value: object, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
-    """A good body with one field that is not."""
+def field(
+    path: str, name: str, value: object, names: str | None = None, *, label: str = "", contains: str = ""
+) -> Hostile:
+    """A valid body with one bad field."""
     title = f"{path} {name}={label or repr(value)[:40]}"
-    return Hostile(title, path, lambda: json.dumps({**GOOD[path], name: value}).encode(), names or name, says)
+    return Hostile(title, path, lambda: json.dumps({**GOOD[path], name: value}).encode(), names or name, contains)
 
 
 def instead(path: str, label: str, body: object, names: str, statuses: tuple[int, ...] = (400,)) -> Hostile:
-    """Another body altogether."""
+    """A different body."""
     return Hostile(f"{path} {label}", path, lambda: json.dumps(body).encode(), names, statuses=statuses)
 
 
-def literal(path: str, name: str, value: str, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
-    """The same where the value is no JSON that Python would write."""
+def literal(
+    path: str, name: str, value: str, names: str | None = None, *, label: str = "", contains: str = ""
+) -> Hostile:
+    """Like `field`, with a value that Python's JSON encoder would not write."""
     rest = {key: kept for key, kept in GOOD[path].items() if key != name}
 
     def make() -> bytes:
         return (json.dumps(rest)[:-1] + f', "{name}": {value}}}').encode("utf-8", "surrogatepass")
 
-    return Hostile(f"{path} {name}={label or value[:40]}", path, make, names, says)
+    return Hostile(f"{path} {name}={label or value[:40]}", path, make, names, contains)
 
 
-def whole(path: str, label: str, data: bytes, says: str = "") -> Hostile:
-    return Hostile(f"{path} body {label}", path, lambda: data, None, says)
+def whole(path: str, label: str, data: bytes, contains: str = "") -> Hostile:
+    return Hostile(f"{path} body {label}", path, lambda: data, None, contains)
 
 
 def nested(opening: str, closing: str, depth: int = DEEP) -> str:
     return opening * depth + closing * depth
 
 
-def said(path: str, label: str, content: Callable[[], str], says: str = "") -> Hostile:
+def with_text(path: str, label: str, content: Callable[[], str], contains: str = "") -> Hostile:
     """A conversation with this text."""
 
     def make() -> bytes:
         body = {**GOOD[path], "messages": [{"role": "user", "content": content()}]}
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
-    return Hostile(f"{path} text {label}", path, make, "messages", says)
+    return Hostile(f"{path} text {label}", path, make, "messages", contains)
 
 
-def prompted(path: str, label: str, prompt: Callable[[], object], says: str = "", **more: object) -> Hostile:
+def prompted(path: str, label: str, prompt: Callable[[], object], contains: str = "", **more: object) -> Hostile:
     def make() -> bytes:
         return json.dumps({**GOOD[path], "prompt": prompt(), **more}).encode()
 
-    return Hostile(f"{path} prompt {label}", path, make, "prompt", says)
+    return Hostile(f"{path} prompt {label}", path, make, "prompt", contains)
 
 
 # The body as a whole
@@ -164,7 +168,7 @@ _WHOLE = (
     ("arrays 10^6 deep, never closed", b"[" * 1_000_000),
 )  # fmt: skip
 
-# A good body but for what is deep inside a field
+# A valid body except for a value deep inside a field
 _DEEP = (
     (CHAT, "metadata"),
     (CHAT, "chat_template_kwargs"),
@@ -187,7 +191,7 @@ _DEEP = (
     (DETOKENIZE, "tokens"),
 )
 
-# Numbers that are none in JSON
+# Numbers that JSON does not have
 _NO_NUMBERS = (
     (CHAT, "temperature", "NaN"),
     (CHAT, "top_p", "Infinity"),
@@ -218,16 +222,16 @@ def _numbers() -> Iterator[Hostile]:
         yield field(path, "repeat_penalty", 0)
         yield field(path, "allowed_token_ids", [])
         yield field(path, "allowed_token_ids", [-1])
-        yield field(path, "allowed_token_ids", [10**6], says="outside the vocabulary")
-        yield field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", says="100000 tokens")
-        yield field(path, "ebnf", "yes or no", says="A GBNF grammar looks like")
-        yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", says="nested")
+        yield field(path, "allowed_token_ids", [10**6], contains="outside the vocabulary")
+        yield field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", contains="100000 tokens")
+        yield field(path, "ebnf", "yes or no", contains="A GBNF grammar looks like")
+        yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", contains="nested")
         yield field(path, "ebnf", "root ::= root", label="root that is root")
-        yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", says="characters are more than")
-        yield field(path, "grammar", "yes or no", says="neither Lark")
+        yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", contains="characters are more than")
+        yield field(path, "grammar", "yes or no", contains="neither Lark")
         yield field(path, "regex", "(")
         yield field(path, "json_schema", "{")
-        yield field(path, "mirostat", 2, says="not supported")
+        yield field(path, "mirostat", 2, contains="not supported")
         yield field(path, "max_tokens", 2**63)
         yield field(path, "max_tokens", 1.5)
         yield field(path, "min_tokens", 3)  # more than max_tokens
@@ -370,7 +374,7 @@ def _conversations() -> Iterator[Hostile]:
 
 
 def _items() -> Iterator[Hostile]:
-    """Of /v1/responses: what is no item, or one that nothing can be made of."""
+    """Invalid and unsupported items of /v1/responses."""
     for label, item in (
         ("unknown type", {"type": "hologram"}),
         ("type of 10^6 characters", {"type": "t" * 10**6}),
@@ -403,10 +407,10 @@ def _items() -> Iterator[Hostile]:
     yield field(RESPONSES, "input", [HI] * 100_000, label="10^5 items")
     parts = [{"type": "input_text", "text": ""}] * 100_000
     yield field(RESPONSES, "input", [{"role": "user", "content": parts}], label="10^5 parts")
-    yield field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", says="context")
+    yield field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", contains="context")
     yield literal(RESPONSES, "input", '"\\ud800"', label="escaped lone surrogate")
     yield field(RESPONSES, "instructions", 7)
-    yield field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", says="context")
+    yield field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", contains="context")
     yield field(RESPONSES, "previous_response_id", "resp_1")
     yield field(RESPONSES, "background", True)
     yield field(RESPONSES, "metadata", {"a": 7})
@@ -420,7 +424,7 @@ def _items() -> Iterator[Hostile]:
     yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 200, label="200 tools")
     yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 2, label="two of a name")
     yield field(RESPONSES, "tool_choice", "required", label="a call of nothing")
-    yield field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of nobody")
+    yield field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of an unknown tool")
     yield Hostile(
         f"{RESPONSES} 17 MB", RESPONSES, lambda: b'{"input": "' + b"a" * (17 * 10**6) + b'"}', statuses=(413,)
     )
@@ -444,7 +448,7 @@ def _tools_and_shapes() -> Iterator[Hostile]:
     yield field(MESSAGES, "messages", [HI, {"role": "assistant", "content": [use]}, HI], label="deep input")
     yield field(CHAT, "tools", function(properties=json.loads(deep)), label="a deep schema")
     yield field(CHAT, "tool_choice", "required", label="a call of nothing")
-    yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of nobody")
+    yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of an unknown tool")
     strict = {"schema": away, "strict": True}
     yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="elsewhere")
     doubled = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
@@ -487,17 +491,17 @@ def _templates() -> Iterator[Hostile]:
 
 
 def _sizes() -> Iterator[Hostile]:
-    long = "context"  # in the message: that it is the context that does not hold it
+    long = "context"  # the message must name the context as the limit
     for path in (CHAT, MESSAGES):
-        yield said(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
-        yield said(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
-        yield said(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long)
-        yield said(path, "right to left", lambda: "\u202e\u05d0" * MIB, long)
+        yield with_text(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
+        yield with_text(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
+        yield with_text(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long)
+        yield with_text(path, "right to left", lambda: "\u202e\u05d0" * MIB, long)
         yield replace(
-            said(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long),
+            with_text(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long),
             names="prompt" if path == MESSAGES else "messages",
         )
-    yield said(CHAT, "NULs", lambda: "\0" * (2 * MIB), long)
+    yield with_text(CHAT, "NULs", lambda: "\0" * (2 * MIB), long)
     yield prompted(COMPLETIONS, "4 MB", lambda: "a " * (2 * MIB), long)
     yield prompted(EXPLAIN, "4 MB", lambda: "a " * (2 * MIB), long)
     yield prompted(TOKENIZE, "4 MB", lambda: "a " * (2 * MIB), long)
@@ -516,7 +520,7 @@ def _sizes() -> Iterator[Hostile]:
         )
 
 
-# Each more than an event loop should make objects of
+# Each has more values than an event loop should decode
 _MANY_VALUES: dict[str, Callable[[], object]] = {
     "prompt": lambda: [5] * 10**6,
     "stop": lambda: ["a"] * 10**6,
@@ -584,14 +588,14 @@ def _ids() -> Iterator[Hostile]:
 
 
 def _wrong_types() -> Iterator[Hostile]:
-    """Every field of every body, with a value of a type it never has."""
+    """Every field of every body, with a value of a wrong type."""
     for path, struct in STRUCTS.items():
         for one in msgspec.structs.fields(struct):
             name = one.encode_name
             accepted = {*ACCEPTED, *other_servers.ACCEPTED, *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ())}
             accepted.add("return_token_strs")
             if one.type is Any or name in accepted or (path == MESSAGES and name in ("metadata", "service_tier")):
-                continue  # takes anything, or refuses anything: both tested on their own
+                continue  # accepts or refuses every value: tested separately
             takes_object = name in (
                 "stream_options",
                 "prompt_cache_options",
@@ -632,7 +636,7 @@ def _models() -> Iterator[Hostile]:
 
 
 def _duplicates() -> Iterator[Hostile]:
-    """The last one counts, in the check as in the answer: a bad value cannot hide behind a good one."""
+    """Duplicate keys: the last one counts, in the check and in the use. A bad value cannot hide behind a good one."""
     yield literal(CHAT, "n", '1, "n": 1000000', "n", label="twice, the last bad")
     yield literal(MESSAGES, "max_tokens", '1, "max_tokens": -1', "max_tokens", label="twice, the last bad")
 
@@ -664,13 +668,13 @@ def corpus() -> tuple[Hostile, ...]:
 
 # Odd values of numbers
 
-NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bounds, as far as they are whole
+NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bounds, if they are integers
     CHAT: {
         "n": (1, 32),
         "max_tokens": (-1, 4096),
         "max_completion_tokens": (-1, 4096),
         "min_tokens": (0, 4096),
-        "temperature": (0, 100),
+        "temperature": (0, 2),
         "top_p": (0, 1),
         "top_k": (-1, 2**31 - 1),
         "min_p": (0, 1),
@@ -701,7 +705,7 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
     },
     RESPONSES: {
         "max_output_tokens": (-1, 4096),
-        "temperature": (0, 100),
+        "temperature": (0, 2),
         "top_p": (0, 1),
         "top_logprobs": (0, 20),
         "seed": (-(2**63), 2**64 - 1),
@@ -717,7 +721,7 @@ _ODD = (
 
 
 def numbers() -> Iterator[tuple[str, str, str]]:
-    """(path, field, value as it stands in the body)."""
+    """Yield (path, field, value as written in the body)."""
     for path, fields in NUMBERS.items():
         for name, (low, high) in fields.items():
             for value in (*_ODD, str(low), str(low - 1), str(high), str(high + 1)):
@@ -729,12 +733,12 @@ def body_with(path: str, name: str, value: str, more: Mapping[str, Any] | None =
     return (json.dumps(rest)[:-1] + f', "{name}": {value}}}').encode()
 
 
-# Below HTTP, or beside it
+# Not valid HTTP
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes for a socket. The answer is one of the statuses; 0: the connection is closed without one."""
+    """Bytes for a socket. The response has one of the statuses; 0: the connection is closed without a response."""
 
     name: str
     make: Callable[[], bytes]
@@ -803,7 +807,7 @@ WIRE = (
     Wire("two hosts, the good one last", lambda: _get(b"host: evil.example\r\nhost: localhost\r\n"), (400, 403)),
 )  # fmt: skip
 
-# (method, path) -> what is there for someone on this machine without a key. Nothing here is served twice.
+# (method, path, allowed statuses) for a request of this machine without a key.
 PATHS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("GET", "//v1/models", (404,)),
     ("GET", "/v1//models", (404,)),

@@ -1,4 +1,4 @@
-"""A real `quire serve` in a process of its own, spoken to over a real socket."""
+"""Runs a real `quire serve` in its own process and talks to it over a real socket."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from typing import Any
 from tests.waiting import HANG_S, eventually
 
 FAKE = ("--backend", "fake", "--num-blocks", "400")
-# A busy machine must not make a server refuse, cut or kill what is only slow. A test of a limit sets that one itself.
+# Long limits: on a busy machine, the server must not refuse, cut or kill what is only slow. A test of a limit sets it.
 PATIENCE = {
     f"QUIRE_{name}": "600"
     for name in ("QUEUE_TIMEOUT", "HANG_LIMIT", "HEADER_TIMEOUT", "BODY_TIMEOUT", "SLOW_CLIENT_TIMEOUT", "DRAIN")
 }
-# Test files run side by side, one a core: threads that share a core spin while they wait for each other.
+# Test files run in parallel, one per core: threads that share a core spin while they wait for each other.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "QUIRE_THREADS": "1"}
 _opened: list[socket.socket] = []
 
 
 def close_sockets() -> None:
-    """Close the sockets that a test left open, or a test that fails would also fail the next one."""
+    """Close the sockets that a test left open, so that a failing test does not make the next one fail."""
     while _opened:
         _opened.pop().close()
 
@@ -104,7 +104,7 @@ class Server:
         return self.get(f"/v1/cache/stats?model={model}").json
 
     def raw(self, timeout_s: float = HANG_S) -> socket.socket:
-        """A connection. It is closed at the end of the test, if the test does not do it."""
+        """Open a connection. It is closed at the end of the test if the test does not close it."""
         sock = socket.create_connection(self.address, timeout=timeout_s)
         _opened.append(sock)
         return sock
@@ -112,7 +112,7 @@ class Server:
     def send_request(
         self, body: object, path: str = "/v1/chat/completions", *, sock: socket.socket | None = None
     ) -> socket.socket:
-        """Write a request and leave: the caller reads, or does not."""
+        """Write a request and return the socket without reading."""
         data = json.dumps(body).encode()
         sock = sock or self.raw()
         key = "" if self.key is None else f"authorization: Bearer {self.key}\r\n"
@@ -121,18 +121,18 @@ class Server:
         return sock
 
     def begin(self, body: object, path: str = "/v1/chat/completions") -> socket.socket:
-        """Write the request of a stream and wait until its answer has begun. The caller reads on, or does not."""
+        """Write the request of a stream and wait for the first bytes of the response."""
         sock = self.send_request(body, path)
         head = sock.recv(len(b"HTTP/1.1 200"), socket.MSG_WAITALL)
         assert head == b"HTTP/1.1 200", head + sock.recv(65536)
         return sock
 
     def begins(self, body: object, path: str = "/v1/chat/completions") -> bool:
-        """As `begin`, of a server that may refuse it because the machine is busy."""
+        """Like `begin`, for a server that may refuse the request because the machine is busy."""
         return self.send_request(body, path).recv(len(b"HTTP/1.1 200"), socket.MSG_WAITALL) == b"HTTP/1.1 200"
 
     def wait_free(self) -> Any:
-        """Until no block is held by anyone and nothing waits. Returns the last stats."""
+        """Wait until no block is held and nothing waits. Returns the last stats."""
 
         def free_stats() -> Any:
             stats = self.stats()
@@ -141,7 +141,7 @@ class Server:
         return eventually(free_stats, "no block is held and nothing waits")
 
     def wait_for(self, pattern: str) -> str:
-        """A line of stdout or stderr that matches."""
+        """Wait for a line of stdout or stderr that matches, and return it."""
 
         def line() -> str | None:
             return next((line for line in [*self.stdout, *self.stderr] if re.search(pattern, line)), None)
@@ -180,7 +180,7 @@ def command_line(pid: int) -> str:
 
 
 def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
-    """Starts, and does not wait."""
+    """Start a server without waiting for it."""
     command = [sys.executable, "-m", "quire", "serve", *options]
     if "--port" not in options and "QUIRE_PORT" not in (env or {}):
         command += ["--port", "0"]
@@ -213,7 +213,7 @@ def wait_ready(server: Server) -> None:
 
 
 def put_away(server: Server) -> None:
-    """Kill a server that still runs, and close its pipes."""
+    """Kill a server that is still running, and close its pipes."""
     if server.process.poll() is None:
         server.process.kill()
         server.process.wait(HANG_S)
@@ -245,7 +245,7 @@ def serving(*options: str, key: str | None = None, env: dict[str, str] | None = 
 
 
 def events(data: bytes) -> list[tuple[str | None, str]]:
-    """(event, data) of a whole SSE body; comments left out."""
+    """Return (event, data) of a complete SSE body, without comments."""
     found: list[tuple[str | None, str]] = []
     for block in data.decode().split("\n\n"):
         name, lines = None, []
@@ -260,19 +260,19 @@ def events(data: bytes) -> list[tuple[str | None, str]]:
 
 
 def status_of(answer: bytes) -> int:
-    """Of the first line of an answer; 0 where there is none."""
+    """Return the status in the first line of a response; 0 if there is none."""
     found = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
     return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer, or what came of it."""
+    """A complete response, or the part of it that arrived."""
 
     status: int  # 0: none
     headers: dict[str, str]
     body: bytes
-    is_whole: bool  # it ended as HTTP says it does
+    is_whole: bool  # the body ended as its framing says
 
     @property
     def json(self) -> Any:
@@ -280,7 +280,7 @@ class Reply:
 
     @property
     def events(self) -> list[tuple[str | None, Any]]:
-        """(event, data as JSON) of server-sent events. Fails at anything that is no whole frame."""
+        """Return (event, data as JSON) of server-sent events. Fails on an incomplete frame."""
         *frames, rest = self.body.split(b"\n\n")
         assert not rest, f"half a frame: {rest[-200:]!r}"
         found: list[tuple[str | None, Any]] = []
@@ -295,7 +295,7 @@ class Reply:
 
     @property
     def ending(self) -> str:
-        """done, error or broken: how a stream or a plain answer ended."""
+        """How the response ended: done, error or broken."""
         if not self.is_whole:
             return "broken"
         if not self.headers.get("content-type", "").startswith("text/event-stream"):
@@ -314,7 +314,7 @@ def request_bytes(path: str, body: object, *, key: str | None = None, method: st
 
 
 async def read_reply(reader: asyncio.StreamReader, on_data: Callable[[bytes], object] = len) -> Reply:
-    """One answer. `on_data` sees each piece of the body as it comes."""
+    """Read one response. `on_data` gets each piece of the body as it arrives."""
     status, headers, body = 0, {}, b""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -337,7 +337,7 @@ async def read_reply(reader: asyncio.StreamReader, on_data: Callable[[bytes], ob
 async def ask_async(
     server: Server, path: str, body: object, *, on_data: Callable[[bytes], object] = len, method: str = "POST"
 ) -> Reply:
-    """On a connection of its own."""
+    """Send a request on a new connection and read the response."""
     try:
         reader, writer = await asyncio.open_connection(*server.address, limit=1 << 24)
     except ConnectionError:

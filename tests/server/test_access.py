@@ -1,4 +1,4 @@
-"""Who gets in, to what, and what they learn of each other. Deny by default, on every route there is."""
+"""Access control of every route: keys, hosts, origins, tenants, tiers and limits. Routes deny by default."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ TRICKS = (
 )
 
 
-OPEN = {"/health", "/", "/page/app.js", "/docs"}  # pages are files that tell nothing: they ask for a key themselves
+OPEN = {"/health", "/", "/page/app.js", "/docs"}  # the pages are static files, which ask for a key themselves
 
 
 def path_of(endpoint: Endpoint) -> str:
-    names = {"{model:path}": "tiny", "{name}": "app.js", "{file_id}": "file-1", "{batch_id}": "batch_1"}
+    names = {"{model:path}": "tiny", "{name}": "app.js", "{request_id}": "req_1"}
+    names |= {"{file_id}": "file-1", "{batch_id}": "batch_1"}
     return re.sub(r"\{[^}]+\}", lambda found: names[found[0]], endpoint.path)
 
 
@@ -96,7 +97,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", NO_KEYS)
-def test_no_route_but_health_and_pages_lets_anyone_in_without_a_key(locked: Server, name: str) -> None:
+def test_every_route_but_health_and_pages_needs_a_key(locked: Server, name: str) -> None:
     for endpoint in ENDPOINTS:
         body = GOOD.get(endpoint.path)
         answer = locked.ask(endpoint.method, path_of(endpoint), body, headers=NO_KEYS[name])
@@ -111,7 +112,7 @@ def test_no_route_but_health_and_pages_lets_anyone_in_without_a_key(locked: Serv
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "POST"])
-def test_no_method_is_a_way_round_the_key(locked: Server, method: str) -> None:
+def test_no_method_bypasses_the_key(locked: Server, method: str) -> None:
     for path in {path_of(endpoint) for endpoint in ENDPOINTS}:
         answer = locked.ask(method, path, headers=NO_KEYS["none"])
         if path in OPEN and method in ("GET", "HEAD"):
@@ -121,20 +122,20 @@ def test_no_method_is_a_way_round_the_key(locked: Server, method: str) -> None:
 
 
 @pytest.mark.parametrize("path", TRICKS)
-def test_no_path_is_a_way_round_the_key(locked: Server, path: str) -> None:
+def test_no_path_bypasses_the_key(locked: Server, path: str) -> None:
     for method in ("GET", "POST", "HEAD", "OPTIONS"):
         assert refused(locked.ask(method, path, headers=NO_KEYS["none"]), 401), (method, path)
     assert locked.get(path).status in (404, 405)
 
 
-def test_errors_without_a_key_have_the_shape_of_their_protocol(locked: Server) -> None:
+def test_errors_without_a_key_have_their_protocols_format(locked: Server) -> None:
     openai = locked.post(CHAT, GOOD[CHAT], headers=NO_KEYS["none"]).json
     assert openai["error"]["code"] == "invalid_api_key"
     anthropic = locked.post(MESSAGES, GOOD[MESSAGES], headers=NO_KEYS["none"]).json
     assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "authentication_error")
 
 
-def test_a_body_is_not_read_for_someone_without_a_key(locked: Server) -> None:
+def test_a_body_without_a_key_is_not_read(locked: Server) -> None:
     with locked.raw() as sock:
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 16000000\r\n\r\n{")
         assert sock.recv(100).startswith(b"HTTP/1.1 401 ")
@@ -143,11 +144,11 @@ def test_a_body_is_not_read_for_someone_without_a_key(locked: Server) -> None:
 def test_both_headers_carry_a_key(locked: Server) -> None:
     for headers in ({"authorization": f"Bearer {BOB}"}, {"authorization": f"bearer  {BOB} "}, {"x-api-key": BOB}):
         assert locked.get("/v1/models", headers=headers).status == 200
-    left_over = {"authorization": "Bearer sk-of-another-server", "x-api-key": BOB}  # one of two is enough
+    left_over = {"authorization": "Bearer sk-of-another-server", "x-api-key": BOB}  # one valid key of two is enough
     assert locked.get("/v1/models", headers=left_over).status == 200
 
 
-def test_only_an_admin_may_change_the_cache_or_move_models(locked: Server) -> None:
+def test_only_an_admin_key_may_change_the_cache_or_load_models(locked: Server) -> None:
     admin = sorted((one for one in ENDPOINTS if one.access is Access.ADMIN), key=lambda one: "models" in one.path)
     assert {endpoint.path for endpoint in admin} == {
         *("/v1/cache/clear", "/v1/cache/pin", "/v1/cache/unpin"),
@@ -162,6 +163,24 @@ def test_only_an_admin_may_change_the_cache_or_move_models(locked: Server) -> No
     assert locked.post(CHAT, GOOD[CHAT], headers={"authorization": f"Bearer {ADMIN}"}).status == 200
 
 
+def test_an_explanation_quotes_the_prompt_of_its_caller_only(locked: Server) -> None:
+    """Alice's secret is cached; her next prompt diverges from it. What is quoted is what she has just sent."""
+    mine = {"authorization": f"Bearer {ALICE}"}
+    body = {"messages": [{"role": "user", "content": "The password is SESAME, " * 8}], "max_tokens": 1}
+    assert locked.post(CHAT, body, headers=mine).status == 200
+    asked = {"messages": [{"role": "user", "content": "The password is a secret"}]}
+    found = locked.post("/v1/cache/explain", asked, headers=mine).json
+    assert found["reason"] == "diverged"
+    assert found["stopped_text"]["before"].endswith("The password is ")
+    assert found["stopped_text"]["after"].startswith("a secret")
+    assert 'The password is " and "a secret' in found["message"]
+    assert "SESAME" not in str(found)
+    answer = locked.post(CHAT, {**asked, "max_tokens": 1, "cache": True}, headers=mine).json
+    assert answer["cache"]["stopped_text"] == found["stopped_text"]
+    other = locked.post("/v1/cache/explain", asked, headers={"authorization": f"Bearer {BOB}"}).json
+    assert (other["reason"], other["stopped_at"]) != ("diverged", found["stopped_at"])
+
+
 # Browsers
 
 FOREIGN_HOSTS = (
@@ -172,14 +191,14 @@ FOREIGN_HOSTS = (
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
 def test_a_foreign_host_is_refused_without_keys(open_server: Server, host: str) -> None:
-    """A name of someone else's that leads here is how a web page reaches what listens on this machine."""
+    """DNS rebinding: a foreign host name that resolves to this machine lets a web page reach a local server."""
     for endpoint in ENDPOINTS:
         answer = open_server.ask(endpoint.method, path_of(endpoint), GOOD.get(endpoint.path), headers={"host": host})
         assert refused(answer, 403), (endpoint.path, answer)
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "127.0.0.9:80", "[::1]:8000", "a.localhost"])
-def test_this_machine_has_several_names(open_server: Server, host: str) -> None:
+def test_loopback_names_are_accepted(open_server: Server, host: str) -> None:
     assert open_server.get("/v1/models", headers={"host": host}).status == 200
 
 
@@ -193,7 +212,7 @@ def test_a_foreign_page_is_refused(open_server: Server, locked: Server, origin: 
             assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_its_own_page_is_not_foreign(open_server: Server) -> None:
+def test_the_servers_own_page_is_accepted(open_server: Server) -> None:
     host = "{}:{}".format(*open_server.address)
     assert open_server.get("/docs", headers={"origin": f"http://{host}", "host": host}).status == 200
 
@@ -219,7 +238,7 @@ def test_no_answer_has_cors_headers_unless_asked_for(open_server: Server, tiny_m
         assert server.ask("OPTIONS", CHAT, headers=ask | {"origin": "https://evil.example"}).status in (400, 403)
 
 
-# What it will not start with
+# Settings that are refused at the start
 
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
@@ -253,6 +272,38 @@ def test_all_addresses_with_a_key_are_fine(tiny_model: Path) -> None:
         assert server.get("/v1/models", headers={"x-api-key": ALICE, "host": "box.example"}).status == 200
 
 
+def test_all_addresses_without_a_key_answer_to_addresses_and_private_names(tiny_model: Path) -> None:
+    options = ("--host", "0.0.0.0", "--insecure", "--allowed-hosts", "Box.example")
+    name = socket.gethostname()
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        good = (
+            "127.0.0.1",
+            "192.168.1.7:8000",
+            "[fe80::1]:8000",
+            name,
+            f"{name}:80",
+            "box",
+            "box.local",
+            "BOX.example:1",
+        )
+        for host in good:
+            for path in ("/docs", "/openapi.json", "/", "/v1/models"):
+                assert server.get(path, headers={"host": host}).status == 200, (host, path)
+        for host in ("evil.example", "192.168.1.7.evil.example", "box.local.evil.example", "localhost.evil.example"):
+            answer = server.get("/v1/models", headers={"host": host})
+            assert refused(answer, 403), host
+            hint = f"start the server with --allowed-hosts {host}, or with --api-key"
+            assert hint in answer.json["error"]["message"]
+        assert server.get("/v1/models", headers={"host": "box", "origin": "http://evil.example"}).status == 403
+
+
+def test_a_keyless_server_shows_its_endpoints_without_a_key(open_server: Server) -> None:
+    page = open_server.get("/docs").body.decode()
+    assert '<a href="./">' in page  # back to the page of the server
+    assert 'id="form" class="row" hidden' in page  # the key is asked for when the server wants one
+    assert open_server.get("/openapi.json").status == 200
+
+
 # Tenants
 
 
@@ -282,7 +333,7 @@ def test_tenants_share_no_cached_prefix(locked: Server) -> None:
     assert usage["cache_read_input_tokens"] >= 128  # the same tenant, another protocol
 
 
-def test_a_salt_parts_what_one_key_has(locked: Server) -> None:
+def test_salts_separate_the_cache_of_one_key(locked: Server) -> None:
     text = "salted: " + LONG
     assert cached(locked, ERIN, text, cache_salt="one") == 0
     assert cached(locked, ERIN, text, cache_salt="two") == 0
@@ -293,7 +344,7 @@ def test_a_salt_parts_what_one_key_has(locked: Server) -> None:
     assert explained(locked, ERIN, text, cache_salt="two")["matched_tokens"] >= 128
 
 
-def test_tenants_share_when_told_to(tiny_model: Path) -> None:
+def test_tenants_share_the_cache_with_share_prefix_cache(tiny_model: Path) -> None:
     keys = ("--api-key", ALICE, "--api-key", BOB, "--share-prefix-cache")
     with serving(str(tiny_model), *FAKE, *keys, key=ALICE) as server:
         assert cached(server, ALICE) == 0
@@ -354,16 +405,16 @@ def test_a_request_may_only_lower_the_tier_of_its_key(tiers: Server, key: str, w
 def test_a_key_has_limits_of_its_own(tiers: Server, path: str) -> None:
     for key, name in (("sk-rate-00000001", "requests_per_minute"), ("sk-tokens-000001", "tokens_per_minute")):
         while (last := tiers.post(path, GOOD[path], headers={"x-api-key": key})).status == 200:
-            pass  # a slow machine takes as long as the key needs to earn another one
+            pass  # a slow machine may take so long that the limit allows another request
         assert last.status == 429, name
         assert name in last.json["error"]["message"]
         assert last.json["error"]["type"] == "rate_limit_error"
         assert 1 <= int(last.headers["retry-after"]) <= 60
         assert last.headers["x-should-retry"] == "true"
-    assert tiers.post(path, GOOD[path]).status == 200  # nobody else is held back
+    assert tiers.post(path, GOOD[path]).status == 200  # other keys are not limited
 
 
-def test_a_key_may_have_so_many_at_once(tiers: Server) -> None:
+def test_a_key_has_a_limit_of_open_requests(tiers: Server) -> None:
     tiers.key = "sk-one-000000001"
     try:
         body = {**GOOD[CHAT], "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -377,7 +428,7 @@ def test_a_key_may_have_so_many_at_once(tiers: Server) -> None:
         tiers.key = "sk-plain-0000001"
 
 
-def test_an_admin_of_the_file_is_one(tiers: Server) -> None:
+def test_a_keys_file_can_define_an_admin_key(tiers: Server) -> None:
     assert tiers.post("/v1/cache/clear", headers={"x-api-key": "sk-boss-00000001"}).status == 200
     assert tiers.post("/v1/cache/clear").status == 403
 
@@ -385,7 +436,7 @@ def test_an_admin_of_the_file_is_one(tiers: Server) -> None:
 # Settings
 
 
-def test_flags_go_before_the_environment_and_it_before_the_file(tiny_model: Path, tmp_path: Path) -> None:
+def test_flags_override_the_environment_which_overrides_the_file(tiny_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "quire.yaml"
     config.write_text(
         "served_model_name: [from-file]\nmax-model-len: 512\nmax_queue: 7\nnum_blocks: 100\nbackend: fake\n"
@@ -397,14 +448,14 @@ def test_flags_go_before_the_environment_and_it_before_the_file(tiny_model: Path
     with serving(str(tiny_model), "--max-queue", "9", env=env, key=ALICE) as server:
         assert server.address == ("127.0.0.1", port)
         (model,) = server.get("/v1/models").json["data"]
-        assert model["id"] == "from-file"  # said only there
-        assert model["max_model_len"] == 256  # in the environment too
-        server.wait_for("9 more may wait")  # and as a flag
+        assert model["id"] == "from-file"  # set only in the file
+        assert model["max_model_len"] == 256  # set in the environment too
+        server.wait_for("9 more may wait")  # set as a flag too
         assert server.stats()["num_blocks"] == 99
         assert server.get("/v1/models", headers=NO_KEYS["none"]).status == 401
 
 
-def test_the_environment_can_say_everything(tiny_model: Path) -> None:
+def test_the_environment_can_set_everything(tiny_model: Path) -> None:
     env = {"QUIRE_MODEL": str(tiny_model), "QUIRE_BACKEND": "fake", "QUIRE_NUM_BLOCKS": "50"}
     env["QUIRE_API_KEY"] = f"{ALICE} {BOB}"
     with serving(env=env) as server:
@@ -414,7 +465,7 @@ def test_the_environment_can_say_everything(tiny_model: Path) -> None:
         assert ALICE not in server.log
 
 
-def test_a_file_with_an_option_that_is_none_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_file_with_an_unknown_option_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "quire.yaml"
     config.write_text("max_quue: 7\n")
     server = spawn(str(tiny_model), *FAKE, "--config", str(config))
@@ -426,7 +477,7 @@ def test_a_file_with_an_option_that_is_none_is_refused(tiny_model: Path, tmp_pat
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
-def test_it_speaks_tls(tiny_model: Path, tmp_path: Path) -> None:
+def test_tls(tiny_model: Path, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     make += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]

@@ -1,6 +1,6 @@
-"""Requests of Claude Code and Codex, as they send them, with texts of ours in place of theirs.
+"""Recorded requests of Claude Code and Codex, with their texts replaced.
 
-Recorded by tests/clients/record.py and made synthetic by tests/clients/trim.py: structure, fields and tools are theirs.
+Recorded by tests/clients/record.py. tests/clients/trim.py replaces the texts; structure, fields and tools are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLAUDE_CODE = sorted(path.stem for path in GOLDEN.glob("claude_code_*.json"))
 CODEX = sorted(path.stem for path in GOLDEN.glob("codex_*.json"))
 MODEL = "tiny"
 MAX_BYTES = 100_000
-SHORT = 64  # tokens: a fake model would go on to the end of the context
+SHORT = 64  # tokens: a fake model would fill the context
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def golden(name: str) -> dict[str, Any]:
 
 
 def send(server: Server, name: str, **changes: Any) -> Answer:
-    """A recorded request to the model that is served, with its own headers."""
+    """Send a recorded request with its own headers to the served model."""
     row = golden(name)
     body = {**row["body"], "model": MODEL, **changes}
     return server.post(row["path"], body, headers=row["headers"], timeout_s=HANG_S)
@@ -56,7 +56,7 @@ def events_of(answer: Answer) -> list[tuple[str | None, Any]]:
 
 
 def messages_stream(answer: Answer) -> list[Any]:
-    """Its events, which must be Anthropic's and in order."""
+    """Return the events of the stream, checked against Anthropic's types and order."""
     found = events_of(answer)
     known: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     rows = [data for name, data in found if name != "ping"]
@@ -72,7 +72,7 @@ def messages_stream(answer: Answer) -> list[Any]:
 
 
 def responses_stream(answer: Answer) -> list[Any]:
-    """Its events, which must be OpenAI's and numbered."""
+    """Return the events of the stream, checked against OpenAI's types and numbered."""
     found = events_of(answer)
     known: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     rows = [data for _, data in found]
@@ -86,7 +86,7 @@ def responses_stream(answer: Answer) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [*CLAUDE_CODE, *CODEX])
-def test_no_text_of_theirs_is_kept(name: str) -> None:
+def test_no_original_text_is_kept(name: str) -> None:
     data = (GOLDEN / f"{name}.json").read_text()
     assert len(data) < MAX_BYTES
     texts = [text for key, text in _strings(golden(name)["body"]) if key in ("text", "description", "definition")]
@@ -134,7 +134,7 @@ def test_claude_code_gets_the_call_it_asked_for(server: Server) -> None:
 
 
 def test_a_placeholder_of_deferred_tools_is_not_shown(server: Server) -> None:
-    """A tool with defer_loading is no part of the prompt until a result refers to it."""
+    """A tool with defer_loading is not part of the prompt until a result refers to it."""
     body = golden("claude_code_chat")["body"]
     shown = [tool for tool in body["tools"] if not tool.get("defer_loading")]
     assert len(shown) == len(body["tools"]) - 1

@@ -1,6 +1,6 @@
-"""The official `anthropic` client judges the server: every feature, against the real model, over a real socket.
+"""Tests with the official `anthropic` client: every feature, with the real model, over a real socket.
 
-The client has no `temperature` of its own any more; greedy answers are asked for in `extra_body`.
+The client no longer has `temperature`, so greedy answers are requested in `extra_body`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 ASKED = {"role": "user", "content": QUESTION}
 FACTS = "You know these facts. " + " ".join(f"Fact {i}: after {i} comes {i + 1}." for i in range(10))
-TOO_MANY = 2000  # tokens nobody waits for: they are cut off
+TOO_MANY = 2000  # tokens: more than any test reads, so that the answer is cut off
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def connect(server: Server, key: str = KEY) -> Anthropic:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Greedy, 16 tokens, unless told otherwise."""
+    """Arguments of a request: by default greedy and 16 tokens."""
     extra = {"temperature": 0, **options.pop("extra_body", {})}
     return {"model": DEFAULT_MODEL, "max_tokens": 16, "messages": [ASKED], "extra_body": extra, **options}
 
@@ -85,7 +85,7 @@ def marked(text: str, ttl: str | None = None) -> list[dict[str, Any]]:
 
 
 def common(server: Server, one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
-    """How many tokens two conversations begin with, counted one by one."""
+    """Number of leading tokens that two conversations share."""
     a, b = (server.post("/tokenize", {"messages": messages}).json["tokens"] for messages in (one, other))
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
@@ -98,7 +98,7 @@ def test_a_question_is_answered(client: Anthropic) -> None:
     assert text_of(message) == ANSWER
     assert (message.type, message.role, message.model) == ("message", "assistant", DEFAULT_MODEL)
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
-    assert message.usage.output_tokens == 8  # seven words, and the end
+    assert message.usage.output_tokens == 8  # seven words and the end token
     assert prompt_tokens(message.usage) == count(client)
     assert message._request_id
     assert message.id == f"msg_{message._request_id}"
@@ -124,11 +124,11 @@ def test_events_come_in_order(client: Anthropic) -> None:
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
-    assert len(kinds[2:-3]) == 7  # as they come, not all at the end
+    assert len(kinds[2:-3]) == 7  # streamed, not all at the end
     start, delta = events[0], events[-2]
     assert start.type == "message_start"
     assert (start.message.content, start.message.stop_reason) == ([], None)
-    assert prompt_tokens(start.message.usage) == count(client)  # what it costs is known from the start
+    assert prompt_tokens(start.message.usage) == count(client)  # the prompt's tokens are known from the start
     assert delta.type == "message_delta"
     assert delta.delta.stop_reason == "end_turn"
     assert delta.usage.output_tokens == 8
@@ -167,7 +167,7 @@ def test_system_prompts(client: Anthropic) -> None:
 
 
 def test_a_conversation(client: Anthropic) -> None:
-    """An answer can be sent back as it came, and its computation is not repeated."""
+    """An answer can be sent back unchanged, and is found in the cache."""
     first = ask(client)
     talk = [ASKED, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And of Italy?"}]
     second = ask(client, messages=talk)
@@ -183,7 +183,7 @@ def test_prefill(client: Anthropic) -> None:
     assert prompt_tokens(message.usage) == count(client, messages=talk)
 
 
-# How long
+# Length
 
 
 def test_stop_sequences(client: Anthropic) -> None:
@@ -203,7 +203,7 @@ def test_max_tokens(client: Anthropic) -> None:
     assert message.usage.output_tokens == 3
 
 
-def test_no_tokens_at_all_fill_the_cache(client: Anthropic) -> None:
+def test_max_tokens_0_fills_the_cache(client: Anthropic) -> None:
     question = [{"role": "user", "content": "Which river flows through Vienna?"}]
     message = ask(client, messages=question, max_tokens=0)
     assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
@@ -211,12 +211,12 @@ def test_no_tokens_at_all_fill_the_cache(client: Anthropic) -> None:
     assert again.usage.cache_read_input_tokens == prompt_tokens(message.usage) - 1
 
 
-def test_what_else_can_be_asked_for(client: Anthropic) -> None:
-    """Fields of ours, in extra_body."""
-    hot = {"temperature": 2.0, "seed": 5}
+def test_fields_of_quire(client: Anthropic) -> None:
+    """quire's own fields, in extra_body."""
+    hot = {"temperature": 1.0, "top_p": 1.0, "seed": 5}
     texts = [text_of(ask(client, max_tokens=6, extra_body=hot)) for _ in range(2)]
     assert texts[0] == texts[1]
-    assert text_of(ask(client, extra_body={"temperature": 2.0, "top_k": 1})) == ANSWER
+    assert text_of(ask(client, extra_body={"temperature": 1.0, "top_k": 1})) == ANSWER
     longer = ask(client, max_tokens=12, extra_body={"ignore_eos": True})
     assert longer.usage.output_tokens == 12
     explained = ask(client, max_tokens=1, extra_body={"cache": True, "cache_salt": "elsewhere"})
@@ -234,14 +234,12 @@ def test_cache_control_keeps_a_system_prompt(client: Anthropic, server: Server) 
         first = ask(client, system=system, max_tokens=2)
         total = count(client, system=system)
         head = [{"role": "system", "content": FACTS}]
-        kept = common(
-            server, [*head, ASKED], [*head, {"role": "user", "content": "\u2060"}]
-        )  # all of it but the question
+        kept = common(server, [*head, ASKED], [*head, {"role": "user", "content": "\u2060"}])  # all but the question
         kept_blocks = kept // block_size
         assert kept_blocks >= 3
         read = first.usage.cache_read_input_tokens
         assert read is not None
-        assert read < block_size  # how every conversation begins
+        assert read < block_size  # the beginning that all conversations share
         assert first.usage.cache_creation_input_tokens == kept_blocks * block_size - read > 0
         assert first.usage.cache_creation is not None
         assert first.usage.cache_creation.ephemeral_5m_input_tokens == first.usage.cache_creation_input_tokens
@@ -291,13 +289,13 @@ def test_cache_control_of_the_whole_request(client: Anthropic, server: Server) -
         server.post("/v1/cache/clear")
 
 
-def test_five_marks_are_too_many(client: Anthropic) -> None:
+def test_five_breakpoints_are_too_many(client: Anthropic) -> None:
     system = [block for i in range(5) for block in marked(f"Fact {i}.")]
     with pytest.raises(anthropic.BadRequestError, match="cache_control appears 5 times, more than 4"):
         ask(client, system=system)
 
 
-# What goes wrong
+# Errors
 
 
 def test_keys(server: Server) -> None:
@@ -363,7 +361,7 @@ def test_a_bad_stream_is_refused_before_it_begins(client: Anthropic) -> None:
         stream.get_final_message()
 
 
-def test_what_asks_for_nothing_passes(client: Anthropic) -> None:
+def test_harmless_values_of_unsupported_fields_pass(client: Anthropic) -> None:
     message = ask(
         client,
         thinking={"type": "disabled"},
@@ -377,7 +375,7 @@ def test_what_asks_for_nothing_passes(client: Anthropic) -> None:
     assert raw.headers["x-quire-ignored-fields"] == "frobnicate"
 
 
-def test_a_key_that_is_used_up(server: Server) -> None:
+def test_a_key_over_its_limit(server: Server) -> None:
     with connect(server, SLOW) as trial:
         ask(trial, max_tokens=1)
         with pytest.raises(anthropic.RateLimitError, match="requests_per_minute = 1") as info:
@@ -387,7 +385,7 @@ def test_a_key_that_is_used_up(server: Server) -> None:
     assert info.value.response.headers["x-should-retry"] == "true"
 
 
-# Leaving
+# Disconnects and crashes
 
 
 def test_a_stream_closed_early_frees_its_blocks(client: Anthropic, server: Server) -> None:
@@ -398,12 +396,12 @@ def test_a_stream_closed_early_frees_its_blocks(client: Anthropic, server: Serve
     server.wait_free()
 
 
-def test_a_worker_that_dies_is_told_and_replaced(client: Anthropic, server: Server) -> None:
-    """The last one here: what was cached is gone with it."""
+def test_a_dead_worker_is_reported_and_replaced(client: Anthropic, server: Server) -> None:
+    """Must be the last test of this file: the cache is lost with the worker."""
     with client.messages.stream(**given(max_tokens=TOO_MANY, extra_body={"ignore_eos": True})) as stream:
         next(iter(stream.text_stream))
         os.kill(server.worker_pid, signal.SIGKILL)
         with pytest.raises(anthropic.APIStatusError, match="SIGKILL") as info:
             stream.until_done()
     assert error_of(info.value)["type"] == "api_error"
-    assert text_of(ask(client)) == ANSWER  # waits for the next one
+    assert text_of(ask(client)) == ANSWER  # waits for the new worker

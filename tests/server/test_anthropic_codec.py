@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages to an Ask, Deltas to events, errors to bytes: judged by Anthropic's own SDK."""
+"""Codec of /v1/messages without a socket: parsing, events and errors, checked with Anthropic's SDK."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic.errors import ANTHROPIC
 from quire.server.protocols.anthropic.messages import Reply
-from quire.server.protocols.anthropic.parsing import conversation, to_ask
+from quire.server.protocols.anthropic.parsing import conversation, to_inference_request
 from quire.server.protocols.anthropic.support import UNSUPPORTED, refuse_unsupported
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.text.answers import AnswerParser, PlainAnswer
@@ -45,7 +45,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 def parse(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO} | body)
-    return to_ask(msgspec.json.decode(data, type=MessagesRequest))
+    return to_inference_request(msgspec.json.decode(data, type=MessagesRequest))
 
 
 def chat_of(ask: InferenceRequest) -> ChatRequest:
@@ -62,10 +62,10 @@ def text(words: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **more}
 
 
-# In
+# Parsing
 
 
-def test_every_field_arrives() -> None:
+def test_every_field_is_parsed() -> None:
     ask = parse(
         model="smollm2", max_tokens=7, system="Be brief.", stop_sequences=["\n\n", "END"], stream=True,
         temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=-3, ignore_eos=True,
@@ -85,7 +85,7 @@ def test_every_field_arrives() -> None:
     )  # fmt: skip
 
 
-def test_null_is_the_same_as_left_out() -> None:
+def test_null_equals_an_absent_field() -> None:
     required = {"model", "messages", "max_tokens"}
     optional = [name for name in MessagesRequest.__struct_fields__ if name not in required]
     assert len(optional) > 25
@@ -123,7 +123,7 @@ def test_turns_of_one_role_are_one_turn() -> None:
     assert texts(ask) == [
         ("system", ["S", "\n\n", "T"]),
         ("user", ["a", "\n\n", "b"]),
-        ("assistant", ["c", "d"]),  # it goes on where it stopped
+        ("assistant", ["c", "d"]),  # the second text continues the first
         ("user", ["e"]),
     ]
     assert ask.breakpoints == (Breakpoint(1, 2, 300.0), Breakpoint(3, 0, 3600.0))
@@ -138,7 +138,7 @@ def test_an_assistant_at_the_end_is_continued() -> None:
     assert chat.messages[-1].text == "The answer is ("
 
 
-def test_thoughts_stand_apart_in_an_assistants_history() -> None:
+def test_reasoning_of_earlier_turns_is_kept_apart_from_text() -> None:
     thoughts = [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
     marked = text("a", cache_control=EPHEMERAL)
     ask = parse(messages=[*HELLO, {"role": "assistant", "content": [*thoughts, marked]}, *HELLO])
@@ -150,7 +150,7 @@ def test_thoughts_stand_apart_in_an_assistants_history() -> None:
 
 
 def test_an_answer_can_be_sent_back() -> None:
-    """What the SDK makes of our answer is a message we take."""
+    """The SDK's form of our response is a valid message of a request."""
     answer = SdkMessage.model_validate(msgspec.to_builtins(reply().answer("Hi", FinishReason.STOP, None)))
     ask = parse(messages=[*HELLO, json.loads(json.dumps(answer.to_param(), default=lambda block: block.to_dict()))])
     assert texts(ask)[1] == ("assistant", ["Hi"])
@@ -177,7 +177,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
         ({"max_tokens": -1}, "max_tokens = -1"),
         ({"max_tokens": 10**30}, "max_tokens = 1000"),
         ({"temperature": -0.1}, "temperature = -0.1"),
-        ({"temperature": 101}, "temperature = 101"),
+        ({"temperature": 1.5}, "temperature = 1.5 is not at least 0 and at most 1"),
         ({"top_p": 0}, "top_p = 0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 2}, "min_p = 2"),
@@ -188,7 +188,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
         ({"cache_salt": "a b"}, "cache_salt = 'a b'"),
     ],
 )
-def test_values_that_cannot_work_are_refused_with_field_and_value(body: dict[str, Any], words: str) -> None:
+def test_invalid_values_are_refused_with_field_and_value(body: dict[str, Any], words: str) -> None:
     with pytest.raises((ApiError, InvalidRequest), match=words):
         parse(**body)
 
@@ -236,10 +236,21 @@ ASKED: dict[str, tuple[Any, str]] = {
     "fallback_credit_token": ("t", "fallback_credit_token"),
     "inference_geo": ("eu", "inference_geo"),
     "speed": ("fast", "speed"),
+    "format": ("json", "format"),
+    "response_format": ({"type": "json_object"}, "response_format.type"),
+    "structured_outputs": ({"json": {}, "regex": "a"}, "structured_outputs.regex"),
+    "json_schema": ({"type": "object"}, "json_schema.type"),
+    "regex": ("a", "regex"),
+    "grammar": ('root ::= "a"', "grammar"),
+    "ebnf": ('root ::= "a"', "ebnf"),
+    "guided_json": ("{}", "guided_json"),
+    "guided_regex": ("a", "guided_regex"),
+    "guided_choice": (["a"], "guided_choice"),
+    "guided_grammar": ("a", "guided_grammar"),
 }
 
 
-def test_all_that_is_known_and_not_supported_is_refused_by_name() -> None:
+def test_unsupported_fields_are_refused_by_name() -> None:
     assert set(ASKED) == set(UNSUPPORTED) <= set(CountTokensRequest.__struct_fields__)
     for name, (value, path) in ASKED.items():
         for kind in (MessagesRequest, CountTokensRequest):
@@ -261,14 +272,15 @@ NOTHING: tuple[Any, ...] = ([], {}, "", None)
         {"output_config": {"format": None, "effort": None}},
         {"diagnostics": {"previous_message_id": None}},
         {"speed": "standard"},
+        {"response_format": {"type": "text"}},
         {"inference_geo": "global"},
     ],
 )
-def test_what_asks_for_nothing_passes(body: dict[str, Any]) -> None:
+def test_harmless_values_of_unsupported_fields_pass(body: dict[str, Any]) -> None:
     assert parse(**body) == parse()
 
 
-def test_a_hostile_shape_in_an_unsupported_field_is_refused_like_any_other() -> None:
+def test_hostile_values_of_unsupported_fields_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(400):
         deep = {"a": deep}
@@ -278,7 +290,7 @@ def test_a_hostile_shape_in_an_unsupported_field_is_refused_like_any_other() -> 
         assert len(refused.value.message) < 300
 
 
-def test_cache_control_marks_parts_of_the_conversation_we_build() -> None:
+def test_cache_control_sets_breakpoints() -> None:
     marked = [text("a"), text("b", cache_control=EPHEMERAL), text("c")]
     ask = parse(
         system=[text("s", cache_control=HOUR)],
@@ -292,7 +304,7 @@ def test_cache_control_marks_parts_of_the_conversation_we_build() -> None:
     for mark, words in zip(ask.breakpoints, "sbe", strict=True):
         assert chat_of(ask).messages[mark.message].parts[mark.part].text == words
     without = parse(messages=[{"role": "user", "content": marked}])
-    assert without.breakpoints == (Breakpoint(0, 1, 300.0),)  # no system message: one less
+    assert without.breakpoints == (Breakpoint(0, 1, 300.0),)  # without a system message
 
 
 def test_cache_control_of_the_whole_request_marks_its_last_block() -> None:
@@ -315,7 +327,7 @@ def test_counting_takes_the_same_conversation() -> None:
     assert found.chat == chat_of(parse(system=[text("s")]))
 
 
-# Tools, thoughts, shapes
+# Tools, reasoning, answer formats
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Of a city", "input_schema": SCHEMA}
@@ -326,16 +338,16 @@ def test_tools_that_a_server_runs_are_left_out_and_named() -> None:
     ask = parse(tools=[SEARCH, WEATHER])
     assert [tool.name for tool in chat_of(ask).tools] == ["get_weather"]
     assert chat_of(ask).tools[0].schema_path == "tools.1.input_schema"
-    assert ask.ignored == ("tools.0.web_search_20250305",)
+    assert ask.ignored == ("tools[0].web_search_20250305",)
 
 
 def test_a_server_s_tool_needs_no_name() -> None:
-    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools.0.mcp_toolset",)
+    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools[0].mcp_toolset",)
     with pytest.raises(ApiError, match=r"tools\.0\.name is missing"):
         parse(tools=[{"description": "x"}])
 
 
-def test_a_deferred_tool_is_shown_when_it_was_found() -> None:
+def test_a_deferred_tool_is_shown_after_a_reference() -> None:
     tools = [WEATHER, {"name": "now", "defer_loading": True}]
     assert [tool.name for tool in chat_of(parse(tools=tools)).tools] == ["get_weather"]
     found = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "tool_reference", "tool_name": "now"}]}
@@ -353,9 +365,9 @@ def test_the_latest_effort_counts() -> None:
     assert chat_of(parse(messages=later, output_config={"effort": "high"})).reasoning_effort == "low"
 
 
-def test_what_claude_code_tells_a_bill_of_is_no_text_for_a_model() -> None:
-    told = [text("x-anthropic-billing-header: cc_version=2; cch=1f3;"), text("Be kind.")]
-    assert chat_of(parse(system=told)).messages == chat_of(parse(system=[text("Be kind.")])).messages
+def test_claude_codes_billing_block_is_dropped() -> None:
+    blocks = [text("x-anthropic-billing-header: cc_version=2; cch=1f3;"), text("Be kind.")]
+    assert chat_of(parse(system=blocks)).messages == chat_of(parse(system=[text("Be kind.")])).messages
 
 
 def test_tools_and_choices() -> None:
@@ -428,7 +440,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "json_schema"}}}, r"^output_config\.format\.schema is missing"),
         (
             {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]},
-            r"^messages\.1: tool_use is the last",
+            r"^messages\.1: tool_use has no result",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
@@ -444,19 +456,19 @@ def nested(depth: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_tools_that_cannot_work_are_refused_by_name(body: dict[str, Any], words: str) -> None:
+def test_invalid_tools_are_refused_by_name(body: dict[str, Any], words: str) -> None:
     with pytest.raises((ApiError, InvalidRequest), match=words):
         parse(**body)
 
 
-def test_thinking_is_asked_for_or_not() -> None:
+def test_thinking() -> None:
     assert chat_of(parse()).wants_thought is None
     assert chat_of(parse(thinking={"type": "enabled", "budget_tokens": 1024})).wants_thought is True
     assert chat_of(parse(thinking={"type": "disabled"})).wants_thought is False
     assert chat_of(parse(output_config={"effort": "low"})).reasoning_effort == "low"
 
 
-def test_the_shape_of_an_answer() -> None:
+def test_the_format_of_an_answer() -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     expected = json_schema_grammar(SCHEMA, strict=False)
     assert parse(output_config={"format": form}).params.grammar == expected
@@ -464,12 +476,12 @@ def test_the_shape_of_an_answer() -> None:
     assert parse().params.grammar is None
 
 
-# Out
+# Encoding
 
 
 @dataclass
-class FakeWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
     request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
@@ -477,6 +489,7 @@ class FakeWork:
     num_cached: int = 0
     pinned_tokens: int = 0
     cache: CacheExplanation | None = None
+    cache_text: None = None
     error: Exception | None = None
     request_id: str = "req_1"
     model: str = "tiny"
@@ -515,7 +528,10 @@ def reply(
     wants_cache = bool(more.pop("wants_cache", False))
     ask = parse(max_tokens=max_tokens, cache=wants_cache, tools=more.pop("tools", None))
     return Reply(
-        cast(ActiveRequest, FakeWork(ask, steps, **more)), max_tokens, hour_tokens, shows_thoughts=shows_thoughts
+        cast(ActiveRequest, FakeActiveRequest(ask, steps, **more)),
+        max_tokens,
+        hour_tokens,
+        shows_thoughts=shows_thoughts,
     )
 
 
@@ -527,19 +543,19 @@ def stream(made: Reply) -> bytes:
 
 
 def events_in(data: bytes) -> list[dict[str, Any]]:
-    """Each checked by the SDK's own types, strictly, and its name against its type."""
+    """Return the events, each validated strictly by the SDK's types, and its name against its type."""
     found: list[dict[str, Any]] = []
     for chunk in data.decode().split("\n\n")[:-1]:
         name, _, payload = chunk.partition("\n")
-        news = json.loads(payload.removeprefix("data: "))
-        assert name == f"event: {news['type']}"
-        TypeAdapter(RawMessageStreamEvent).validate_python(news)
-        found.append(news)
+        parsed = json.loads(payload.removeprefix("data: "))
+        assert name == f"event: {parsed['type']}"
+        TypeAdapter(RawMessageStreamEvent).validate_python(parsed)
+        found.append(parsed)
     return found
 
 
 def sdk(status: int, data: bytes, kind: str = "application/json") -> anthropic.Anthropic:
-    """The official client, with our bytes for an answer."""
+    """The official client, which receives these bytes as the response."""
     seen: list[Any] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
@@ -567,7 +583,7 @@ ORDER = ["message_start", "content_block_start", "content_block_delta", "content
 def test_events_come_in_the_order_the_sdk_enforces() -> None:
     made = reply([delta("Hel"), delta("lo")], [delta("")], [delta(" you", finish=STOP)])
     data = stream(made)
-    kinds = [news["type"] for news in events_in(data)]
+    kinds = [parsed["type"] for parsed in events_in(data)]
     assert kinds == [*ORDER[:3], *ORDER[2:], "message_delta", "message_stop"]  # no event for a step without text
     message = read_by_sdk(data)
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello you"}]
@@ -617,9 +633,9 @@ CALLING = [
 
 
 @pytest.mark.parametrize("shows_thoughts", [True, False])
-def test_thoughts_words_and_calls_are_blocks(shows_thoughts: bool) -> None:
+def test_reasoning_text_and_calls_are_blocks(shows_thoughts: bool) -> None:
     data = stream(reply(*CALLING, tools=[WEATHER], shows_thoughts=shows_thoughts))
-    events_in(data)  # each is one the SDK knows
+    events_in(data)  # validates each event
     streamed = read_by_sdk(data)
     thought, words, use = [None, *streamed.content][-3:]
     assert len(streamed.content) == 2 + shows_thoughts
@@ -639,10 +655,10 @@ def test_thoughts_words_and_calls_are_blocks(shows_thoughts: bool) -> None:
     assert whole.stop_reason == "tool_use"
 
 
-def test_a_call_that_is_cut_off_has_no_input_and_says_why_it_ended() -> None:
+def test_a_call_that_is_cut_off_has_no_input_and_a_stop_reason() -> None:
     steps = [[delta('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', finish=LENGTH)]]
     data = stream(reply(*steps, tools=[WEATHER], max_tokens=1))
-    deltas = [news["delta"] for news in events_in(data) if news["type"] == "content_block_delta"]
+    deltas = [parsed["delta"] for parsed in events_in(data) if parsed["type"] == "content_block_delta"]
     assert "".join(one["partial_json"] for one in deltas) == '{"city": "Os'
     made = reply(*steps, tools=[WEATHER], max_tokens=1)
     stream(made)  # counts the tokens
@@ -651,19 +667,19 @@ def test_a_call_that_is_cut_off_has_no_input_and_says_why_it_ended() -> None:
     assert msgspec.to_builtins(whole)["content"][0]["input"] == {}
 
 
-def test_an_answer_without_text_has_its_block() -> None:
+def test_an_answer_without_text_has_an_empty_block() -> None:
     data = stream(reply([delta("", finish=STOP)]))
-    assert [news["type"] for news in events_in(data)] == [*ORDER[:2], ORDER[3], "message_delta", "message_stop"]
+    assert [parsed["type"] for parsed in events_in(data)] == [*ORDER[:2], ORDER[3], "message_delta", "message_stop"]
     assert [block.to_dict() for block in read_by_sdk(data).content] == [text("")]
     whole = msgspec.to_builtins(reply().answer("", STOP, None))
     assert whole["content"] == [text("")]
 
 
-def test_max_tokens_0_fills_the_cache_and_says_nothing() -> None:
+def test_max_tokens_0_fills_the_cache_and_returns_no_block() -> None:
     assert parse(max_tokens=0).params.max_tokens == 1
     made = reply([delta("x", finish=LENGTH)], max_tokens=0, pinned_tokens=96)
     data = stream(made)
-    assert [news["type"] for news in events_in(data)] == ["message_start", "message_delta", "message_stop"]
+    assert [parsed["type"] for parsed in events_in(data)] == ["message_start", "message_delta", "message_stop"]
     message = read_by_sdk(data)
     assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
     assert message.usage.cache_creation_input_tokens == 96
@@ -686,7 +702,7 @@ def test_the_three_kinds_of_input_tokens_add_up_to_the_prompt() -> None:
                 assert min(usage.input_tokens, split.ephemeral_5m_input_tokens) >= 0
 
 
-def test_message_delta_repeats_the_bill() -> None:
+def test_message_delta_repeats_the_usage() -> None:
     made = reply([delta("x")], [delta("y", finish=STOP)], num_cached=32, pinned_tokens=64)
     last = events_in(stream(made))[-2]
     assert last["usage"] == {
@@ -698,7 +714,7 @@ def test_message_delta_repeats_the_bill() -> None:
     assert "cache" not in last
 
 
-def test_the_cache_is_explained_to_those_who_ask() -> None:
+def test_the_cache_explanation_is_returned_on_request() -> None:
     found = CacheExplanation(40, 1, 40, StopReason.DIVERGED)
     made = reply([delta("x", finish=STOP)], wants_cache=True, cache=found, num_cached=40)
     data = stream(made)
@@ -713,17 +729,17 @@ def test_the_cache_is_explained_to_those_who_ask() -> None:
     assert "cache" not in silent
 
 
-def test_text_that_could_break_a_frame_does_not() -> None:
+def test_line_breaks_in_text_do_not_break_a_frame() -> None:
     words = 'a\n\nevent: error\ndata: {}\n\n\r\u2028\x85\x00"\\ \U0001f600'
     message = read_by_sdk(stream(reply([delta(words, finish=STOP)])))
     assert [block.to_dict() for block in message.content] == [text(words)]
 
 
-def test_a_failure_in_mid_stream_comes_out_of_the_events() -> None:
+def test_a_failure_in_mid_stream_is_raised_by_the_events() -> None:
     with pytest.raises(RequestFailed, match="boom"):
         stream(reply([delta("x")], error=RequestFailed("boom")))
     with pytest.raises(QuireError, match="cut off"):
-        stream(reply([delta("x")]))  # it ends without a reason
+        stream(reply([delta("x")]))  # ends without a finish reason
 
 
 # Errors
@@ -743,6 +759,7 @@ EXPECTED: dict[Kind, tuple[int, str, type[anthropic.APIStatusError]]] = {
     Kind.UNAVAILABLE: (503, "overloaded_error", anthropic.InternalServerError),
     Kind.FAILED: (500, "api_error", anthropic.InternalServerError),
     Kind.DIED: (500, "api_error", anthropic.InternalServerError),
+    Kind.CANCELLED: (499, "api_error", anthropic.APIStatusError),
 }
 
 
@@ -786,7 +803,7 @@ def test_the_message_names_the_field(error: ApiError, message: str) -> None:
 
 
 def cache_ask(body: dict[str, Any]) -> InferenceRequest:
-    return cache.to_ask(msgspec.json.decode(json.dumps(body), type=cache.ExplainRequest))
+    return cache.to_inference_request(msgspec.json.decode(json.dumps(body), type=cache.ExplainRequest))
 
 
 def test_a_prompt_to_explain_is_a_conversation_text_or_tokens() -> None:
@@ -806,7 +823,7 @@ def test_a_prompt_to_explain_is_a_conversation_text_or_tokens() -> None:
         ({"prompt": "x", "cache_salt": "\n"}, "cache_salt = "),
     ],
 )
-def test_what_is_no_prompt_is_refused(body: dict[str, Any], words: str) -> None:
+def test_invalid_prompts_are_refused(body: dict[str, Any], words: str) -> None:
     with pytest.raises((InvalidRequest, ApiError), match=words):
         cache_ask(body)
 
@@ -819,7 +836,7 @@ def test_wrong_types_of_prompt(body: dict[str, Any]) -> None:
         cache_ask(body)
 
 
-def test_the_stats_are_all_there() -> None:
+def test_all_cache_stats_are_shown() -> None:
     ours = set(cache.CacheStatsView.__struct_fields__)
     more = {"model", "block_size", "hit_rate", "num_running", "num_waiting"}
     assert ours == {one.name for one in fields(CacheStats)} | more
@@ -831,4 +848,4 @@ def test_schemas_can_be_made_of_all_bodies_and_answers() -> None:
     ]  # fmt: skip
     _, components = msgspec.json.schema_components(kinds)
     assert components["MessagesRequest"]["required"] == ["model", "messages", "max_tokens"]
-    assert "called by the client" in components["MessagesRequest"]["properties"]["mcp_servers"]["description"]
+    assert "run by the client" in components["MessagesRequest"]["properties"]["mcp_servers"]["description"]

@@ -1,4 +1,4 @@
-"""Keys: from flags and files, found in constant time, refused clearly and without showing them."""
+"""API keys from flags and files: lookup, and refusals that do not show a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ keys:
 """
 
 
-def test_without_keys_everyone_is_local() -> None:
+def test_without_keys_every_request_has_the_local_key() -> None:
     assert KeyRing().find(None) is LOCAL
     assert not KeyRing()
 
@@ -62,7 +62,7 @@ def test_a_shared_cache_has_one_namespace(tmp_path: Path) -> None:
         ("keys: [{key: sk-secret-1, name: a, max_requests: 0}]", "max_requests = 0 is less than 1"),
         ("keys: [{key: sk-secret-1", "is not YAML"),
         ("[1]", "Expected `object`"),
-        ("keys: []", "there is no key in it"),
+        ("keys: []", "the file has no keys"),
     ],
 )
 def test_a_bad_file_is_refused_and_no_key_is_shown(text: str, message: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Clients that vanish, stall and flood; a worker that dies or hangs; signals at any moment. Nothing is held afterwards.
+"""Clients that disconnect, stall and flood; workers that die or hang; signals at any time. Nothing is held afterwards.
 
-Everything goes over real sockets to a real server. Limits in time only bound a hang.
+All tests use real sockets and a real server. Time limits only bound a hang.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tests.waiting import HANG_S, eventually, paused
 SEED = 20_261_115
 NUM_DISCONNECTS = 2_000
 NUM_SIGTERMS = 50
-ENDLESS = 3900  # tokens: at 5 ms a step they take 20 s, and nobody waits for the last one
+ENDLESS = 3900  # tokens: at 5 ms per step they take 20 s; no test waits for the last one
 
 
 def body_for(path: str, text: str, max_tokens: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
-    """A request that goes on to its last token."""
+    """A request that generates all of its tokens."""
     body: dict[str, Any] = {"model": "tiny", "stream": stream, "ignore_eos": True, **more}
     if path == RESPONSES:
         return body | {"input": text, "max_output_tokens": max_tokens}
-    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-    return body | said | {"max_tokens": max_tokens}
+    content = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return body | content | {"max_tokens": max_tokens}
 
 
 def is_healthy(server: Server) -> bool:
@@ -69,19 +69,19 @@ def is_healthy(server: Server) -> bool:
 
 @pytest.fixture(scope="module")
 def busy(tiny_model: Path) -> Iterator[Server]:
-    """Few run at once, so that a queue forms; prompts are read in small pieces, so that one can leave in prefill."""
+    """A server with few running requests, so that a queue forms, and with small prefill chunks."""
     options = ("--device", "5ms", "--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128")
     with serving(str(tiny_model), *FAKE, *options, "--max-queue", "2000") as server:
         yield server
 
 
 class Leaver:
-    """Clients that go away at a random moment in a random way."""
+    """Clients that disconnect at a random time in a random way."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self._server = server
         self._random = random.Random(seed)
-        self.num_interrupted = 0  # left in the middle of an answer, for certain
+        self.num_interrupted = 0  # certainly disconnected in the middle of an answer
 
     def leave_often(self, count: int) -> None:
         for _ in range(count):
@@ -90,12 +90,12 @@ class Leaver:
                 self._begin(sock)
                 self._end(sock)
             except OSError:
-                pass  # the server was quicker
+                pass  # the server closed first
             finally:
                 sock.close()
 
     def _begin(self, sock: socket.socket) -> None:
-        """Send a request, or part of it, and wait for part of the answer, or not."""
+        """Send a request or a part of it, and possibly wait for part of the response."""
         chance = self._random
         path = chance.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES))
         more: dict[str, Any] = {"n": chance.choice((1, 1, 1, 3))} if path in (CHAT, COMPLETIONS) else {}
@@ -147,7 +147,7 @@ def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
     assert stats["num_shared"] == 0
     assert busy.worker_pid == worker_pid
     num_interrupted = sum(leaver.num_interrupted for leaver in leavers)
-    assert num_aborted(busy) >= num_interrupted > NUM_DISCONNECTS / 50  # who left while they were being served
+    assert num_aborted(busy) >= num_interrupted > NUM_DISCONNECTS / 50  # those that disconnected while they were served
     eventually(lambda: process.num_fds() <= num_files + 2, f"files closed again, {num_files} as before")
     assert busy.chat().status == 200
     assert "Traceback" not in busy.log
@@ -156,26 +156,24 @@ def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
 
 @pytest.mark.parametrize("is_streaming", [True, False])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
-def test_a_client_that_leaves_frees_its_blocks_before_its_answer_is_done(
-    busy: Server, path: str, is_streaming: bool
-) -> None:
+def test_a_disconnect_frees_blocks_before_the_answer_is_done(busy: Server, path: str, is_streaming: bool) -> None:
     busy.wait_free()
     before = num_aborted(busy)
     sock = busy.send_request(body_for(path, "Hello", ENDLESS, stream=is_streaming), path)
     eventually(lambda: busy.stats()["num_running"], "it runs")
     sock.close()
     busy.wait_free()
-    assert num_aborted(busy) == before + 1  # it did not come to its end
+    assert num_aborted(busy) == before + 1  # it was not finished
 
 
-def test_a_client_that_leaves_the_queue_is_not_computed(busy: Server) -> None:
+def test_a_client_that_disconnects_in_the_queue_is_not_computed(busy: Server) -> None:
     runners = [busy.send_request(body_for(CHAT, f"Runner {i}", ENDLESS)) for i in range(6)]
     eventually(lambda: busy.stats()["num_running"] == 6, "the machine is full")
     waiters = [busy.send_request(body_for(CHAT, f"Waiter {i}", ENDLESS, stream=i % 2 == 0)) for i in range(20)]
     eventually(lambda: busy.stats()["num_waiting"] == 20, "they wait")
     for waiter in waiters:
         waiter.close()
-    eventually(lambda: busy.stats()["num_waiting"] == 0, "nobody waits")
+    eventually(lambda: busy.stats()["num_waiting"] == 0, "no request waits")
     assert busy.stats()["num_running"] == 6
     for runner in runners:
         runner.close()
@@ -205,14 +203,14 @@ def test_pipelined_requests_are_answered_in_order_and_cancelled_together(busy: S
     eventually(lambda: busy.stats()["num_running"], "the first one runs")
     sock.close()
     busy.wait_free()
-    with busy.raw() as sock, suppress(ConnectionError):  # a hundred behind one that runs are not kept
+    with busy.raw() as sock, suppress(ConnectionError):  # a hundred pipelined requests are too many
         sock.sendall(request_bytes(CHAT, body_for(CHAT, "first", ENDLESS)) * 100)
         while sock.recv(1 << 16):
             pass
     busy.wait_free()
 
 
-def test_it_listens_in_one_place_on_this_machine(busy: Server) -> None:
+def test_it_listens_on_one_loopback_port_only(busy: Server) -> None:
     found = []
     for pid in (busy.process.pid, *children(busy.process.pid)):
         found += [one for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN]
@@ -254,19 +252,19 @@ def test_two_hundred_streams_at_once_have_no_broken_frame(tiny_model: Path) -> N
     assert len(ids_seen) == 200
 
 
-def whole_text(path: str, said: Any) -> tuple[str, int]:
-    """What an answer says that came at once, and in how many tokens."""
+def whole_text(path: str, answer: Any) -> tuple[str, int]:
+    """Return the text of a complete answer and its number of tokens."""
     if path == MESSAGES:
-        return said["content"][0]["text"], said["usage"]["output_tokens"]
+        return answer["content"][0]["text"], answer["usage"]["output_tokens"]
     if path == RESPONSES:
-        return said["output"][0]["content"][0]["text"] if said["output"] else "", said["usage"]["output_tokens"]
-    (choice,) = said["choices"]
+        return answer["output"][0]["content"][0]["text"] if answer["output"] else "", answer["usage"]["output_tokens"]
+    (choice,) = answer["choices"]
     text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-    return text, said["usage"]["completion_tokens"]
+    return text, answer["usage"]["completion_tokens"]
 
 
 def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
-    """What a stream says, and the ids its chunks have."""
+    """Return the text of a stream and the ids of its chunks."""
     events = [(name, data) for name, data in stream.events if data != "[DONE]"]
     if path == MESSAGES:
         names = [name for name, _ in events]
@@ -290,7 +288,7 @@ def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def fragile(tiny_model: Path) -> Iterator[Server]:
-    """With room for all at once. A worker that lives is never silent for as long as the hang limit."""
+    """A server with room for all requests. A live worker is never silent for as long as the hang limit."""
     options = ("--device", "10ms", "--max-num-seqs", "16", "--hang-limit", "8", "--keep-alive-interval", "300")
     with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", *options) as server:
         yield server
@@ -298,7 +296,7 @@ def fragile(tiny_model: Path) -> Iterator[Server]:
 
 @contextmanager
 def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
-    """What /health says meanwhile: statuses, and the words for them."""
+    """Collect the statuses and texts of /health meanwhile."""
     found: set[tuple[int, str]] = set()
     is_over = threading.Event()
 
@@ -318,7 +316,7 @@ def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Server, number: signal.Signals) -> None:
-    """16 run and 8 wait; each protocol is among both, and some do not stream."""
+    """16 requests run and 8 wait. Both groups have all protocols, and some requests do not stream."""
     kinds = ((CHAT, True), (MESSAGES, True), (COMPLETIONS, True), (RESPONSES, True), (CHAT, False), (RESPONSES, False))
     requests = [kinds[i % len(kinds)] for i in range(24)]
     worker_pid = fragile.worker_pid
@@ -352,8 +350,8 @@ def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Ser
     assert health <= {(200, "ok"), (503, "restarting"), (503, "stuck")}, health
     for (path, _), reply in zip(requests, replies, strict=True):
         check_loss(path, reply)
-    assert sum(reply.status == 200 for reply in replies) >= 8  # of the 16 that ran, those that streamed
-    assert sum(reply.headers.get("x-should-retry") == "true" for reply in replies) == 8  # what had not begun
+    assert sum(reply.status == 200 for reply in replies) >= 8  # the streaming ones of the 16 that ran
+    assert sum(reply.headers.get("x-should-retry") == "true" for reply in replies) == 8  # those that had not started
     assert fragile.chat().status == 200
     fragile.wait_free()
     assert fragile.worker_pid != worker_pid
@@ -361,7 +359,7 @@ def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Ser
 
 
 def check_loss(path: str, reply: Reply) -> None:
-    """It says that it failed, in its protocol's words."""
+    """Check that the response ends with an error in its protocol's format."""
     assert reply.ending == "error", reply
     name, body = reply.events[-1] if reply.status == 200 else (None, reply.json)
     assert reply.status in (200, 500, 503)
@@ -377,7 +375,7 @@ def check_loss(path: str, reply: Reply) -> None:
     assert body["error"]["message"]
 
 
-def test_a_worker_that_cannot_come_back_is_waited_for(tiny_model: Path, tmp_path: Path) -> None:
+def test_requests_wait_for_a_worker_that_cannot_restart_yet(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     shutil.copytree(tiny_model, model)
     with serving(str(model), *FAKE, "--queue-timeout", "5") as server:
@@ -411,7 +409,7 @@ def test_a_killed_server_leaves_no_worker_behind(tiny_model: Path) -> None:
 
 
 def test_overload_is_refused_while_the_rest_is_served(tiny_model: Path) -> None:
-    """Six can be taken at a time, sixty ask, and each asks until it is served."""
+    """The server accepts six requests at a time; sixty clients retry until they are served."""
     options = ("--device", "5ms", "--max-num-seqs", "2", "--max-queue", "4")
     served: list[int] = []
     refused: list[tuple[str, int, Reply]] = []
@@ -428,10 +426,10 @@ def test_overload_is_refused_while_the_rest_is_served(tiny_model: Path) -> None:
 
     async def flood(server: Server) -> None:
         clients = [asyncio.create_task(ask_again(server, number)) for number in range(60)]
-        while len({number for _, number, _ in refused}) < 56:  # four wait, and the machine is taken
+        while len({number for _, number, _ in refused}) < 56:  # four wait, and all places are taken
             assert not served
             await asyncio.sleep(0.02)
-        close_sockets()  # those that took it leave
+        close_sockets()  # the running requests disconnect
         await asyncio.gather(*clients)
 
     with serving(str(tiny_model), *FAKE, *options) as server:
@@ -449,7 +447,7 @@ def test_overload_is_refused_while_the_rest_is_served(tiny_model: Path) -> None:
     assert {path for path, _, _ in refused} == {CHAT, MESSAGES, RESPONSES}
 
 
-def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
+def test_the_queue_timeout_is_an_error(tiny_model: Path) -> None:
     options = ("--device", "10ms", "--max-num-seqs", "1", "--queue-timeout", "5", "--keep-alive-interval", "0.1")
     with serving(str(tiny_model), *FAKE, *options) as server:
         eventually(lambda: server.begins(body_for(CHAT, "first", ENDLESS)), "the first one runs")
@@ -464,7 +462,7 @@ def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
         assert (openai.status, anthropic.status) == (429, 529)
         assert int(openai.headers["retry-after"]) >= 1
         assert int(anthropic.headers["retry-after"]) >= 1
-        for stream in streams:  # their heads went out with the first keep-alive
+        for stream in streams:  # their headers were sent with the first keep-alive
             assert stream.status == 200
             assert stream.body.startswith(b": keep-alive\n\n")
             assert stream.ending == "error"
@@ -482,7 +480,7 @@ def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def strict(tiny_model: Path) -> Iterator[Server]:
-    """With short limits, for clients that are to be cut."""
+    """A server with short limits, for clients that are to be cut."""
     times = ("--header-timeout", "4", "--body-timeout", "4", "--slow-client-timeout", "2")
     with serving(str(tiny_model), *FAKE, "--device", "1ms", *times) as server:
         yield server
@@ -503,8 +501,8 @@ def largest_send_buffer() -> int:
 
 @contextmanager
 def stalled(server: Server) -> Iterator[socket.socket]:
-    """A client that asks for twice as much as any buffer holds, and reads none of it."""
-    num_tokens = min(-(-2 * largest_send_buffer() // (8 * 2000)), ENDLESS)  # of eight answers, 2 kB each at least
+    """A client that requests twice as much as any buffer holds and reads nothing."""
+    num_tokens = min(-(-2 * largest_send_buffer() // (8 * 2000)), ENDLESS)  # of eight answers, at least 2 kB each
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         sock.settimeout(HANG_S)
@@ -514,11 +512,11 @@ def stalled(server: Server) -> Iterator[socket.socket]:
         yield sock
 
 
-def test_who_does_not_read_is_cut_and_nobody_else_is(strict: Server) -> None:
+def test_only_clients_that_do_not_read_are_cut(strict: Server) -> None:
     with stalled(strict) as sleeper:
         other = asyncio.run(ask_async(strict, CHAT, body_for(CHAT, "And me?", 500)))
         assert other.ending == "done"
-        strict.wait_for("nothing was read .*2 s: cut")
+        strict.wait_for("a client read nothing for 2 s")
         strict.wait_free()
         received = b""
         with suppress(ConnectionResetError):
@@ -528,7 +526,7 @@ def test_who_does_not_read_is_cut_and_nobody_else_is(strict: Server) -> None:
         assert b"[DONE]" not in received
 
 
-def test_who_does_not_read_cannot_keep_it_from_ending(tiny_model: Path) -> None:
+def test_a_client_that_does_not_read_cannot_block_the_shutdown(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--drain", "0.5") as server, stalled(server) as sleeper:
         sleeper.recv(1)
         eventually(lambda: not server.stats()["num_running"], "the whole answer waits for its reader")
@@ -536,8 +534,8 @@ def test_who_does_not_read_cannot_keep_it_from_ending(tiny_model: Path) -> None:
         assert "Traceback" not in server.log
 
 
-def test_a_slow_reader_who_reads_gets_everything(patient: Server) -> None:
-    """Slower than the answer is made."""
+def test_a_slow_reader_gets_everything(patient: Server) -> None:
+    """The client reads more slowly than the answer is generated."""
 
     async def sip() -> Reply:
         reader, writer = await asyncio.open_connection(*patient.address, limit=1 << 14)
@@ -548,7 +546,7 @@ def test_a_slow_reader_who_reads_gets_everything(patient: Server) -> None:
             nonlocal num_pieces
             num_pieces += 1
             if num_pieces % 20 == 0:
-                time.sleep(0.05)  # the whole client stands still, its window fills
+                time.sleep(0.05)  # the client pauses, and its TCP window fills
 
         reply = await read_reply(reader, count)
         writer.transport.abort()
@@ -568,7 +566,7 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
     beginnings = (b"", request[:3], request[: head // 2], request[: head - 2], request[:head], request[: head + 10])
 
     async def dawdle(beginning: bytes, drip: bytes) -> bytes:
-        """Send so much, then a byte now and then; returns what came until it was cut."""
+        """Send some bytes, then single bytes at intervals. Returns what arrived until the connection was cut."""
         reader, writer = await asyncio.open_connection(*strict.address)
         writer.write(beginning)
         reading = asyncio.create_task(reader.read())
@@ -598,7 +596,7 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
     strict.wait_free()
 
 
-def test_too_many_connections_are_turned_away_and_those_there_stay(patient: Server) -> None:
+def test_too_many_connections_are_refused_and_open_ones_stay(patient: Server) -> None:
     async def crowd() -> tuple[list[bytes], Reply]:
         flowing = asyncio.Event()
         stream = asyncio.create_task(
@@ -617,7 +615,7 @@ def test_too_many_connections_are_turned_away_and_those_there_stay(patient: Serv
 
         waiting = {asyncio.create_task(come()) for _ in range(400)}
         answers: list[bytes] = []
-        while len(waiting) > 299:  # beside the stream
+        while len(waiting) > 299:  # besides the stream
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             answers += [one.result() for one in done]
         for one in waiting:
@@ -636,7 +634,7 @@ def test_too_many_connections_are_turned_away_and_those_there_stay(patient: Serv
 
 
 def has_handler(pid: int) -> bool:
-    """Whether the process would notice a SIGTERM."""
+    """Whether the process handles SIGTERM."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -653,7 +651,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 class Ending:
-    """A server that is told to end at some moment or other, most of them more than once."""
+    """A server that receives SIGTERM at a random time, usually more than once."""
 
     def __init__(self, model: Path, seed: int) -> None:
         self._random = random.Random(seed)
@@ -663,7 +661,7 @@ class Ending:
         self._num_signals = 0
 
     def run(self) -> int:
-        """Returns how many signals it got. Fails where anything of it is left, or an answer is broken off."""
+        """Return the number of signals sent. Fails if a process is left or a response is broken off."""
         server, pid = self._server, self._server.process.pid
         relatives: list[psutil.Process] = []
         replies: list[Reply] = []
@@ -683,7 +681,7 @@ class Ending:
                 time.sleep(self._random.random() * 0.1)
             relatives += family(pid)
             assert server.process.wait(HANG_S) == 0, f"{self._moment}: {server.log}"
-            for reply in replies:  # whoever was let in gets an answer or an error
+            for reply in replies:  # every accepted request gets an answer or an error
                 assert reply.ending in ("done", "error") or reply.status == 0, (self._moment, reply)
             assert not psutil.wait_procs(relatives, timeout=HANG_S)[1], self._moment
         finally:
@@ -720,7 +718,7 @@ def test_sigterm_at_fifty_moments(tiny_model: Path) -> None:
             seed += len(endings)
 
 
-def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> None:
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--device", "5ms") as server:
         relatives = family(server.process.pid)
 
@@ -732,7 +730,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> 
             await flowing.wait()
             with paused(server.worker_pid):  # the stream cannot end meanwhile
                 server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(server.wait_for, "finishing")
+                await asyncio.to_thread(server.wait_for, "draining")
                 ready = await ask_async(server, "/ready", None, method="GET")
                 late = await ask_async(server, CHAT, body_for(CHAT, "Hi", 5))
             return await stream, ready, late
@@ -748,7 +746,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) -> None:
-    """The drain would allow the streams to go on for longer than the test waits."""
+    """The drain time is longer than the test waits."""
     with serving(str(tiny_model), *FAKE, "--device", "20ms") as server:
 
         async def cut() -> list[Reply]:
@@ -761,7 +759,7 @@ def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) 
             ]
             await flowing.wait()
             server.process.send_signal(number)
-            await asyncio.to_thread(server.wait_for, "finishing")
+            await asyncio.to_thread(server.wait_for, "draining")
             server.process.send_signal(number)
             return await asyncio.gather(*streams)
 

@@ -1,4 +1,4 @@
-"""`quire generate` and `quire chat` with a real server and the real model: what they say is what they say locally."""
+"""`quire generate` and `quire chat` with a real server and the real model: the same answers as without a server."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ KEY = "command-0000-key"
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 GREEDY = ("--temperature", "0", "--max-tokens", "16")
-NOBODY = {"QUIRE_SERVER": "", "QUIRE_API_KEY": ""}
+NO_SERVER = {"QUIRE_SERVER": "", "QUIRE_API_KEY": ""}
 
 
 @pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[Server]:
-    del default_model  # is here now
+    del default_model  # downloaded by the fixture
     with serving("--api-key", KEY, "--num-blocks", "400", key=KEY) as server:
         yield server
 
 
 def ask(server: Server, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return quire(*arguments, "--server", server.url, "--api-key", KEY, stdin=stdin, env=NOBODY)
+    return quire(*arguments, "--server", server.url, "--api-key", KEY, stdin=stdin, env=NO_SERVER)
 
 
 def document(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -49,20 +49,20 @@ def document(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_the_answer_alone_is_on_stdout(server: Server) -> None:
     outcome = ask(server, "generate", QUESTION, *GREEDY)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
-    server.wait_for("key=key-1 .*completion_tokens=8 ")  # it was the server that said it
+    server.wait_for("key=key-1 .*completion_tokens=8 ")  # the server has answered
 
 
 def test_the_environment_names_the_server(server: Server) -> None:
-    env = {"QUIRE_SERVER": f"{server.url}/v1", "QUIRE_API_KEY": KEY}  # as OPENAI_BASE_URL has it
+    env = {"QUIRE_SERVER": f"{server.url}/v1", "QUIRE_API_KEY": KEY}  # with /v1, as in OPENAI_BASE_URL
     outcome = quire("generate", "-", *GREEDY, stdin=f"{QUESTION}\n", env=env)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
 
 
 def test_json_is_what_it_is_locally(server: Server) -> None:
-    """The same seed draws the same answers, there and here. Token ids and ranks are not in the protocol."""
+    """The same seed gives the same answers with and without a server. The protocol has no token ids and ranks."""
     options = ("--json", "--seed", "3", "-n", "2", "--max-tokens", "6", "--logprobs", "1")
     there = document(ask(server, "generate", QUESTION, *options))
-    here = document(quire("generate", QUESTION, *options, "--local", env=NOBODY))
+    here = document(quire("generate", QUESTION, *options, "--local", env=NO_SERVER))
     assert there.keys() == here.keys()
     assert there["model"] == here["model"] == DEFAULT_MODEL
     assert [one["text"] for one in there["completions"]] == [one["text"] for one in here["completions"]]
@@ -72,10 +72,10 @@ def test_json_is_what_it_is_locally(server: Server) -> None:
         assert there["usage"][name] == here["usage"][name]
     assert there["cache"].keys() == here["cache"].keys()
     assert there["timings"].keys() == here["timings"].keys()
-    for ours, theirs in zip(there["logprobs"], here["logprobs"], strict=True):
-        assert (ours["text"], ours["bytes"]) == (theirs["text"], theirs["bytes"])
-        assert ours["logprob"] == pytest.approx(theirs["logprob"], abs=1e-3)
-        assert [top["text"] for top in ours["top"]] == [top["text"] for top in theirs["top"]]
+    for remote, local in zip(there["logprobs"], here["logprobs"], strict=True):
+        assert (remote["text"], remote["bytes"]) == (local["text"], local["bytes"])
+        assert remote["logprob"] == pytest.approx(local["logprob"], abs=1e-3)
+        assert [top["text"] for top in remote["top"]] == [top["text"] for top in local["top"]]
 
 
 def test_raw_prompts(server: Server) -> None:
@@ -93,12 +93,12 @@ def test_stop(server: Server) -> None:
     assert (found["text"], found["finish_reason"]) == ("The capital of France", "stop")
 
 
-def test_what_goes_wrong_is_one_line(server: Server) -> None:
-    wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
-    assert f"{server.url}: this API key is not known here" in wrong.stderr
-    without = quire("generate", "Hi", "--server", server.url, env=NOBODY)
+def test_errors_are_one_line(server: Server) -> None:
+    wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NO_SERVER)
+    assert f"{server.url}: this API key is unknown" in wrong.stderr
+    without = quire("generate", "Hi", "--server", server.url, env=NO_SERVER)
     assert "no API key was sent" in without.stderr
-    assert "--api-key or QUIRE_API_KEY gives it a key" in without.stderr
+    assert "--api-key or QUIRE_API_KEY sets a key" in without.stderr
     model = ask(server, "generate", "Hi", "--model", "someone/else")
     assert f"has no model 'someone/else', only {DEFAULT_MODEL}" in model.stderr
     long = ask(server, "generate", "-", stdin="word " * 9000)
@@ -108,11 +108,11 @@ def test_what_goes_wrong_is_one_line(server: Server) -> None:
         assert outcome.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_the_work_there(server: Server) -> None:
+def test_ctrl_c_cancels_the_request_on_the_server(server: Server) -> None:
     server.wait_free()
     command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
     command += ["--server", server.url, "--api-key", KEY]
-    env = {**os.environ, **NOBODY}
+    env = {**os.environ, **NO_SERVER}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as run:
         assert run.stdout is not None
         assert run.stdout.read(3)
@@ -120,6 +120,29 @@ def test_ctrl_c_ends_the_work_there(server: Server) -> None:
         run.send_signal(signal.SIGINT)
         assert run.wait(LIMIT_S) == 130
     server.wait_free()
+
+
+def test_a_running_request_is_listed_and_cancelled(server: Server) -> None:
+    server.wait_free()
+    command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
+    command += ["--server", server.url, "--api-key", KEY]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **NO_SERVER}
+    ) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert run.stdout.read(3)
+        (request,) = json.loads(ask(server, "ps", "--requests", "--json").stdout)
+        assert (request["model"], request["state"], request["max_tokens"]) == (DEFAULT_MODEL, "running", 2000)
+        assert request["id"] in ask(server, "ps").stdout
+        assert ask(server, "cancel", request["id"]).stdout == f"{request['id']} is cancelled\n"
+        run.stdout.read()
+        assert "the request was cancelled" in run.stderr.read()
+        assert run.wait(LIMIT_S) == 2
+    server.wait_free()
+    again = ask(server, "cancel", request["id"])
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"id = '{request['id']}' is not a request in progress" in again.stderr
 
 
 # chat
@@ -135,16 +158,16 @@ def test_a_conversation(server: Server) -> None:
     found = re.fullmatch(r"last answer: \d+ tokens, .*; (\d+) of (\d+) prompt tokens cached", last)
     assert found is not None
     prompt = len(server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json["tokens"])
-    assert int(found[1]) == prompt + 7  # the first question and the words of its answer
+    assert int(found[1]) == prompt + 7  # the first question and its answer
     assert turns == "conversation: 2 turns, 8192 tokens of context"
     assert re.fullmatch(r"cache: \d+ of 399 blocks hold earlier text, \d+ evicted; .*", cache) is not None
 
 
 def test_at_a_terminal(server: Server) -> None:
-    """Who answers is said, and Ctrl-C stops the answer but not the conversation."""
+    """The server is named, and Ctrl-C stops the answer but not the conversation."""
     server.wait_free()
     options = ("--server", server.url, "--api-key", KEY, "--max-tokens", "2000", "--temperature", "0")
-    terminal = Terminal("chat", *options, env=NOBODY)
+    terminal = Terminal("chat", *options, env=NO_SERVER)
     try:
         at = terminal.wait_for(f"using {DEFAULT_MODEL} on {server.url}")
         at = terminal.wait_for("> ", after=at)

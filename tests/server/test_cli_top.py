@@ -1,4 +1,4 @@
-"""`quire top` with a server: one frame, snapshots for a program, and a terminal that outlives the server."""
+"""`quire top` with a server: one frame, snapshots as JSON, and a server that stops and starts."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from tests.server.rig import FAKE, Server, serving
 from tests.waiting import eventually
 
 KEY = "top-0000-key"
-NOBODY = {"QUIRE_SERVER": "", "QUIRE_API_KEY": "", "COLUMNS": "80", "LINES": "24"}
+NO_SERVER = {"QUIRE_SERVER": "", "QUIRE_API_KEY": "", "COLUMNS": "80", "LINES": "24"}
 LONG = {"prompt": [1] * 70, "max_tokens": 6000, "ignore_eos": True, "stream": True}
 MODEL = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[Server]:
-    del default_model  # is here now
+    del default_model  # downloaded by the fixture
     with serving(*FAKE, "--device", "20ms", "--api-key", KEY, key=KEY) as server:
         yield server
 
 
 def test_one_frame_shows_a_request_that_runs(server: Server) -> None:
-    told = (server.url, MODEL, "in 399 blocks of 32 tokens", "1 running", "waiting 0 high", "hits", "tok/s", "req_")
+    facts = (server.url, MODEL, "in 399 blocks of 32 tokens", "1 running", "waiting 0 high", "hits", "tok/s", "req_")
 
-    def is_whole() -> bool:  # a busy server may not have heard of its worker in time
-        outcome = quire("top", "--once", "--server", server.url, "--api-key", KEY, env=NOBODY)
+    def is_whole() -> bool:  # a busy server may not have statistics of its worker yet
+        outcome = quire("top", "--once", "--server", server.url, "--api-key", KEY, env=NO_SERVER)
         assert (outcome.returncode, outcome.stderr) == (0, "")
         assert max(map(len, outcome.stdout.splitlines())) <= 80
-        return all(words in outcome.stdout for words in told)
+        return all(words in outcome.stdout for words in facts)
 
     with server.begin(LONG, "/v1/completions"):
-        eventually(is_whole, str(told))
+        eventually(is_whole, str(facts))
     server.wait_free()
 
 
 def test_snapshots_for_a_program(server: Server) -> None:
-    once = quire("top", "--once", "--json", "--server", server.url, "--api-key", KEY, env=NOBODY)
+    once = quire("top", "--once", "--json", "--server", server.url, "--api-key", KEY, env=NO_SERVER)
     (found,) = map(json.loads, once.stdout.splitlines())
     assert found["models"][0]["name"] == MODEL
     command = [sys.executable, "-m", "quire", "top", "--json", "--interval", "0.1", "--server", server.url]
@@ -55,19 +55,19 @@ def test_snapshots_for_a_program(server: Server) -> None:
 
 def test_a_key_is_needed(server: Server) -> None:
     for options in ((), ("--api-key", "wrong-0000-key")):
-        outcome = quire("top", "--once", "--server", server.url, *options, env=NOBODY)
+        outcome = quire("top", "--once", "--server", server.url, *options, env=NO_SERVER)
         assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (2, "", 1)
         assert "API key" in outcome.stderr
 
 
-def test_at_a_terminal_it_waits_for_a_server_that_goes_away(default_model: Path) -> None:
-    del default_model  # is here now
+def test_at_a_terminal_it_waits_for_a_stopped_server(default_model: Path) -> None:
+    del default_model  # downloaded by the fixture
     with serving(*FAKE) as server:
-        terminal = Terminal("top", "--server", server.url, "--interval", "0.1", env={**NOBODY, "TERM": "xterm"})
+        terminal = Terminal("top", "--server", server.url, "--interval", "0.1", env={**NO_SERVER, "TERM": "xterm"})
         try:
             at = terminal.wait_for(MODEL)
             server.stop()
-            terminal.wait_for("away: ", after=at)
+            terminal.wait_for("disconnected: ", after=at)
             port = str(server.address[1])
             with serving(*FAKE, "--port", port, "--served-model-name", "come-back"):
                 terminal.wait_for("come-back", after=at)

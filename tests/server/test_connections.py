@@ -1,4 +1,4 @@
-"""Raw sockets: what a connection may do, and that every state of it ends."""
+"""Raw sockets: every state of a connection has an end, and pipelining, upgrades and trailers are handled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def strict(tiny_model: Path) -> Iterator[Server]:
-    """With short limits, for connections that are to be cut."""
+    """A server with short limits, for connections that are to be cut."""
     times = ("--header-timeout", "2", "--body-timeout", "2", "--slow-client-timeout", "1")
     key = ("--api-key", "sk-connections")
     with serving(str(tiny_model), *FAKE, "--device", "5ms", *times, *key, key="sk-connections") as server:
@@ -41,7 +41,7 @@ def request(body: object, *headers: str) -> bytes:
 
 
 def statuses(sock: socket.socket, count: int) -> list[int]:
-    """Of the next answers, in order."""
+    """Read the statuses of the next responses, in order."""
     data = b""
     while len(found := re.findall(rb"HTTP/1\.1 (\d+) ", data)) < count:
         if not (more := sock.recv(65536)):
@@ -51,14 +51,14 @@ def statuses(sock: socket.socket, count: int) -> list[int]:
 
 
 def flood(sock: socket.socket, data: bytes) -> None:
-    """Send again and again. The socket's own limit ends it, where nobody reads and nobody cuts."""
+    """Send repeatedly until the connection is cut, or until the socket's timeout."""
     while True:
         sock.sendall(data)
         time.sleep(0.01)
 
 
 def ends(sock: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Read until the server closes the connection."""
     data = b""
     try:
         while more := sock.recv(65536):
@@ -68,7 +68,7 @@ def ends(sock: socket.socket) -> bytes:
     return data
 
 
-def test_silence_is_ended(strict: Server) -> None:
+def test_a_silent_connection_is_closed(strict: Server) -> None:
     with strict.raw() as sock:
         assert b" 408 " in ends(sock)
 
@@ -81,7 +81,7 @@ def test_an_empty_line_after_an_answer_does_not_keep_a_connection_open(strict: S
         ends(sock)
 
 
-def test_a_body_that_comes_after_its_answer_does_not_keep_it_open(strict: Server) -> None:
+def test_a_body_after_its_response_does_not_keep_a_connection_open(strict: Server) -> None:
     with strict.raw() as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
         assert statuses(sock, 1) == [200]
@@ -89,13 +89,13 @@ def test_a_body_that_comes_after_its_answer_does_not_keep_it_open(strict: Server
         ends(sock)
 
 
-def test_answers_nobody_reads_are_cut(strict: Server) -> None:
+def test_a_connection_with_unread_responses_is_cut(strict: Server) -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(strict.address)
         sock.settimeout(HANG_S)
         head = "GET /openapi.json HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sk-connections\r\n\r\n"
-        with pytest.raises(ConnectionError):  # once it is cut
+        with pytest.raises(ConnectionError):  # raised when the connection is cut
             flood(sock, head.encode())
     assert strict.get("/health").status == 200
 
@@ -107,7 +107,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
-def test_a_pipelined_request_does_not_hide_that_the_client_left(server: Server, pause_s: float) -> None:
+def test_a_disconnect_is_noticed_behind_a_pipelined_request(server: Server, pause_s: float) -> None:
     sock = server.raw()
     sock.sendall(request(LONG))
     assert statuses(sock, 1) == [200]
@@ -118,7 +118,7 @@ def test_a_pipelined_request_does_not_hide_that_the_client_left(server: Server, 
     server.wait_free()
 
 
-def test_part_of_a_next_request_is_not_answered_into_a_stream(strict: Server) -> None:
+def test_a_partial_next_request_does_not_disturb_a_stream(strict: Server) -> None:
     with strict.raw() as sock:
         sock.sendall(request({**LONG, "max_tokens": 600}) + b"GET /hea")  # three seconds, more than the header timeout
         data = ends(sock)
@@ -126,7 +126,7 @@ def test_part_of_a_next_request_is_not_answered_into_a_stream(strict: Server) ->
     assert data.index(b"data: [DONE]") < data.index(b" 408 ")
 
 
-def test_a_trailer_is_no_header(server: Server) -> None:
+def test_a_trailer_does_not_count_as_a_header(server: Server) -> None:
     data = b'{"prompt": "Hi"}'
     head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with server.raw() as sock:
@@ -136,7 +136,7 @@ def test_a_trailer_is_no_header(server: Server) -> None:
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_an_offer_of_http2_is_declined_and_its_body_read(server: Server, is_split: bool) -> None:
-    """As Java's client and curl --http2 send it."""
+    """As sent by Java's client and curl --http2."""
     whole = request(BODY, "connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
     with server.raw() as sock:
         if is_split:
@@ -149,8 +149,8 @@ def test_an_offer_of_http2_is_declined_and_its_body_read(server: Server, is_spli
         assert statuses(sock, 1) == [200]
 
 
-def test_a_body_behind_an_upgrade_is_never_a_request(server: Server) -> None:
-    """However the header is cut in two."""
+def test_a_body_after_an_upgrade_is_not_parsed_as_a_request(server: Server) -> None:
+    """Wherever the header is split between two packets."""
     inner = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     head = b"POST /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n"
     head += b"content-length: %d\r\n\r\n" % len(inner)
@@ -164,14 +164,14 @@ def test_a_body_behind_an_upgrade_is_never_a_request(server: Server) -> None:
             assert b" 200 " not in ends(sock)
 
 
-def test_who_asks_first_whether_to_send_a_body_is_refused_without_it(server: Server) -> None:
+def test_expect_100_is_refused_without_reading_the_body(server: Server) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n"
     with server.raw() as sock:
         sock.sendall(head)
         assert statuses(sock, 1) == [401]
 
 
-def test_who_may_send_it_is_told_so(server: Server) -> None:
+def test_expect_100_is_answered_with_continue(server: Server) -> None:
     whole = request(BODY, "expect: 100-continue")
     at = whole.index(b"\r\n\r\n") + 4
     with server.raw() as sock:

@@ -1,4 +1,4 @@
-"""The board of docs/grafana.json: Grafana can import it, and it asks only for what the server says."""
+"""The dashboard docs/grafana.json: Grafana can import it, and its queries use only series that the server exports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expressions() -> list[str]:
 
 
 def labels_of(series: str) -> set[str] | None:
-    """The labels a series has besides the common ones; None where there is no such series."""
+    """The labels of a series besides the common ones; None if there is no such series."""
     known = {name: set(spec.labels) for name, spec in GAUGES.items()}
     known |= {f"{name}_total": set(spec.labels) for name, spec in COUNTERS.items()}
     for name, spec in HISTOGRAMS.items():
@@ -67,7 +67,7 @@ def problems(expression: str) -> Iterator[str]:
         yield f"{expression}: a quantile over buckets that were added up"
 
 
-def test_every_expression_asks_for_what_there_is() -> None:
+def test_every_expression_uses_existing_series() -> None:
     assert len(expressions()) >= 40
     assert [problem for expression in expressions() for problem in problems(expression)] == []
 
@@ -77,7 +77,7 @@ def test_every_expression_asks_for_what_there_is() -> None:
     [
         ("sum(up)", "asks for nothing"),
         ('sum(rate(quire:nothing_total{model_name=~"$model_name"}[1m]))', "no such series"),
-        ('sum(quire:prompt_tokens{model_name=~"$model_name"})', "no such series"),  # it ends in _total
+        ('sum(quire:prompt_tokens{model_name=~"$model_name"})', "no such series"),  # its name ends in _total
         ('sum(quire:prompt_tokens_total{model_name=~"$model_name"})', "a counter without one"),
         ('rate(quire:queue_requests{model_name=~"$model_name"}[1m])', "a rate of a gauge"),
         ('sum by (colour) (quire:queue_requests{model_name=~"$model_name"})', "no label colour"),
@@ -95,8 +95,8 @@ def test_the_check_itself_can_fail(expression: str, problem: str) -> None:
 def test_grafana_can_import_it() -> None:
     found = board()
     assert found["title"] == "quire"
-    assert found["schemaVersion"] >= 36  # from when data sources are objects
-    assert "id" not in found  # Grafana gives one
+    assert found["schemaVersion"] >= 36  # since this version, data sources are objects
+    assert "id" not in found  # Grafana assigns one
     ids = [panel["id"] for panel in found["panels"]]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
@@ -114,7 +114,7 @@ def test_grafana_can_import_it() -> None:
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
 
 
-def test_what_can_be_chosen() -> None:
+def test_variables() -> None:
     datasource, model = board()["templating"]["list"]
     assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")
     assert (model["name"], model["type"]) == ("model_name", "query")
@@ -123,8 +123,8 @@ def test_what_can_be_chosen() -> None:
     assert label == "model_name"
 
 
-def test_a_server_says_all_of_it(default_model: Path) -> None:
-    """Every series of every panel, with the labels it is picked by, from the first scrape on."""
+def test_a_server_exports_every_series(default_model: Path) -> None:
+    """Every series of every panel, with the labels that select it, is in the first scrape."""
     del default_model  # is here now
     with serving(*FAKE) as server:
         assert server.chat().status == 200

@@ -1,6 +1,6 @@
-"""Whatever is sent, the answer is a clear refusal, and nobody else notices.
+"""Hostile requests are refused clearly and do not disturb other requests.
 
-One long stream runs beside the whole corpus, from its first request to its last: it must be complete and unbroken.
+One long stream runs during the whole corpus, from its first request to its last: it must be complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.server.corpus import WIRE, Hostile, Wire
 from tests.server.rig import FAKE, Server, events, serving, status_of
 from tests.waiting import HANG_S
 
-MAX_CPU_S = 5.0  # of the server's process, for one refusal: nobody is served meanwhile
+MAX_CPU_S = 5.0  # of the server's process, for one refusal: it serves nothing else meanwhile
 MAX_ERROR_BYTES = 4096
 STREAM_TOKENS = 300
 STREAM = {
@@ -37,7 +37,7 @@ ANTHROPIC_TYPES = {"invalid_request_error", "not_found_error", "request_too_larg
 
 
 class LongStreams(threading.Thread):
-    """Long streams, one after another without a pause: at least one at any moment."""
+    """Long streams without a pause between them: at least one at any time."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
@@ -60,7 +60,7 @@ class LongStreams(threading.Thread):
         assert not self.is_alive(), "the stream does not end"
 
     def _read_one(self) -> str:
-        ours = socket.create_connection(self._server.address, timeout=HANG_S)  # which outlives the test that is running
+        ours = socket.create_connection(self._server.address, timeout=HANG_S)  # outlives the running test
         with self._server.send_request(STREAM, sock=ours) as sock, sock.makefile("rb") as file:
             assert status_of(file.readline()) == 200
             while file.readline() not in (b"\r\n", b""):
@@ -84,7 +84,7 @@ class LongStreams(threading.Thread):
 
 
 def sse_lines(file: Any) -> Iterator[str]:
-    """Data of the events in a chunked body, as they come."""
+    """Yield the data of the events in a chunked body as they arrive."""
     pending = b""
     while size := int(file.readline().strip() or b"0", 16):
         pending += file.read(size)
@@ -111,7 +111,7 @@ def worker(server: Server) -> int:
 
 @pytest.fixture(scope="module")
 def stream(server: Server, worker: int) -> Iterator[LongStreams]:
-    del worker  # known before anything is sent
+    del worker  # its pid is known before anything is sent
     streams = LongStreams(server)
     streams.start()
     try:
@@ -122,7 +122,7 @@ def stream(server: Server, worker: int) -> Iterator[LongStreams]:
 
 
 def cpu_s(server: Server) -> float:
-    """What the server's own process has used."""
+    """CPU time of the server's own process."""
     times = psutil.Process(server.process.pid).cpu_times()
     return float(times.user + times.system)
 
@@ -131,24 +131,24 @@ def cpu_s(server: Server) -> float:
 def test_a_hostile_body_is_refused_clearly(server: Server, stream: LongStreams, row: Hostile) -> None:
     before_s = cpu_s(server)
     answer = server.post(row.path, data=row.make())
-    assert cpu_s(server) - before_s < MAX_CPU_S, "one body holds everyone up"
+    assert cpu_s(server) - before_s < MAX_CPU_S, "one body blocks the event loop"
     assert answer.status in row.statuses, answer.body[:500]
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-should-retry"] == "false"
     assert answer.headers["x-request-id"]
     assert len(answer.body) < MAX_ERROR_BYTES
     error = error_of(row.path, answer.json)
-    assert row.says in error["message"]
+    assert row.contains in error["message"]
     if row.names is not None:
         assert row.names in error["message"], error
-        if "param" in error:  # only OpenAI's errors have a place for it
+        if "param" in error:  # only OpenAI's errors have this field
             assert error["param"] is not None
             assert error["param"].startswith(row.names), error
     assert not stream.problems
 
 
 def error_of(path: str, body: Any) -> Any:
-    """The error, in the shape of the protocol that was spoken."""
+    """The error of a response in its protocol's format."""
     if path in (corpus.OLLAMA_CHAT, corpus.OLLAMA_GENERATE):
         assert set(body) == {"error"}
         assert body["error"]
@@ -167,19 +167,19 @@ def error_of(path: str, body: Any) -> Any:
 
 
 @pytest.mark.parametrize("row", WIRE, ids=lambda row: row.name)
-def test_what_is_no_http_is_refused(server: Server, stream: LongStreams, row: Wire) -> None:
+def test_invalid_http_is_refused(server: Server, stream: LongStreams, row: Wire) -> None:
     before_s = cpu_s(server)
     with server.raw() as sock:
         answer = exchange(sock, row.make())
-    assert cpu_s(server) - before_s < MAX_CPU_S, "one request holds everyone up"
+    assert cpu_s(server) - before_s < MAX_CPU_S, "one request blocks the event loop"
     assert status_of(answer) in row.statuses, answer[:500]
     assert not stream.problems
 
 
 def exchange(sock: socket.socket, data: bytes) -> bytes:
-    """Send all, or as much as is taken, and read the head of an answer."""
+    """Send as much as the server accepts, and read the headers of the response."""
     found = b""
-    with contextlib.suppress(ConnectionError):  # it may answer and close before it has read everything
+    with contextlib.suppress(ConnectionError):  # the server may answer and close before it has read everything
         sock.sendall(data)
     with contextlib.suppress(ConnectionError):
         while b"\r\n\r\n" not in found and (chunk := sock.recv(1 << 16)):
@@ -188,7 +188,7 @@ def exchange(sock: socket.socket, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("method", "path", "statuses"), corpus.PATHS, ids=lambda value: str(value)[:60])
-def test_a_path_that_is_none_leads_nowhere(
+def test_odd_paths_are_not_found(
     server: Server, stream: LongStreams, method: str, path: str, statuses: tuple[int, ...]
 ) -> None:
     answer = server.ask(method, path)
@@ -209,13 +209,13 @@ def test_good_requests_are_served_among_the_bad_ones(server: Server, stream: Lon
     assert not stream.problems
 
 
-def test_the_stream_beside_it_all_was_whole(server: Server, worker: int, stream: LongStreams) -> None:
-    """Runs last of those with the stream."""
+def test_the_concurrent_stream_was_complete(server: Server, worker: int, stream: LongStreams) -> None:
+    """Must run after all other tests with the stream."""
     stream.finish()
     assert not stream.problems
     assert stream.texts
     alone = server.post(corpus.CHAT, STREAM | {"stream": False, "stream_options": None}).json
-    assert set(stream.texts) == {alone["choices"][0]["message"]["content"]}, "it does not say what it says alone"
+    assert set(stream.texts) == {alone["choices"][0]["message"]["content"]}, "it differs from the answer alone"
     server.wait_free()
     assert server.worker_pid == worker
     assert server.get("/health").json["status"] == "ok"
@@ -223,7 +223,7 @@ def test_the_stream_beside_it_all_was_whole(server: Server, worker: int, stream:
     assert "Traceback" not in server.log
 
 
-# Numbers, on a server whose steps take no time: some ask for as many tokens as there are
+# Numbers, on a server whose steps take no time: some requests ask for the longest possible answer
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def quick(tiny_model: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("path", corpus.NUMBERS)
-def test_odd_numbers_are_taken_or_refused_by_name(quick: Server, path: str) -> None:
+def test_odd_numbers_are_accepted_or_refused_by_name(quick: Server, path: str) -> None:
     pid = quick.worker_pid
     num_taken = 0
     for where, name, value in corpus.numbers():
@@ -253,7 +253,7 @@ def test_odd_numbers_are_taken_or_refused_by_name(quick: Server, path: str) -> N
 
 
 @pytest.mark.parametrize("path", [corpus.CHAT, corpus.COMPLETIONS])
-def test_what_is_no_number_is_refused_in_every_such_field(quick: Server, path: str) -> None:
+def test_values_that_are_not_numbers_are_refused_in_every_number_field(quick: Server, path: str) -> None:
     for name in corpus.NUMBERS[path]:
         for value in ("NaN", "Infinity", "[]", "{}", "true", "1e400"):
             assert quick.post(path, data=corpus.body_with(path, name, value)).status == 400, (name, value)
@@ -265,7 +265,7 @@ SECRET_KEY = "sk-canary-5f1d0e77"
 SECRET = "xylograph-canary"
 
 
-def test_nobodys_text_or_key_is_in_logs_errors_or_metrics(tiny_model: Path) -> None:
+def test_prompts_answers_and_keys_are_not_in_logs_errors_or_metrics(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--api-key", SECRET_KEY, "--log-level", "debug", key=SECRET_KEY) as server:
         say = [{"role": "user", "content": SECRET}]
         wrong = {"authorization": f"Bearer {SECRET_KEY}x"}
@@ -292,16 +292,16 @@ def test_nobodys_text_or_key_is_in_logs_errors_or_metrics(tiny_model: Path) -> N
             (corpus.EXPLAIN, {"prompt": SECRET, "cache_salt": "a b"}, {}),
             (f"/v1/{SECRET}?key={SECRET_KEY}", {}, {}),
         ]
-        told = []
+        outputs = []
         for path, body, headers in requests:
             answer = server.post(path, body, headers=headers)
             if answer.status != 200 and SECRET not in path:
-                told.append(answer.body.decode())
+                outputs.append(answer.body.decode())
         broken = server.post(
             corpus.CHAT, data=b'{"messages": [{"role": "user", "content": "' + SECRET.encode() + b'"}], "x"'
         )
-        told += [broken.body.decode(), server.get("/metrics").body.decode(), str(server.stop()), server.log]
-    for text in told:
+        outputs += [broken.body.decode(), server.get("/metrics").body.decode(), str(server.stop()), server.log]
+    for text in outputs:
         assert SECRET not in text
         assert SECRET_KEY not in text
 

@@ -1,4 +1,4 @@
-"""The timers of one connection and of one stream, on a clock of our own."""
+"""The timers of one connection and of one stream, with a fake clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Timer:
 
 
 class Loop:
-    """Time passes when a test says so."""
+    """An event loop whose time passes only when a test fires a timer."""
 
     def __init__(self) -> None:
         self.timers: list[Timer] = []
@@ -39,7 +39,7 @@ class Loop:
         return self.timers[-1]
 
     def fire(self, delay_s: float) -> None:
-        """The one timer with this delay runs out."""
+        """Fire the one timer with this delay."""
         (timer,) = [timer for timer in self.timers if timer.delay_s == delay_s and not timer.is_cancelled]
         self.timers.remove(timer)
         timer.call()
@@ -79,7 +79,7 @@ class Connection:
         self.protocol.connection_made(cast(asyncio.Transport, self.transport))
 
 
-def test_a_slow_reader_has_its_time_and_one_that_does_not_read_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_reader_is_kept_and_one_that_does_not_read_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     connection = Connection()
     transport = connection.transport
     transport.num_unread = 100_000
@@ -90,10 +90,10 @@ def test_a_slow_reader_has_its_time_and_one_that_does_not_read_is_cut(caplog: py
         assert not transport.is_aborted
     connection.loop.fire(SLOW_S)
     assert transport.is_aborted
-    assert "nothing was read by a client for 30 s: cut" in caplog.text
+    assert "a client read nothing for 30 s: its connection is aborted" in caplog.text
 
 
-def test_a_reader_that_has_read_enough_is_not_watched() -> None:
+def test_resuming_the_write_stops_the_timer() -> None:
     connection = Connection()
     connection.transport.num_unread = 100_000
     connection.protocol.pause_writing()
@@ -101,18 +101,18 @@ def test_a_reader_that_has_read_enough_is_not_watched() -> None:
     assert all(timer.is_cancelled for timer in connection.loop.timers if timer.delay_s == SLOW_S)
 
 
-def test_a_connection_without_headers_is_told_so_and_closed() -> None:
+def test_a_connection_without_headers_gets_408_and_is_closed() -> None:
     connection = Connection()
     connection.protocol.data_received(b"GET /health HTTP/1.1\r\nhost: local")
     connection.loop.fire(HEADER_S)
     assert connection.transport.written.startswith(b"HTTP/1.1 408 ")
     assert connection.transport.is_closed
-    connection.loop.fire(LINGER_S)  # it does not read that either
+    connection.loop.fire(LINGER_S)  # the client does not read the response either
     assert connection.transport.is_aborted
 
 
 class Failing:
-    """Events that never come: an error, as soon as it is let through."""
+    """An event iterator that raises an error when it is released."""
 
     def __init__(self, error: ApiError) -> None:
         self.error = error
@@ -126,8 +126,8 @@ class Failing:
         raise self.error
 
 
-class SilentWork:
-    """As much of a work as a stream needs."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a stream uses."""
 
     request_id = "req_1"
     is_closed = False
@@ -137,8 +137,8 @@ class SilentWork:
         self.error = error
 
 
-def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
-    """What fails before that has a status of its own; what fails later is an event."""
+def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
+    """An earlier failure has its own status; a later one is an event."""
 
     async def serve() -> list[Any]:
         sent: list[Any] = []
@@ -149,7 +149,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
             if message.get("body") == OPENAI.keep_alive:
                 events.may_fail.set()
 
-        stream = EventStream(cast(ActiveRequest, SilentWork()), events, {}, OPENAI, keep_alive_s=0.01)
+        stream = EventStream(cast(ActiveRequest, FakeActiveRequest()), events, {}, OPENAI, keep_alive_s=0.01)
         await stream.begin()
         await stream({}, cast(Any, None), send)
         return sent
@@ -161,9 +161,9 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
     assert bodies[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-def test_what_fails_before_the_first_keep_alive_has_a_status_of_its_own() -> None:
+def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
     async def serve() -> None:
-        events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), SilentWork()
+        events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), FakeActiveRequest()
         events.may_fail.set()
         stream = EventStream(cast(ActiveRequest, work), events, {}, OPENAI, keep_alive_s=600)
         with pytest.raises(ApiError, match="the queue is full"):

@@ -1,4 +1,4 @@
-"""Bounds on the queue and on keys: pure arithmetic on a clock of our own."""
+"""Limits of the queues and of keys, with a fake clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, QueueTicket, Quota, Quotas, Reading, TierQueues
+from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, QueueTicket, Quota, Quotas, TierQueues
 
 
 class Clock:
@@ -18,124 +18,126 @@ class Clock:
         return self.now_s
 
 
-def enter(door: TierQueues, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a") -> QueueTicket:
-    return door.enter(num_requests, priority, tenant)
+def enter(
+    queues: TierQueues, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a"
+) -> QueueTicket:
+    return queues.enter(num_requests, priority, tenant)
 
 
-def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
-    door = TierQueues(4, 100, Clock())
-    first = enter(door, 3)
+def test_the_queues_limit_requests_and_tokens() -> None:
+    queues = TierQueues(4, 100, Clock())
+    first = enter(queues, 3)
     first.grow(50)
-    with pytest.raises(ApiError, match="3 requests wait already, and 2 more exceed the limit of 4") as refused:
-        enter(door, 2)
+    with pytest.raises(ApiError, match="3 requests are already waiting, and 2 more exceed the limit of 4") as refused:
+        enter(queues, 2)
     assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
-    second = enter(door, 1)
-    with pytest.raises(ApiError, match="50 tokens wait already; 51 more exceed 100") as refused:
+    second = enter(queues, 1)
+    with pytest.raises(ApiError, match="50 tokens are already waiting; 51 more exceed the limit of 100") as refused:
         second.grow(51)
     assert refused.value.reason == "queue_tokens"
     second.leave()
-    assert (door.num_requests, door.num_tokens) == (3, 50)  # a refusal counts nothing
+    assert (queues.num_requests, queues.num_tokens) == (3, 50)  # a refusal counts nothing
     first.start()
     first.start()
     first.leave()
-    assert (door.num_requests, door.num_tokens) == (0, 0)
+    assert (queues.num_requests, queues.num_tokens) == (0, 0)
 
 
-def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
-    door, key = TierQueues(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
-    big = enter(door, 32, Priority.LOW)
+def test_an_empty_queue_accepts_a_request_larger_than_its_limit() -> None:
+    queues, key = TierQueues(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
+    big = enter(queues, 32, Priority.LOW)
     big.grow(5000)
     with pytest.raises(ApiError):
-        door.check(key)
+        queues.check(key)
     big.leave()
-    door.check(key)
+    queues.check(key)
 
 
-def test_a_full_queue_of_one_tier_refuses_nothing_of_another() -> None:
-    door = TierQueues(4, 100, Clock())
-    enter(door, 4, Priority.LOW).grow(100)
-    with pytest.raises(ApiError, match="4 requests wait already, which is the limit"):
-        enter(door, 1, Priority.LOW)
-    enter(door, 4, Priority.HIGH).grow(100)
-    door.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
-    enter(door, 4, Priority.NORMAL)
+def test_a_full_queue_of_one_tier_does_not_refuse_other_tiers() -> None:
+    queues = TierQueues(4, 100, Clock())
+    enter(queues, 4, Priority.LOW).grow(100)
+    with pytest.raises(ApiError, match="4 requests are already waiting, which is the limit"):
+        enter(queues, 1, Priority.LOW)
+    enter(queues, 4, Priority.HIGH).grow(100)
+    queues.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
+    enter(queues, 4, Priority.NORMAL)
     with pytest.raises(ApiError):
-        door.check(Key("a", Priority.HIGH, Priority.HIGH))
+        queues.check(Key("a", Priority.HIGH, Priority.HIGH))
 
 
 def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
-    door = TierQueues(4, 100, Clock())
-    enter(door, 4, tenant="batch").grow(100)
+    queues = TierQueues(4, 100, Clock())
+    enter(queues, 4, tenant="batch").grow(100)
     with pytest.raises(ApiError):
-        enter(door, 1, tenant="batch")
-    person = [enter(door, 1, tenant="person") for _ in range(2)]  # an equal part of four, for two tenants
+        enter(queues, 1, tenant="batch")
+    person = [enter(queues, 1, tenant="person") for _ in range(2)]  # an equal part of four for each of two tenants
     with pytest.raises(ApiError):
-        enter(door, 1, tenant="person")
+        enter(queues, 1, tenant="person")
     person[0].grow(50)
-    with pytest.raises(ApiError, match="tokens wait already"):
+    with pytest.raises(ApiError, match="tokens are already waiting"):
         person[1].grow(1)
-    enter(door, 1, tenant="third")
+    enter(queues, 1, tenant="third")
     for number in range(4 * 4 - 7):
-        enter(door, 1, tenant=f"tenant {number}")  # each holds nothing yet
-    with pytest.raises(ApiError, match="16 requests wait already"):
-        enter(door, 1, tenant="one too many")  # four times the bound is the end
+        enter(queues, 1, tenant=f"tenant {number}")  # each holds nothing yet
+    with pytest.raises(ApiError, match="16 requests are already waiting"):
+        enter(queues, 1, tenant="one too many")  # four times the limit is the hard limit
 
 
-def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
+def test_retry_after_follows_the_start_rate() -> None:
     clock = Clock()
-    door = TierQueues(1000, 10**9, clock)
-    assert door.retry_after_s() == 30.0  # nothing is known yet
-    for _ in range(10):  # two a second
+    queues = TierQueues(1000, 10**9, clock)
+    assert queues.retry_after_s() == 30.0  # nothing is known yet
+    for _ in range(10):  # two per second
         clock.now_s += 0.5
-        enter(door, 1).start()
-    waiting = [enter(door, 1) for _ in range(40)]
-    assert door.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
-    assert door.retry_after_s(Priority.LOW) == 30.0  # of which nothing is known
+        enter(queues, 1).start()
+    waiting = [enter(queues, 1) for _ in range(40)]
+    assert queues.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
+    assert queues.retry_after_s(Priority.LOW) == 30.0  # nothing is known of this tier
     for ticket in waiting:
         ticket.leave()
-    assert door.retry_after_s() == 1.0
+    assert queues.retry_after_s() == 1.0
     for _ in range(900):
-        enter(door, 1)
-    assert door.retry_after_s() == MAX_RETRY_AFTER_S
+        enter(queues, 1)
+    assert queues.retry_after_s() == MAX_RETRY_AFTER_S
 
 
-def test_retry_after_begins_with_what_a_measured_step_takes_in() -> None:
+def test_retry_after_starts_from_the_measured_intake_rate() -> None:
     clock = Clock()
-    door = TierQueues(1000, 10**9, clock)
-    door.expect(IntakeRate(step_s=0.5, num_tokens=100, num_requests=8))
-    assert door.retry_after_s() == 1.0
-    tickets = [enter(door, 1) for _ in range(64)]
-    assert door.retry_after_s() == 2  # half of 64 begin in four steps
+    queues = TierQueues(1000, 10**9, clock)
+    queues.expect(IntakeRate(step_s=0.5, num_tokens=100, num_requests=8))
+    assert queues.retry_after_s() == 1.0
+    tickets = [enter(queues, 1) for _ in range(64)]
+    assert queues.retry_after_s() == 2  # half of 64 start in four steps
     for ticket in tickets:
         ticket.grow(50)
-    assert door.retry_after_s() == 8  # half of 3,200 tokens in sixteen
+    assert queues.retry_after_s() == 8  # half of 3,200 tokens in sixteen
     clock.now_s += 12.0
-    assert door.retry_after_s() == 12  # none has begun in all that time: the machine is not idle
+    assert queues.retry_after_s() == 12  # none has started in that time: the machine is not idle
     tickets[0].start()
     clock.now_s += 1.0
-    assert door.retry_after_s() == 32  # from now on by what is seen: half of 63 at one a second
+    assert queues.retry_after_s() == 32  # now by the observed rate: half of 63 at one per second
     clock.now_s += 600.0
-    assert door.retry_after_s() == MAX_RETRY_AFTER_S
+    assert queues.retry_after_s() == MAX_RETRY_AFTER_S
     for ticket in tickets:
         ticket.leave()
-    enter(door, 1)
-    assert door.retry_after_s() == 1.0  # after a rest as at the beginning
-    door.expect(None)
-    assert door.retry_after_s() == 30.0  # it was unloaded: nothing is known
+    enter(queues, 1)
+    assert queues.retry_after_s() == 1.0  # after an idle time as at the beginning
+    queues.expect(None)
+    assert queues.retry_after_s() == 30.0  # it was unloaded: nothing is known
 
 
-def test_bodies_share_a_budget_and_give_it_back() -> None:
-    reading = Reading()
-    with reading(100) as one, reading(100) as other:
+def test_bodies_share_a_budget_and_return_it() -> None:
+    body_bytes = BodyBytes()
+    with body_bytes(100) as one, body_bytes(100) as other:
         one.take(60)
-        with pytest.raises(ApiError, match="60 bytes of requests are being read already") as refused:
+        with pytest.raises(ApiError, match="60 bytes of request bodies are already being read") as refused:
             other.take(41)
         assert (refused.value.kind, refused.value.reason) == (Kind.OVERLOADED, "body_bytes")
         other.take(40)
-    assert reading.num_bytes == 0
+    assert body_bytes.num_bytes == 0
 
 
-def test_requests_a_minute() -> None:
+def test_requests_per_minute() -> None:
     clock = Clock()
     quota = Quota(Limits(requests_per_minute=2), clock)
     quota.enter(5)
@@ -147,18 +149,18 @@ def test_requests_a_minute() -> None:
     quota.enter(5)
 
 
-def test_tokens_a_minute_include_answers_and_may_be_overdrawn_once() -> None:
+def test_tokens_per_minute_include_answers_and_may_be_overdrawn_once() -> None:
     clock = Clock()
     quota = Quota(Limits(tokens_per_minute=600), clock)
     quota.enter(100)
     quota.use(1100)  # the answer was long
     with pytest.raises(ApiError, match="tokens_per_minute = 600") as refused:
         quota.enter(1)
-    assert refused.value.retry_after_s == 61  # 600 overdrawn, and one more, at ten a second
+    assert refused.value.retry_after_s == 61  # 600 overdrawn, and one more, at ten per second
     clock.now_s += 61
     quota.enter(1)
     clock.now_s += 1000
-    quota.enter(6000)  # more than a minute's worth passes when the bucket is full
+    quota.enter(6000)  # above the capacity: passes when the bucket is full
 
 
 def test_open_requests_at_once() -> None:
@@ -170,7 +172,7 @@ def test_open_requests_at_once() -> None:
     quota.enter(1)
 
 
-def test_each_key_has_its_own() -> None:
+def test_each_key_has_its_own_quota() -> None:
     quotas = Quotas(Clock())
     one, other = Key("one", limits=Limits(max_requests=1)), Key("other", limits=Limits(max_requests=1))
     quotas.of(one).enter(1)

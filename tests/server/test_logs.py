@@ -1,4 +1,4 @@
-"""Log lines: what they say, what they never say, and that nobody can write one for us."""
+"""Log lines: their fields, what they never contain, and that a client cannot forge one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.server.observability.logs import (
     JsonFormatter,
     LimitedHandler,
     LineFormatter,
-    Once,
+    LogOnce,
     log_request,
     request_fields,
     setup_logging,
@@ -38,21 +38,21 @@ from tests.server.test_metrics import PAGE, RECORD
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<message>.*)"
 )
-# Every way to end a line, or to make a terminal do something, that we know of.
+# All known ways to end a line or to control a terminal.
 FORGERY = "x\n2026-01-01T00:00:00.000Z INFO quire.request: forged\r\n\x00\x1b[2J\x85\u2028\u2029\u202e\ud800\x7f\x9b"
 CANARY = "CANARY-7f3a9c"
 
 
 @pytest.fixture
 def logs() -> Iterator[Callable[..., io.StringIO]]:
-    """Sets logging up into a string, and puts everything back afterwards."""
+    """Set up logging into a string, and restore the previous setup afterwards."""
     names = ("", "quire", "quire.request", "quire.server", "uvicorn", "uvicorn.error", "uvicorn.asgi", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger, logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
 
     def setup(level: str = "info", *, as_json: bool = False) -> io.StringIO:
         stream = io.StringIO()
-        logging.getLogger().handlers.clear()  # pytest's own: xdist cannot send what these tests log
+        logging.getLogger().handlers.clear()  # pytest's own handlers: xdist cannot send what these tests log
         setup_logging(level, as_json=as_json, stream=stream)
         return stream
 
@@ -64,7 +64,7 @@ def logs() -> Iterator[Callable[..., io.StringIO]]:
 
 
 def entries(stream: io.StringIO) -> list[re.Match[str]]:
-    """The lines, each of which must be one of ours or part of a traceback."""
+    """Return the lines, each of which must be a log line or part of a traceback."""
     found = []
     for line in stream.getvalue().split("\n")[:-1]:
         if not line.startswith("  | "):
@@ -74,7 +74,7 @@ def entries(stream: io.StringIO) -> list[re.Match[str]]:
     return found
 
 
-def test_a_line_for_people(logs: Callable[..., io.StringIO]) -> None:
+def test_a_text_line(logs: Callable[..., io.StringIO]) -> None:
     stream = logs()
     log_request(RECORD)
     (line,) = entries(stream)
@@ -86,7 +86,7 @@ def test_a_line_for_people(logs: Callable[..., io.StringIO]) -> None:
     )
 
 
-def test_a_line_for_machines(logs: Callable[..., io.StringIO]) -> None:
+def test_a_json_line(logs: Callable[..., io.StringIO]) -> None:
     stream = logs(as_json=True)
     log_request(replace(RECORD, ttft_s=None, finish="error", error="died"))
     (line,) = stream.getvalue().splitlines()
@@ -97,7 +97,7 @@ def test_a_line_for_machines(logs: Callable[..., io.StringIO]) -> None:
     assert "ttft_s" not in entry
 
 
-def test_our_failures_are_warnings_and_theirs_are_not(logs: Callable[..., io.StringIO]) -> None:
+def test_failures_of_the_server_are_warnings_and_client_errors_are_not(logs: Callable[..., io.StringIO]) -> None:
     stream = logs("warning")
     log_request(replace(RECORD, finish="error", error="invalid"))
     log_request(RECORD)
@@ -129,7 +129,7 @@ def test_no_value_can_forge_a_line(logs: Callable[..., io.StringIO], as_json: bo
     assert not any(line.startswith("2026-01-01") for line in lines)
 
 
-def test_values_of_a_line_can_be_told_apart(logs: Callable[..., io.StringIO]) -> None:
+def test_values_of_a_line_can_be_parsed(logs: Callable[..., io.StringIO]) -> None:
     stream = logs()
     log_request(replace(RECORD, key_name="a b=c finish=stop", model='quo"te'))
     (line,) = entries(stream)
@@ -147,12 +147,12 @@ def test_long_values_are_cut(logs: Callable[..., io.StringIO]) -> None:
     assert request_fields(replace(RECORD, model="x" * 100_000))["model"] == "x" * MAX_VALUE_CHARS
 
 
-def test_numbers_that_are_none_are_left_out() -> None:
+def test_non_finite_numbers_are_left_out() -> None:
     assert "e2e_s" not in request_fields(replace(RECORD, e2e_s=float("nan")))
     assert "queued_s" not in request_fields(replace(RECORD, queued_s=None))
 
 
-def test_the_page_names_every_field() -> None:
+def test_the_docs_name_every_field() -> None:
     section = PAGE.read_text().partition("## Logs")[2]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {"time", "level", "logger", "message"}
@@ -163,7 +163,7 @@ def test_the_page_names_every_field() -> None:
 
 
 @pytest.mark.parametrize("finish", ["error", "cancelled", "queue_full"])
-def test_a_storm_of_refusals_is_cut_short_and_counted(finish: str) -> None:
+def test_a_flood_of_refusals_is_limited_and_counted(finish: str) -> None:
     now_s = 100.0
     stream = io.StringIO()
     handler = LimitedHandler(stream, clock=lambda: now_s)
@@ -177,16 +177,16 @@ def test_a_storm_of_refusals_is_cut_short_and_counted(finish: str) -> None:
             log_request(replace(RECORD, finish=finish))
         assert len(entries(stream)) == MAX_LINES_PER_S
         for _ in range(50):
-            log_request(RECORD)  # what was served is always said
+            log_request(RECORD)  # served requests are always logged
         assert len(entries(stream)) == MAX_LINES_PER_S + 50
         now_s = 101.5
         log_request(replace(RECORD, finish=finish))
-        told, last = entries(stream)[-2:]
-        assert told["message"] == f"{1000 - MAX_LINES_PER_S} lines left out: more than {MAX_LINES_PER_S} in a second"
+        report, last = entries(stream)[-2:]
+        assert report["message"] == f"{1000 - MAX_LINES_PER_S} lines left out: more than {MAX_LINES_PER_S} in a second"
         assert "request_id" in last["message"]
         for _ in range(30):
             log_request(replace(RECORD, finish=finish))
-        handler.close()  # the end of a storm that is the end of the server
+        handler.close()  # closing reports the lines that were left out
         assert entries(stream)[-1]["message"].startswith("11 lines left out")
     finally:
         logger.removeHandler(handler)
@@ -203,14 +203,14 @@ def test_one_logger_does_not_silence_another(logs: Callable[..., io.StringIO]) -
     assert entries(stream)[-1]["message"] == "the worker died"
 
 
-def test_once(logs: Callable[..., io.StringIO]) -> None:
+def test_log_once(logs: Callable[..., io.StringIO]) -> None:
     stream = io.StringIO()
     now_s = iter(range(100_000))
     handler = LimitedHandler(stream, clock=lambda: float(next(now_s)))
     handler.setFormatter(LineFormatter())
     logs()
     logging.getLogger("quire.server").addHandler(handler)
-    once = Once()
+    once = LogOnce()
     for _ in range(3):
         once("a", "the field a is not known")
     assert len(entries(stream)) == 1
@@ -219,19 +219,19 @@ def test_once(logs: Callable[..., io.StringIO]) -> None:
     lines = entries(stream)
     assert len(lines) == MAX_KEYS + 1
     assert "no more" in lines[-1]["message"]
-    once("k" * 10_000_000, "not said")
+    once("k" * 10_000_000, "not logged")
     assert len(entries(stream)) == MAX_KEYS + 1
 
 
-def test_once_keeps_no_megabytes(logs: Callable[..., io.StringIO]) -> None:
+def test_log_once_keeps_short_keys(logs: Callable[..., io.StringIO]) -> None:
     stream = logs()
-    once = Once()
+    once = LogOnce()
     once("k" * 10_000_000, "one")
     once("k" * 10_000_001, "the same as far as we look")
     assert len(entries(stream)) == 1
 
 
-def test_setup_may_be_repeated_and_refuses_what_it_does_not_know(logs: Callable[..., io.StringIO]) -> None:
+def test_setup_may_be_repeated_and_refuses_unknown_levels(logs: Callable[..., io.StringIO]) -> None:
     first, second = logs(), logs(as_json=True)
     log_request(RECORD)
     assert first.getvalue() == ""
@@ -240,7 +240,7 @@ def test_setup_may_be_repeated_and_refuses_what_it_does_not_know(logs: Callable[
         setup_logging("loud", as_json=False)
 
 
-def test_wrong_arguments_lose_no_line() -> None:
+def test_wrong_format_arguments_do_not_lose_the_line() -> None:
     record = logging.LogRecord("quire", logging.WARNING, "", 0, "%d files", ("three",), None)
     assert LineFormatter().format(record).endswith("WARNING quire: %d files")
 
@@ -257,7 +257,7 @@ def test_json_has_a_traceback_as_a_list() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_uvicorn_writes_our_lines_and_tells_no_query_string(logs: Callable[..., io.StringIO], as_json: bool) -> None:
+def test_uvicorn_uses_the_same_format_and_logs_no_query_string(logs: Callable[..., io.StringIO], as_json: bool) -> None:
     stream = logs("debug", as_json=as_json)
 
     async def fail(request: Request) -> PlainTextResponse:
@@ -288,7 +288,7 @@ def test_uvicorn_writes_our_lines_and_tells_no_query_string(logs: Callable[..., 
 
 
 def test_a_record_has_no_text_to_leak() -> None:
-    """Whoever adds a field to the record decides here that it is nobody's text."""
+    """A new field of the record must be added here, after a check that it holds no client text."""
     assert {field.name for field in fields(RequestRecord) if "str" in str(field.type)} == {
         *("request_id", "endpoint", "model", "key_name", "cache_reason", "finish", "error")
     }

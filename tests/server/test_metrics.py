@@ -1,4 +1,4 @@
-"""What Prometheus would read, read back."""
+"""The exposition, read back with Prometheus's parser."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def output(num_tokens: int) -> EngineOutput:
     return EngineOutput(1, tuple(range(num_tokens)), FinishReason.STOP, 0, None, (), None, None)
 
 
-def test_gauges_say_what_the_worker_said() -> None:
+def test_gauges_show_the_workers_stats() -> None:
     found = text(Metrics("m"))
     assert value(found, "quire:num_requests_running") == 4
     assert value(found, "quire:num_requests_waiting") == 3
@@ -140,7 +140,7 @@ def test_a_silent_worker_leaves_the_last_known_figures() -> None:
     assert value(found, "quire:engine_moving") == 0
 
 
-def test_before_there_is_a_worker() -> None:
+def test_metrics_without_a_worker() -> None:
     metrics = Metrics("m")
     metrics.take(None, Worker(0, False, None))
     body, _ = metrics.exposition.render()
@@ -154,7 +154,7 @@ def test_steps_and_tokens() -> None:
     metrics = Metrics("m")
     metrics.stepped(Stepped((output(1), output(1)), num_tokens=130, took_s=0.03))
     metrics.stepped(Stepped((output(2),), num_tokens=1, took_s=0.01))
-    metrics.stepped(Stepped(()))  # a sign of life
+    metrics.stepped(Stepped(()))  # a heartbeat
     metrics.tokens(0.5, 1)
     metrics.tokens(0.3, 3)  # as three of 0.1 s
     metrics.tokens(0.3, 0)
@@ -171,7 +171,7 @@ def test_steps_and_tokens() -> None:
     assert value(found, "quire:inter_token_latency_seconds_bucket", le="+Inf") == 4
 
 
-def test_a_value_on_a_bound_is_below_it_and_one_beyond_all_is_counted() -> None:
+def test_histogram_bounds_are_inclusive_and_larger_values_are_counted() -> None:
     metrics = Metrics("m")
     metrics.tokens(0.01, 1)
     metrics.tokens(1e6, 1)
@@ -182,7 +182,7 @@ def test_a_value_on_a_bound_is_below_it_and_one_beyond_all_is_counted() -> None:
     assert value(found, "quire:inter_token_latency_seconds_count") == 2
 
 
-def test_a_request_from_beginning_to_end() -> None:
+def test_a_finished_request() -> None:
     metrics = Metrics("m")
     metrics.started(Priority.LOW, 0.5)
     metrics.finished(RECORD)
@@ -210,13 +210,13 @@ def test_a_request_from_beginning_to_end() -> None:
         assert value(found, f"quire:{name}_count") == 1, name
 
 
-def test_answers_side_by_side_do_not_make_tokens_look_faster() -> None:
+def test_parallel_answers_do_not_lower_the_time_per_token() -> None:
     metrics = Metrics("m")
     metrics.finished(replace(RECORD, n=4, completion_tokens=84))
     assert value(text(metrics), "quire:request_time_per_output_token_seconds_sum") == pytest.approx(0.1)
 
 
-def test_a_request_that_never_began() -> None:
+def test_a_request_that_never_started() -> None:
     metrics = Metrics("m")
     never = replace(
         RECORD, queued_s=None, ttft_s=None, prefill_s=None, decode_s=None, completion_tokens=0, max_tokens=None
@@ -251,7 +251,7 @@ def test_every_kind_of_error_is_a_reason() -> None:
     assert all(value(found, "quire:requests_rejected_total", reason=kind.name.lower()) == 1 for kind in Kind)
 
 
-def test_every_reason_the_server_names_is_known() -> None:
+def test_every_reason_in_the_sources_is_known() -> None:
     sources = (Path(__file__).parents[2] / "quire/server").rglob("*.py")
     named = {reason for path in sources for reason in re.findall(r'\breason="(\w+)"', path.read_text())}
     assert "queue_timeout" in named
@@ -271,13 +271,13 @@ def test_counts_survive_the_worker() -> None:
     assert preemptions(0, 1, 3) == 5
     assert preemptions(4, 1, 70) == 9
     assert preemptions(6, 2, 90) == 15  # a third worker that has done more than the second
-    assert preemptions(1, 2, 10) == 16  # fewer steps: another one, whatever the number of restarts says
+    assert preemptions(1, 2, 10) == 16  # fewer steps: a new worker, even with the same number of restarts
     found = text(metrics, None, num_restarts=3)
     assert value(found, "quire:worker_restarts_total") == 3
     assert value(found, "quire:kv_evictions_total") == 7 * 4
 
 
-def test_the_mirror_says_the_same_under_the_other_names() -> None:
+def test_the_mirror_exports_the_same_under_vllms_names() -> None:
     metrics = Metrics("m", exposition=Exposition("vllm"))
     metrics.finished(RECORD)
     metrics.tokens(0.02, 1)
@@ -298,7 +298,7 @@ def test_an_unknown_mirror_is_refused() -> None:
         Exposition("sglang")
 
 
-def test_vllm_names_are_ours_too() -> None:
+def test_vllm_names_exist() -> None:
     assert {*GAUGES, *COUNTERS, *HISTOGRAMS} >= VLLM
 
 
@@ -309,7 +309,7 @@ def test_a_model_may_have_any_name(name: str) -> None:
     assert labels["model_name"] == name.encode("utf-8", "backslashreplace").decode()
 
 
-def test_the_page_and_the_output_name_the_same() -> None:
+def test_the_docs_and_the_output_have_the_same_names() -> None:
     exposed = set(re.findall(r"^# TYPE (\S+) ", text(Metrics("m", exposition=Exposition("vllm"))), re.MULTILINE))
     ours = {name for name in exposed if name.startswith("quire:")}
     page = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Several models in one server, over HTTP with the fake backend: who answers, who waits, who goes."""
+"""Several models in one server, over HTTP with the fake backend: loading, waiting and unloading."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ from quire.engine.composition import EngineConfig
 from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
-from quire.server.models import Model, Shared
+from quire.server.models import Model, SharedResources
 from quire.weights.hub import size_of
 from tests.cli.runs import quire
 from tests.server.rig import FAKE, Answer, Server, children, close_sockets, command_line, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually, paused
 
-SLOW = ("--device", "20ms")  # a step: LONG takes a minute at least
+SLOW = ("--device", "20ms")  # per step: LONG takes at least a minute
 LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
-OPTIONS: dict[str, Any] = {"model": [], "models_dir": None, "idle_unload": None, "served_model_name": None}
+OPTIONS: dict[str, Any] = {
+    "model": [],
+    "models_dir": None,
+    "idle_unload": None,
+    "served_model_name": None,
+    "default_max_tokens": 4096,
+}
 KEYS = """
 keys:
   - {key: sk-admin-key, name: root, admin: true}
@@ -48,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(path: Path) -> ServeConfig:
-    """What `quire serve --config` would run with; nothing is looked for."""
+    """Return the settings of `quire serve --config`. No model is looked up."""
     options = {**OPTIONS, "config": path}
     with options_named():
         return ServeConfig(list_models(options, EngineConfig()))
@@ -71,7 +77,7 @@ def workers(server: Server) -> list[int]:
 
 
 def load_anew(server: Server, name: str) -> int:
-    """Load a model that may be loaded already. Returns the process of its new worker."""
+    """Unload and load a model. Returns the process of its new worker."""
     assert server.post("/v1/models/unload", {"model": name, "force": True}).status == 200
     before = {*workers(server)}
     assert server.post("/v1/models/load", {"model": name}).status == 200
@@ -80,7 +86,7 @@ def load_anew(server: Server, name: str) -> int:
 
 
 def rest_of(stream: socket.socket) -> bytes:
-    """What is left of a stream that ends."""
+    """Read the rest of a stream."""
     data = b""
     while b"[DONE]" not in data:
         data += (piece := stream.recv(65536))
@@ -90,14 +96,14 @@ def rest_of(stream: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def roomy(folder: Path) -> Iterator[Server]:
-    """All three fit."""
+    """A server whose memory fits all three models."""
     with serving("--models-dir", str(folder), *FAKE) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def tight(folder: Path) -> Iterator[Server]:
-    """Two of three fit; the third waits for room."""
+    """A server whose memory fits two of three models."""
     with serving(*(str(folder / name) for name in "abc"), *FAKE, "--memory", "15M", "--device", "10ms") as server:
         yield server
 
@@ -112,11 +118,11 @@ def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server)
     assert answers[0]["system_fingerprint"] == answers[2]["system_fingerprint"] != answers[1]["system_fingerprint"]
     assert states(roomy) == "ready ready unloaded"
     assert len(workers(roomy)) == 2
-    roomy.wait_for(r"1 request\(s\) wait for b, which is unloaded")
+    roomy.wait_for(r"1 request\(s\) are waiting for b, which is unloaded")
     roomy.wait_for(r"quire.request: .* model=b ")
 
 
-def test_every_protocol_picks_by_model(roomy: Server) -> None:
+def test_every_protocol_selects_by_model_name(roomy: Server) -> None:
     for name in "ab":
         body = {"model": name, "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
         assert roomy.post("/v1/messages", body).json["model"] == name
@@ -128,13 +134,13 @@ def test_every_protocol_picks_by_model(roomy: Server) -> None:
         assert roomy.post("/v1/cache/explain", {"model": name, "prompt": "Hi"}).status == 200
 
 
-def test_an_unknown_name_is_told_what_there_is(roomy: Server) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(roomy: Server) -> None:
     for answer in (roomy.chat(model="z"), roomy.get("/v1/models/z"), roomy.post("/v1/models/load", {"model": "z"})):
         assert answer.status == 404
-        assert "'z' is not served here; this server has a, b, c" in answer.json["error"]["message"]
+        assert "'z' is not served; this server has a, b, c" in answer.json["error"]["message"]
 
 
-def test_questions_about_a_cache_load_nothing(roomy: Server) -> None:
+def test_cache_endpoints_load_no_model(roomy: Server) -> None:
     roomy.post("/v1/models/unload", {"model": "c"})
     for path, body in (("/v1/cache/explain", {"prompt": "Hi"}), ("/v1/cache/pin", {"prompt": "Hi"})):
         answer = roomy.post(path, {**body, "model": "c"})
@@ -143,7 +149,7 @@ def test_questions_about_a_cache_load_nothing(roomy: Server) -> None:
     assert model(roomy, "c")["state"] == "unloaded"
 
 
-def test_load_unload_and_pin_by_the_keeper(roomy: Server) -> None:
+def test_load_unload_and_pin_by_an_admin(roomy: Server) -> None:
     assert roomy.post("/v1/models/load", {"model": "c"}).json == {
         "model": "c",
         "state": "ready",
@@ -163,7 +169,7 @@ def test_load_unload_and_pin_by_the_keeper(roomy: Server) -> None:
     wait_state(roomy, "ready ready ready")
 
 
-def test_the_default_may_be_unloaded_and_comes_back(roomy: Server) -> None:
+def test_the_default_may_be_unloaded_and_is_loaded_again(roomy: Server) -> None:
     assert roomy.post("/v1/models/unload", {"model": "a"}).json["state"] == "unloaded"
     assert roomy.get("/health").json["status"] == "ok"
     assert roomy.get("/ready").status == 200
@@ -171,7 +177,7 @@ def test_the_default_may_be_unloaded_and_comes_back(roomy: Server) -> None:
     assert roomy.chat().json["model"] == "a"
 
 
-def test_metrics_have_a_series_for_each(roomy: Server) -> None:
+def test_metrics_have_a_series_for_each_model(roomy: Server) -> None:
     text = roomy.get("/metrics").body.decode()
     for name in "abc":
         assert f'quire:engine_moving{{engine="0",model_name="{name}"}}' in text
@@ -182,17 +188,17 @@ def test_metrics_have_a_series_for_each(roomy: Server) -> None:
     assert [name for name, _ in loads] == ["a", "b", "c"]
 
 
-def test_a_crash_disturbs_only_its_own(roomy: Server) -> None:
+def test_a_crash_disturbs_only_its_own_model(roomy: Server) -> None:
     of_a, of_b = load_anew(roomy, "a"), load_anew(roomy, "b")
     stream = roomy.begin({**LONG, "model": "a", "max_tokens": 2000})
-    with paused(of_a):  # its answer is under way when b dies
+    with paused(of_a):  # its answer is being generated when b dies
         os.kill(of_b, signal.SIGKILL)
         eventually(lambda: of_b not in workers(roomy), "the death of b's worker is noticed")
     assert b'"finish_reason":"length"' in rest_of(stream)
     eventually(lambda: roomy.chat(model="b").status == 200, "b is back")
 
 
-def test_the_least_recently_used_makes_room(tight: Server) -> None:
+def test_the_least_recently_used_model_is_unloaded(tight: Server) -> None:
     assert [tight.chat(model=name).status for name in "abca"] == [200] * 4
     assert states(tight) == "ready unloaded ready"
     assert tight.chat(model="b").status == 200
@@ -201,7 +207,7 @@ def test_the_least_recently_used_makes_room(tight: Server) -> None:
     assert len(workers(tight)) == 2
 
 
-def test_pinned_models_stay_and_what_cannot_fit_says_why(tight: Server) -> None:
+def test_pinned_models_stay_and_a_model_that_cannot_fit_is_refused(tight: Server) -> None:
     for name in "ab":
         tight.chat(model=name)
         tight.post("/v1/models/pin", {"model": name})
@@ -217,7 +223,7 @@ def test_pinned_models_stay_and_what_cannot_fit_says_why(tight: Server) -> None:
     assert tight.chat(model="c").status == 200
 
 
-def test_busy_models_are_waited_for_and_cannot_starve_a_load(tight: Server) -> None:
+def test_a_load_waits_for_busy_models_and_is_not_starved(tight: Server) -> None:
     of_b, of_a = load_anew(tight, "b"), load_anew(tight, "a")
     streams = [tight.begin({**LONG, "model": name, "max_tokens": 100}) for name in "ab"]
     with paused(of_b), ThreadPoolExecutor() as pool:  # b stays busy
@@ -225,15 +231,15 @@ def test_busy_models_are_waited_for_and_cannot_starve_a_load(tight: Server) -> N
             wants_c = pool.submit(tight.chat, model="c")
             wait_state(tight, "unloading ready loading")
             more = [pool.submit(tight.chat, model="a") for _ in range(4)]
-            tight.wait_for(r"4 request\(s\) wait for a, which is unloading")  # it takes no new work
+            tight.wait_for(r"4 request\(s\) are waiting for a, which is unloading")  # it accepts no new requests
         assert wants_c.result().status == 200
-        assert [one.result().status for one in more] == [200] * 4  # when it was back
+        assert [one.result().status for one in more] == [200] * 4  # after it was loaded again
     for stream in streams:
         rest_of(stream)
 
 
-def test_waiting_for_room_has_an_end(folder: Path) -> None:
-    """The queue timeout is short here, and a busy machine may miss it: what is not to be refused is asked again."""
+def test_waiting_for_memory_times_out(folder: Path) -> None:
+    """The queue timeout is short, and a busy machine may exceed it: requests that must succeed are retried."""
     options = ("--memory", "15M", *SLOW, "--queue-timeout", "3")
     with serving(*(str(folder / name) for name in "abc"), *FAKE, *options) as server:
         assert server.post("/v1/models/load", {"model": "b"}).status == 200
@@ -241,15 +247,18 @@ def test_waiting_for_room_has_an_end(folder: Path) -> None:
             eventually(partial(server.begins, {**LONG, "model": name}), f"{name} is busy")
         answer = server.chat(model="c")
         assert (answer.status, answer.json["error"]["code"]) == (429, "server_overloaded")
-        assert "c is loading: the limit of 3 s is over" in answer.json["error"]["message"]
+        assert "c is loading: the request waited 3 s, which is the limit" in answer.json["error"]["message"]
         assert int(answer.headers["retry-after"]) >= 1
-        wait_state(server, "ready ready unloaded")  # who was to go may stay: nobody waits any more
+        wait_state(server, "ready ready unloaded")  # no model is unloaded: the request no longer waits
         eventually(lambda: server.chat(model="a").status == 200, "a serves")
-        assert [server.stats_of(name)["num_running"] for name in "ab"] == [1, 1]  # what kept them busy goes on
+        assert [server.stats_of(name)["num_running"] for name in "ab"] == [
+            1,
+            1,
+        ]  # those requests continue
         close_sockets()
 
 
-def test_unload_by_force_cuts_what_is_under_way(tight: Server) -> None:
+def test_a_forced_unload_cuts_running_requests(tight: Server) -> None:
     load_anew(tight, "a")
     stream = tight.begin({**LONG, "model": "a"})
     assert tight.post("/v1/models/unload", {"model": "a", "force": True}).json["state"] == "unloaded"
@@ -276,7 +285,7 @@ def test_the_command_line(tight: Server) -> None:
     assert said("unload", "c", "--force") == "c is unloaded"
 
 
-def test_settings_of_each_in_a_file(folder: Path, tmp_path: Path) -> None:
+def test_settings_per_model_in_a_file(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"""
 backend: fake
@@ -295,8 +304,8 @@ models:
         assert said in "".join(server.stdout)
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True
-        assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights, whatever its KV will be
-        server.wait_for("b takes 608 tokens of context instead of 4,096: its KV cache has no room for more")
+        assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights only
+        server.wait_for("b has a context of 608 tokens instead of 4,096: its KV cache has no room for more")
         loaded = quire("load", "b", "--server", server.url).stdout
         assert loaded == "b is ready, pinned, with 608 tokens of context instead of 4,096: its KV cache has no room\n"
         assert re.search(r"c +unloaded +weights [\d.]+ [KM]i?B ", quire("ps", "--server", server.url).stdout)
@@ -314,7 +323,7 @@ models:
     [
         ("[{name: x}]", "models[0].model is missing"),
         ("[{model: ''}]", "models[0].model = '' is no name"),
-        ("[{model: A, aliases: ['']}]", "models[0].name or aliases = ('A', '') has an entry that is no name"),
+        ("[{model: A, aliases: ['']}]", "models[0].name or aliases = ('A', '') has an entry that is not a name"),
         ("[{model: A, num_block: 3}]", "models[0].num_block: there is no such field"),
         ("[{model: A}, {model: B, num_blocks: many}]", "models[1].num_blocks = 'many' is not a whole number"),
         ("[{model: A, kv_memory: lots}]", "models[0].kv_memory = 'lots' is not a size"),
@@ -337,7 +346,7 @@ def test_a_bad_entry_is_named_by_its_field(entries: str, message: str, tmp_path:
         configure(config)
 
 
-def test_keys_are_counted_over_all_models_and_queues_by_model(folder: Path, tmp_path: Path) -> None:
+def test_quotas_count_over_all_models_and_queues_per_model(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)
     models = [str(folder / name) for name in "ab"]
@@ -353,26 +362,26 @@ def test_keys_are_counted_over_all_models_and_queues_by_model(folder: Path, tmp_
         server.key = "sk-two-at-once"
         for name in "ab":
             server.begin({**LONG, "model": name})
-        assert ask("a", two).json["error"]["code"] == "rate_limit_exceeded"  # one of each is two
+        assert ask("a", two).json["error"]["code"] == "rate_limit_exceeded"  # one request for each model is two
         server.key = "sk-plain-key"
         server.send_request({**LONG, "model": "a"})
         eventually(lambda: server.stats_of("a")["num_waiting"], "one waits for a")
         plain = {"authorization": "Bearer sk-plain-key"}
         assert ask("a", plain).json["error"]["code"] == "server_overloaded"  # a's queue is full
-        server.send_request({**LONG, "model": "b"})  # b's is not
+        server.send_request({**LONG, "model": "b"})  # b's queue is not
         eventually(lambda: server.stats_of("b")["num_waiting"], "one waits for b")
-        for name in "ab":  # this key may also ask for a lower tier, which has a queue of its own
+        for name in "ab":  # this key may also use the lower tier, which has its own queue
             server.send_request({**LONG, "model": name, "priority": "low"})
             eventually(lambda model=name: server.stats_of(model)["num_waiting"] == 2, "two wait")  # type: ignore[misc]
         refused = server.post("/v1/chat/completions", data=b"no JSON", headers=plain)
-        assert refused.status == 429  # both are full: the body was not even read
+        assert refused.status == 429  # both are full: refused before the body is read
         forbidden = server.post("/v1/models/unload", {"model": "a"}, headers=plain)
         assert forbidden.status == 403
         server.wait_for(r"/v1/models/unload.* key=plain status=403")
         close_sockets()
 
 
-def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_does_not_disturb_others(folder: Path, tmp_path: Path) -> None:
     broken = write_tiny_model(tmp_path / "secretfolder")
     weights = broken / "model.safetensors"
     whole = weights.read_bytes()
@@ -382,9 +391,9 @@ def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path, tmp_path: P
         answer = server.chat(model="secretfolder")
         assert answer.status == 503
         assert answer.json["error"]["message"] == (
-            "secretfolder could not be loaded (ModelFileError); the server's log says why"
+            "secretfolder could not be loaded (ModelFileError); see the server log"
         )
-        assert "retry-after" not in answer.headers  # a file does not mend itself
+        assert "retry-after" not in answer.headers  # a retry does not repair a file
         assert answer.headers["x-should-retry"] == "false"
         admin = {"authorization": "Bearer sk-admin-key"}
         told = server.post("/v1/models/load", {"model": "secretfolder"}, headers=admin)
@@ -397,13 +406,13 @@ def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path, tmp_path: P
         assert server.chat(model="secretfolder").status == 200
 
 
-def test_a_signal_drains_all(folder: Path) -> None:
+def test_a_signal_drains_all_models(folder: Path) -> None:
     with serving(*(str(folder / name) for name in "ab"), *FAKE, "--device", "2ms") as server:
         assert server.chat(model="b").status == 200
         streams = [server.begin({**LONG, "model": name, "max_tokens": 100}) for name in "ab"]
-        with paused(*workers(server)):  # both are under way when the signal comes
+        with paused(*workers(server)):  # both requests are running when the signal arrives
             server.process.send_signal(signal.SIGTERM)
-            server.wait_for(r"finishing 2 request\(s\)")
+            server.wait_for(r"draining: 2 request\(s\)")
         for stream in streams:
             rest_of(stream)
         assert server.process.wait(HANG_S) == 0
@@ -412,22 +421,22 @@ def test_a_signal_drains_all(folder: Path) -> None:
 # Without a server
 
 
-def test_the_rest_of_a_load_is_judged_by_the_reading_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for room and starting a process took 90 s here, which says nothing of the weights."""
+def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for memory and starting a process took 90 s here, which does not depend on the weights."""
     now_s = 0.0
     monkeypatch.setattr("quire.server.models.time.monotonic", lambda: now_s)
-    model = Model(ModelConfig(folder / "a", ("a",)), Shared())
-    manager = ModelManager([model.seat], None)
-    model.seat.began_s = 0.0
+    model = Model(ModelConfig(folder / "a", ("a",)), SharedResources())
+    manager = ModelManager([model.managed], None)
+    model.managed.began_s = 0.0
     model.progress = 0.0
-    assert manager.eta_s(model.seat, model.reading_s) is None
+    assert manager.eta_s(model.managed, model.reading_s) is None
     now_s = 90.0
     model._take_progress(1, 100)
-    assert manager.eta_s(model.seat, model.reading_s) is None  # one report has no speed
+    assert manager.eta_s(model.managed, model.reading_s) is None  # one report has no speed
     now_s = 92.0
     model._take_progress(21, 100)
-    assert manager.eta_s(model.seat, model.reading_s) == pytest.approx(7.9)
-    model.seat.load_s = 95.0  # it was loaded before: by that
-    assert manager.eta_s(model.seat, model.reading_s) == pytest.approx(3.0)
-    model.seat.began_s = None  # it waits for its turn
-    assert manager.eta_s(model.seat, model.reading_s) == 95.0
+    assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(7.9)
+    model.managed.load_s = 95.0  # it was loaded before: the duration of that load counts
+    assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(3.0)
+    model.managed.began_s = None  # it waits for its turn
+    assert manager.eta_s(model.managed, model.reading_s) == 95.0

@@ -1,4 +1,4 @@
-"""Bodies of /api/chat and /api/generate to an Ask, Deltas to lines, errors to bytes; and a fake model's server."""
+"""Codec of /api/chat and /api/generate: parsing, lines and errors; and a server with a fake model."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def chat_of(ask: InferenceRequest) -> ChatRequest:
     return prompt
 
 
-# In
+# Parsing
 
 
-def test_every_field_of_a_chat_arrives() -> None:
+def test_every_field_of_a_chat_is_parsed() -> None:
     options = {
         "num_predict": 7, "temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.2,
         "repeat_last_n": -1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 3, "stop": ["END"],
@@ -91,14 +91,14 @@ def test_every_field_of_a_chat_arrives() -> None:
     )  # fmt: skip
 
 
-def test_answers_stream_unless_they_are_not_to() -> None:
+def test_answers_are_streamed_by_default() -> None:
     assert chat_ask().is_streaming
     assert chat_ask(stream=None).is_streaming
     assert not chat_ask(stream=False).is_streaming
 
 
 @pytest.mark.parametrize(("kind", "ask"), [(OllamaChatRequest, chat_ask), (OllamaGenerateRequest, generate_ask)])
-def test_null_is_the_same_as_left_out(kind: type[msgspec.Struct], ask: Callable[..., InferenceRequest]) -> None:
+def test_null_equals_an_absent_field(kind: type[msgspec.Struct], ask: Callable[..., InferenceRequest]) -> None:
     optional = [name for name in kind.__struct_fields__ if name not in ("model", "messages", "prompt")]
     assert len(optional) > 10
     assert ask(**dict.fromkeys(optional)) == ask()
@@ -121,7 +121,7 @@ def test_an_assistant_at_the_end_is_continued() -> None:
     chat = chat_of(chat_ask(messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}]))
     assert (chat.continue_last, chat.add_generation_prompt) == (True, False)
     call = {"function": {"name": "weather", "arguments": {}}}
-    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls is the last"):
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls has no result"):
         chat_ask(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
 
 
@@ -129,8 +129,8 @@ def called(name: str, **more: Any) -> dict[str, Any]:
     return {"function": {"name": name, "arguments": {"city": "Wien"}}, **more}
 
 
-def test_results_find_their_calls_without_ids() -> None:
-    """Ollama's own Python client sends none back."""
+def test_tool_results_are_matched_without_ids() -> None:
+    """Ollama's own Python client sends no ids."""
     messages = [
         *HELLO,
         {"role": "Assistant", "content": "", "thinking": "Hm.", "tool_calls": [called("weather"), called("time")]},
@@ -171,24 +171,24 @@ def test_results_find_their_calls_without_ids() -> None:
         ({"mirostat": 0, "typical_p": 1.0, "tfs_z": 1}, GenerationParams()),
     ],
 )
-def test_options_in_our_terms(options: dict[str, Any], params: GenerationParams) -> None:
+def test_options(options: dict[str, Any], params: GenerationParams) -> None:
     ask = chat_ask(options=options)
     assert (ask.params, ask.ignored) == (params, ())
 
 
-def test_what_has_no_effect_is_named() -> None:
+def test_fields_without_effect_are_named() -> None:
     everything = dict.fromkeys(IGNORED_OPTIONS, 1)
     assert chat_ask(options=everything).ignored == tuple(f"options.{name}" for name in IGNORED_OPTIONS)
-    assert chat_ask(options={"repeat_last_n": 64}).ignored == ()  # there is no penalty that it could bound
+    assert chat_ask(options={"repeat_last_n": 64}).ignored == ()  # without a penalty
     assert chat_ask(options={"repeat_last_n": 64, "repeat_penalty": 1.1}).ignored == ("options.repeat_last_n",)
     assert chat_ask(keep_alive="5m", truncate=True, shift=True, top_logprobs=3).ignored == (
         *("keep_alive", "truncate", "shift", "top_logprobs"),
     )
-    assert chat_ask(truncate=False, shift=False).ignored == ()  # it is so in any case
+    assert chat_ask(truncate=False, shift=False).ignored == ()  # this is quire's behaviour anyway
 
 
 @pytest.mark.parametrize("value", [{}, {"type": "object", "properties": {"a": {"type": "integer"}}}])
-def test_a_schema_is_held(value: dict[str, Any]) -> None:
+def test_a_schema_is_enforced(value: dict[str, Any]) -> None:
     assert chat_ask(format=value).params.grammar == json_schema_grammar(value, strict=False)
     assert chat_ask(format="").params.grammar is None
 
@@ -199,16 +199,17 @@ IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"messages": IMAGES}, r"messages\[0\].images is not supported: images cannot be read here"),
+        ({"messages": IMAGES}, r"messages\[0\].images is not supported: only text input"),
         (
             {"messages": [{"role": "judge", "content": "Hi"}]},
             r"\[0\].role = 'judge' is not one of system, user",
         ),
         ({"messages": [{"role": "user", "tool_calls": [called("a")]}]}, r"messages\[0\].tool_calls is only for"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [called("a b")]}]}, r"\[0\].function.name = 'a b'"),
-        ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: there is no such sampler"),
+        ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: quire does not have this sampler"),
         ({"options": {"typical_p": 0.5}}, r"options.typical_p = 0.5 is not supported"),
         ({"options": {"temperature": -1}}, r"options.temperature = -1.0"),
+        ({"options": {"temperature": 2.1}}, r"options.temperature = 2.1 is not at least 0 and at most 2"),
         ({"options": {"repeat_penalty": 0}}, r"options.repeat_penalty = 0.0"),
         ({"options": {"num_predict": -3}}, r"options.num_predict = -3 is neither"),
         ({"options": {"repeat_last_n": -2}}, r"options.repeat_last_n = -2"),
@@ -222,18 +223,26 @@ IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:40],
 )
-def test_what_is_refused_names_the_field(body: dict[str, Any], words: str) -> None:
+def test_refusals_name_the_field(body: dict[str, Any], words: str) -> None:
     with pytest.raises((InvalidRequest, ApiError), match=words):
         chat_ask(**body)
 
 
 @pytest.mark.parametrize("name", ["suffix", "template", "images"])
-def test_what_generate_refuses(name: str) -> None:
+def test_unsupported_fields_of_generate(name: str) -> None:
     with pytest.raises(ApiError, match=f"{name} is not supported: {UNSUPPORTED[name].why}"):
         generate_ask(**{name: ["aGk="] if name == "images" else "x"})
     generate_ask(**{name: [] if name == "images" else ""})
     with pytest.raises(InvalidRequest, match="context"):
         generate_ask(context=[-1])
+
+
+@pytest.mark.parametrize("ask", [chat_ask, generate_ask])
+def test_fields_that_ask_for_a_shape_elsewhere_name_the_one_here(ask: Callable[..., Any]) -> None:
+    for name in ("structured_outputs", "response_format", "grammar", "guided_json", "regex"):
+        with pytest.raises(ApiError, match=f"^{name} is not supported: use format: json, or a JSON schema"):
+            ask(**{name: {"type": "json_object"} if name == "response_format" else "x"})
+    ask(response_format={"type": "text"}, grammar="", structured_outputs=None)
 
 
 def test_tables_name_fields_that_exist() -> None:
@@ -256,28 +265,28 @@ def test_keep_alive(given: str | float | None, seconds: float | None) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "m", "5x", "1h 30m", "five", "--1", "9" * 100, "1" * 40 + "s", "٣m"])
-def test_a_keep_alive_that_is_none(given: str) -> None:
+def test_an_invalid_keep_alive(given: str) -> None:
     with pytest.raises(InvalidRequest, match="keep_alive = "):
         keep_alive_s(given)
 
 
 def test_a_model_is_found_with_the_default_tag_and_without() -> None:
     names = {"small": 1, "org/name:Q4": 2, "odd:latest": 3}
-    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get))
-    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3}
+    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get, default=1))
+    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3, "": 1}
     assert {name: cast(Any, find_model(models, name)) for name in expected} == expected
-    for name in ("large", "small:8b", "", ":latest"):
+    for name in ("large", "small:8b", ":latest"):
         with pytest.raises(ApiError, match=f"^model '{name}' not found; this server has small, ") as info:
             find_model(models, name)
         assert OLLAMA.status(info.value) == 404
 
 
-# Out
+# Encoding
 
 
 @dataclass
-class FakeWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
     request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
@@ -329,7 +338,7 @@ def steps_of(text: str, size: int = 3, finish: FinishReason = FinishReason.STOP)
     return [[delta(piece)] for piece in pieces[:-1]] + [[delta(pieces[-1], finish=finish)]]
 
 
-def lines_of(work: FakeWork, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
+def lines_of(work: FakeActiveRequest, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
     async def read() -> bytes:
         return b"".join([line async for line in Reply(cast(ActiveRequest, work), "m:latest", make, **more).lines()])
 
@@ -339,7 +348,7 @@ def lines_of(work: FakeWork, make: Any = chat_answer, **more: Any) -> list[dict[
 
 
 def test_a_stream_of_a_chat() -> None:
-    first, second, last = lines_of(FakeWork(chat_ask(), steps_of("Hello", 3)))
+    first, second, last = lines_of(FakeActiveRequest(chat_ask(), steps_of("Hello", 3)))
     assert [first["message"], second["message"]] == [{"role": "assistant", "content": text} for text in ("Hel", "lo")]
     assert [part["done"] for part in (first, second, last)] == [False, False, True]
     assert "done_reason" not in first
@@ -353,17 +362,17 @@ def test_a_stream_of_a_chat() -> None:
 
 
 def test_a_stream_of_a_generation_ends_with_its_context() -> None:
-    *parts, last = lines_of(FakeWork(generate_ask(), steps_of("<think>Hm.</think>Yes", 4)), generate_answer)
+    *parts, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("<think>Hm.</think>Yes", 4)), generate_answer)
     assert "".join(part["response"] for part in parts) == "Yes"
     assert "".join(part.get("thinking", "") for part in parts) == "Hm."
     assert "context" not in last
-    *_, last = lines_of(FakeWork(generate_ask(), steps_of("Yes")), generate_answer, has_context=True)
+    *_, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("Yes")), generate_answer, has_context=True)
     assert last["context"] == [5, 6, 7]
 
 
-def test_one_token_has_no_time_between_its_tokens() -> None:
-    """Clients divide by it."""
-    *_, last = lines_of(FakeWork(chat_ask(), steps_of("Yes"), prefill_s=None, decode_s=0.0))
+def test_durations_of_an_answer_of_one_token_are_not_zero() -> None:
+    """Clients divide by the duration."""
+    *_, last = lines_of(FakeActiveRequest(chat_ask(), steps_of("Yes"), prefill_s=None, decode_s=0.0))
     assert (last["eval_duration"], last["prompt_eval_duration"]) == (1, 1)
 
 
@@ -374,8 +383,8 @@ CALLS = (
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 30, 1000])
-def test_calls_are_whole_with_arguments_as_objects(size: int) -> None:
-    *parts, last = lines_of(FakeWork(chat_ask(tools=[TOOL]), steps_of(CALLS, size)))
+def test_calls_are_complete_with_arguments_as_objects(size: int) -> None:
+    *parts, last = lines_of(FakeActiveRequest(chat_ask(tools=[TOOL]), steps_of(CALLS, size)))
     calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
     assert [call["function"] for call in calls] == [
         {"index": 0, "name": "weather", "arguments": {"city": "Wien"}},
@@ -388,7 +397,7 @@ def test_calls_are_whole_with_arguments_as_objects(size: int) -> None:
 
 
 def whole(text: str, finish: FinishReason = FinishReason.STOP, **body: Any) -> Any:
-    work = FakeWork(chat_ask(stream=False, **body))
+    work = FakeActiveRequest(chat_ask(stream=False, **body))
     one = Completion(0, text, (1, 2), finish)
     return json.loads(msgspec.json.encode(Reply(cast(ActiveRequest, work), "m", chat_answer).whole(one)))
 
@@ -400,22 +409,22 @@ def test_a_whole_answer() -> None:
     assert (answer["done"], answer["done_reason"]) == (True, "stop")
 
 
-def test_half_a_call_is_none() -> None:
-    """A client would run it without the rest of its arguments."""
+def test_an_incomplete_call_is_left_out() -> None:
+    """A client would run the call without the rest of its arguments."""
     cut = CALLS[:-40]
     answer = whole(cut, FinishReason.LENGTH, tools=[TOOL])
     assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == [{"city": "Wien"}]
     assert answer["done_reason"] == "length"
-    *parts, last = lines_of(FakeWork(chat_ask(tools=[TOOL]), steps_of(cut, 5, FinishReason.LENGTH)))
+    *parts, last = lines_of(FakeActiveRequest(chat_ask(tools=[TOOL]), steps_of(cut, 5, FinishReason.LENGTH)))
     assert sum(len(part["message"].get("tool_calls", ())) for part in parts) == 1
     assert last["done_reason"] == "length"
 
 
-def test_logprobs_come_with_their_text() -> None:
+def test_logprobs_are_sent_with_their_text() -> None:
     top = TokenLogprob(4, "yes", b"yes", -math.inf, 1)
     entry = TokenLogprob(3, "Yes", b"Yes", -0.5, 0, (top,))
     steps = [[delta("Yes", finish=FinishReason.STOP, logprobs=(entry,))]]
-    part, last = lines_of(FakeWork(chat_ask(), steps))
+    part, last = lines_of(FakeActiveRequest(chat_ask(), steps))
     (found,) = part["logprobs"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("Yes", -0.5, [89, 101, 115])
     assert found["top_logprobs"] == [{"token": "yes", "logprob": -9999.0, "bytes": [121, 101, 115]}]
@@ -433,17 +442,17 @@ def test_every_kind_of_error_has_a_status(kind: Kind) -> None:
     assert OLLAMA.event(error, "req_1") == OLLAMA.body(error, "req_1") + b"\n"
 
 
-def test_an_error_that_cannot_be_written_is_written() -> None:
+def test_an_error_with_a_lone_surrogate_is_encoded() -> None:
     assert json.loads(OLLAMA.body(ApiError(Kind.INVALID, "a \ud800 b"), "")) == {"error": "a ? b"}
 
 
-def test_a_keep_alive_is_no_line() -> None:
-    """Readers of lines take each for an object: an empty one would end the stream with an error."""
+def test_a_keep_alive_is_not_a_line() -> None:
+    """Clients parse every line as an object: an empty line would end the stream with an error."""
     data = OLLAMA.keep_alive * 3 + b'{"done": true}\n'
     assert [json.loads(line) for line in data.splitlines()] == [{"done": True}]
 
 
-# Over a socket, with a model that computes nothing
+# Over a socket, with the fake backend
 
 USER, ADMIN = "sk-user-00000001", "sk-admin-0000001"
 AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
@@ -476,7 +485,7 @@ def test_a_stream_that_fails_before_it_begins_has_a_status(server: Server) -> No
     assert "maximum context length" in answer.json["error"]
 
 
-def test_what_a_client_does_not_get_is_named(server: Server) -> None:
+def test_unsatisfied_fields_are_named(server: Server) -> None:
     options = {"num_ctx": 1 << 20, "num_gpu": 1, "num_predict": 1, "frobnicate": 1}
     body = CHAT | {"options": options, "think": True, "keep_alive": -1, "colour": "red"}
     for stream in (True, False):
@@ -555,10 +564,10 @@ def test_pull(server: Server) -> None:
     for name in ("nothing", "/etc/passwd", "../tiny", "a/b/c", "./tiny.gguf", "a/../b"):
         answer = server.post("/api/pull", {"model": name}, headers=AS_ADMIN)
         assert answer.status == 404, answer
-        assert "is neither a name that quire knows nor org/name of the hub" in answer.json["error"]
+        assert "is neither a known model name nor an org/name of the hub" in answer.json["error"]
 
 
-def test_a_missing_key_is_told_in_ollamas_words(server: Server) -> None:
+def test_a_missing_key_has_ollamas_error_format(server: Server) -> None:
     for path in ("/api/tags", "/api/nothing"):
         answer = server.get(path, headers={"authorization": ""})
         assert answer.status == 401
@@ -579,7 +588,7 @@ def test_props(server: Server) -> None:
     assert server.get("/props?model=x").status == 404
 
 
-def test_slots_show_numbers_and_only_ones_own(server: Server) -> None:
+def test_slots_show_token_counts_of_own_requests_only(server: Server) -> None:
     idle = server.get("/slots").json
     assert len(idle) == server.get("/props").json["total_slots"]
     assert not any(slot["is_processing"] for slot in idle)
@@ -593,7 +602,7 @@ def test_slots_show_numbers_and_only_ones_own(server: Server) -> None:
         assert not {"prompt", "params"} & set(seen)
 
 
-def test_apply_template_is_what_a_chat_would_read(server: Server) -> None:
+def test_apply_template_returns_the_prompt_of_a_chat(server: Server) -> None:
     body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 2}
     prompt = server.post("/apply-template", body).json["prompt"]
     assert "Hello" in prompt
@@ -625,10 +634,10 @@ def pulled(
     return [json.loads(line) for line in data.splitlines()]
 
 
-def test_a_pull_tells_how_far_it_is_and_what_is_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_reports_progress_and_how_to_serve_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str, progress: Callable[[str, int, int], None]) -> None:
         assert name == "smollm2"
-        for done in range(1001):  # more often than anyone wants to read
+        for done in range(1001):  # more often than once per percent
             progress("downloading", done, 1000)
 
     first, *parts, last = pulled(monkeypatch, fetch)
@@ -647,7 +656,7 @@ def test_a_pull_of_the_hub_draws_no_bars(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("error", [DownloadFailed("the line is cut"), OSError("the disk is full")])
-def test_a_pull_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_failed_pull_reports_the_cause(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fetch(*_given: object) -> None:
         raise error
 

@@ -1,4 +1,4 @@
-"""The official `openai` client judges the server: every feature, against the real model, over a real socket."""
+"""Tests with the official `openai` client: every feature, with the real model, over a real socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 BASICS: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 16}
-TOO_MANY = 2000  # tokens nobody waits for: they are cut off
+TOO_MANY = 2000  # tokens: more than any test reads, so that the answer is cut off
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 
 def chat(client: OpenAI, content: str = QUESTION, **options: Any) -> ChatCompletion:
-    """Greedy, 16 tokens, unless told otherwise."""
+    """Send a chat request: by default greedy and 16 tokens."""
     given: dict[str, Any] = {"messages": [{"role": "user", "content": content}], **BASICS, **options}
     return cast(ChatCompletion, client.chat.completions.create(**given))
 
@@ -101,19 +101,19 @@ def test_a_question_is_answered(client: OpenAI) -> None:
     assert answer.object == "chat.completion"
     assert answer.model == DEFAULT_MODEL
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == 8  # seven words, and the end
+    assert answer.usage.completion_tokens == 8  # seven words and the end token
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
     assert answer.id == f"chatcmpl-{answer._request_id}"
 
 
-def test_a_stream_says_the_same(client: OpenAI) -> None:
+def test_a_stream_has_the_same_text(client: OpenAI) -> None:
     chunks = chat_chunks(client)
     assert text_of(chunks) == ANSWER
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None and chunk.object == "chat.completion.chunk" for chunk in chunks)
-    assert len(chunks) >= 8  # as it comes, not all at the end
+    assert len(chunks) >= 8  # streamed, not all at the end
 
 
 def test_completions(client: OpenAI) -> None:
@@ -206,7 +206,7 @@ def test_with_streaming_response(client: OpenAI) -> None:
 
 
 def test_roles_and_parts(client: OpenAI) -> None:
-    """A developer is a system, and a message in parts is the message."""
+    """The role developer equals system, and the parts of a message equal the whole text."""
     whole = chat(client, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES])
     parts = [{"type": "text", "text": QUESTION[:10]}, {"type": "text", "text": QUESTION[10:]}]
     developer = {"role": "developer", "content": "Be brief."}
@@ -218,7 +218,7 @@ def test_roles_and_parts(client: OpenAI) -> None:
 
 
 def test_characters_spread_over_tokens(client: OpenAI) -> None:
-    """A chunk never holds part of a character; logprobs show the bytes."""
+    """A chunk never contains part of a character; logprobs show the bytes."""
     options: dict[str, Any] = {"messages": [{"role": "user", "content": "Repeat exactly: \U0001f600\U0001f600"}]}
     answer = chat(client, logprobs=True, max_tokens=9, **options)
     text = answer.choices[0].message.content or ""
@@ -232,10 +232,10 @@ def test_characters_spread_over_tokens(client: OpenAI) -> None:
     assert not any("\ufffd" in (chunk.choices[0].delta.content or "") for chunk in chunks)
 
 
-# How many, how long
+# Number and length of answers
 
 
-def test_three_answers_to_one_question(client: OpenAI) -> None:
+def test_n_is_3(client: OpenAI) -> None:
     answer = chat(client, n=3, temperature=1, seed=7, max_tokens=6)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) > 1
@@ -245,7 +245,7 @@ def test_three_answers_to_one_question(client: OpenAI) -> None:
     assert [text_of(chunks, i) for i in range(3)] == [choice.message.content for choice in answer.choices]
 
 
-def test_a_seed_says_the_same_twice(client: OpenAI) -> None:
+def test_a_seed_gives_the_same_answer_twice(client: OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8}
     texts = [chat(client, seed=seed, **options).choices[0].message.content for seed in (11, 11, 12)]
     assert texts[0] == texts[1] != texts[2]
@@ -256,14 +256,14 @@ def test_stop(client: OpenAI, stop: str | list[str], text: str) -> None:
     answer = chat(client, stop=stop)
     assert answer.choices[0].message.content == text
     assert answer.choices[0].finish_reason == "stop"
-    assert text_of(chat_chunks(client, stop=stop)) == text  # found across chunks, too
+    assert text_of(chat_chunks(client, stop=stop)) == text  # also found across chunks
 
 
 def test_max_tokens_under_both_names(client: OpenAI) -> None:
     ways: list[dict[str, Any]] = [
         {"max_tokens": 3},
         {"max_tokens": None, "max_completion_tokens": 3},
-        {"max_tokens": 9, "max_completion_tokens": 3},
+        {"max_tokens": 3, "max_completion_tokens": 3},
     ]
     for options in ways:
         answer = chat(client, **options)
@@ -273,7 +273,7 @@ def test_max_tokens_under_both_names(client: OpenAI) -> None:
         assert answer.usage.completion_tokens == 3
 
 
-def test_ignore_eos_goes_on(client: OpenAI) -> None:
+def test_ignore_eos(client: OpenAI) -> None:
     answer = chat(client, max_tokens=12, extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 12
@@ -281,7 +281,7 @@ def test_ignore_eos_goes_on(client: OpenAI) -> None:
     assert (answer.choices[0].message.content or "").startswith(ANSWER)
 
 
-# Which tokens
+# Sampling and logprobs
 
 
 def test_logprobs(client: OpenAI) -> None:
@@ -325,14 +325,14 @@ def test_old_logprobs_and_echo(client: OpenAI) -> None:
     assert echoed.logprobs.tokens == ["The", " capital", " of", " France", " is", " Paris", "."]
     assert echoed.logprobs.text_offset == [0, 3, 11, 14, 21, 24, 30]
     numbers = echoed.logprobs.token_logprobs or []
-    assert numbers[0] is None  # nothing was expected of the first
+    assert numbers[0] is None  # the first token has no prediction
     assert all(number is not None and number <= 0 for number in numbers[1:])
     assert numbers[5:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
     assert client.completions.create(echo=True, **options).choices[0].text == f"{prompt} Paris."
 
 
 def test_scoring_a_prompt_generates_nothing(client: OpenAI, server: Server) -> None:
-    """What lm-evaluation-harness and others ask for: the log probabilities of prompts, several at once."""
+    """As lm-evaluation-harness does: log probabilities of several prompts at once."""
     texts = ["The capital of France is Paris.", "One, two"]
     ids = tokens_of(server, prompt=texts[1])
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": [texts[0], ids], "temperature": 0, "logprobs": 2}
@@ -393,7 +393,7 @@ def test_echo_of_control_tokens_and_its_offsets(client: OpenAI, server: Server) 
             assert answer.text[offset:end] == ("" if is_hidden else token)
 
 
-def test_shapes_in_the_words_of_other_servers(client: OpenAI, server: Server) -> None:
+def test_answer_formats_in_fields_of_other_servers(client: OpenAI, server: Server) -> None:
     yes_or_no = 'root ::= answer "."\nanswer ::= "Yes" | "No"'
     schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
@@ -421,7 +421,7 @@ def test_shapes_in_the_words_of_other_servers(client: OpenAI, server: Server) ->
     with pytest.raises(openai.BadRequestError, match="allowed_token_ids: token id 4000000 is outside") as error:
         chat(client, extra_body={"allowed_token_ids": [4_000_000]})
     assert error.value.param == "allowed_token_ids"
-    with pytest.raises(openai.BadRequestError, match=r"ebnf: line 1: there is no rule item; text stands in quotes"):
+    with pytest.raises(openai.BadRequestError, match=r"ebnf: line 1: there is no rule item; literal text needs quotes"):
         chat(client, extra_body={"ebnf": "root ::= item"})
 
 
@@ -434,8 +434,8 @@ def test_usage_in_every_chunk(client: OpenAI) -> None:
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in found)
 
 
-def test_what_a_remote_tokenizer_asks(server: Server) -> None:
-    """The calls that lm-evaluation-harness makes with tokenizer_backend=remote."""
+def test_remote_tokenizer_of_lm_evaluation_harness(server: Server) -> None:
+    """The requests that lm-evaluation-harness sends with tokenizer_backend=remote."""
     info = server.ask("GET", "/tokenizer_info").json
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
     assert "<|im_start|>" in info["chat_template"]
@@ -445,7 +445,7 @@ def test_what_a_remote_tokenizer_asks(server: Server) -> None:
     assert server.ask("GET", "/tokenizer_info?model=nobody").status == 404
 
 
-def test_tokenize_makes_the_prompt_that_chat_would(client: OpenAI, server: Server) -> None:
+def test_tokenize_makes_the_same_prompt_as_chat(client: OpenAI, server: Server) -> None:
     tool = {"type": "function", "function": {"name": "now", "description": "The time", "parameters": {}}}
     answered = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
     for messages, fields in (
@@ -485,12 +485,12 @@ def test_penalties(client: OpenAI) -> None:
     assert go_on() == " 1 2 1 2"
     assert go_on(frequency_penalty=2).count("1") == 1
     assert go_on(presence_penalty=2).count("1") == 1
-    assert go_on(frequency_penalty=-2).count("1") > 2  # the other way round: what was said is said again
-    assert "1" not in go_on(extra_body={"repetition_penalty": 2})  # counts the prompt as well
+    assert go_on(frequency_penalty=-2).count("1") > 2  # negative: repetition is favoured
+    assert "1" not in go_on(extra_body={"repetition_penalty": 2})  # applies to the prompt too
 
 
 def test_top_k_top_p_and_min_p_leave_one_token(client: OpenAI) -> None:
-    """However hot, the only token that may be drawn is."""
+    """At any temperature, the only token left is sampled."""
     hot: dict[str, Any] = {"temperature": 2, "max_tokens": 4}
     for options in ({"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}, {"top_p": 1e-6}):
         assert chat(client, **hot, **options).choices[0].message.content == "The capital of France"
@@ -503,7 +503,7 @@ def test_usage_in_a_stream(client: OpenAI) -> None:
     chunks = chat_chunks(client, stream_options={"include_usage": True}, extra_body={"cache": True})
     *rest, last = chunks
     assert all(chunk.usage is None and chunk.choices for chunk in rest)
-    assert all("usage" in chunk.model_fields_set for chunk in rest)  # null, as OpenAI sends it, not left out
+    assert all("usage" in chunk.model_fields_set for chunk in rest)  # null as in OpenAI's API, not absent
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.completion_tokens == 8
@@ -512,7 +512,7 @@ def test_usage_in_a_stream(client: OpenAI) -> None:
 
 
 def test_cached_tokens_are_exact(client: OpenAI, server: Server) -> None:
-    """Of the same prompt all but the last token; of another, what both begin with: counted here, token by token."""
+    """Of the same prompt, all but the last token; of another, the common prefix, counted here token by token."""
     salted: dict[str, Any] = {"extra_body": {"cache_salt": "exact", "cache": True}, "max_tokens": 2}
     first = chat(client, **salted)
     assert first.usage is not None
@@ -538,7 +538,7 @@ def test_cached_tokens_are_exact(client: OpenAI, server: Server) -> None:
     assert cached(chat(client, extra_body={"cache_salt": "another"}, max_tokens=2)) == 0
 
 
-def test_explain_says_what_will_be(client: OpenAI, server: Server) -> None:
+def test_explain_predicts_the_cache_hit(client: OpenAI, server: Server) -> None:
     question: dict[str, Any] = {"messages": [{"role": "user", "content": "Name a colour, please."}]}
 
     def explain() -> dict[str, Any]:
@@ -550,7 +550,7 @@ def test_explain_says_what_will_be(client: OpenAI, server: Server) -> None:
     after = explain()
     assert (after["reason"], after["matched_tokens"]) == ("complete", before["prompt_tokens"] - 1)
     assert cached(chat(client, **question, max_tokens=2)) == after["matched_tokens"]
-    # Another key sees nothing of it: what it has sent itself begins with the system's words only.
+    # Another key finds nothing of it: its own requests share only the system prompt.
     hidden = server.post("/v1/cache/explain", question).json
     assert hidden["matched_tokens"] < before["prompt_tokens"] - 1
 
@@ -562,7 +562,7 @@ def test_a_second_turn_reuses_the_first(client: OpenAI, server: Server) -> None:
     talk = [*MESSAGES, {"role": "assistant", "content": first.choices[0].message.content}]
     talk.append({"role": "user", "content": "And of Italy?"})
     second = chat(client, messages=talk, **salted)
-    # Everything but the end of the answer, which was never computed on: the words, not the token that ended them.
+    # All but the end token of the answer, whose KV was never computed.
     assert cached(second) == first.usage.prompt_tokens + first.usage.completion_tokens - 1
     assert cached(second) > common(tokens_of(server, messages=MESSAGES), tokens_of(server, messages=talk)) - 1
     assert "Rome" in (second.choices[0].message.content or "")
@@ -587,7 +587,7 @@ def test_prompt_cache_key_pins(client: OpenAI, server: Server) -> None:
         assert stats["num_pins"] == before["num_pins"] + 1
         assert stats["num_pinned"] - before["num_pinned"] == answer.usage.prompt_tokens // stats["block_size"]
         chat(client, long, prompt_cache_key="numbers", max_tokens=2)
-        assert server.stats()["num_pins"] == before["num_pins"] + 1  # the same name again: renewed
+        assert server.stats()["num_pins"] == before["num_pins"] + 1  # the same key again renews the pin
     finally:
         assert server.post("/v1/cache/clear").json == {"cleared": True}
     assert server.stats()["num_pins"] == server.stats()["num_pinned"] == 0
@@ -613,11 +613,11 @@ def test_a_breakpoint_pins_what_comes_before_it(client: OpenAI, server: Server) 
         server.post("/v1/cache/clear")
 
 
-# Urgency
+# Priority
 
 
 def test_service_tier_and_priority(client: OpenAI, server: Server) -> None:
-    """A request may wait longer than its key; never less."""
+    """A request may lower the priority of its key, not raise it."""
     few: dict[str, Any] = {"max_tokens": 1}
     assert chat(client, **few).service_tier == "default"
     assert chat(client, service_tier="auto", **few).service_tier == "default"
@@ -665,7 +665,7 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("someone/else")
 
 
-# What goes wrong
+# Errors
 
 
 def test_keys(server: Server) -> None:
@@ -741,13 +741,13 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
     assert "8192" in info.value.message
 
 
-def test_other_endpoints_are_said_to_be_missing(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="nothing at '/v1/embeddings'") as info:
+def test_unserved_endpoints(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no endpoint '/v1/embeddings'") as info:
         client.embeddings.create(model=DEFAULT_MODEL, input="Hi")
     assert info.value.code == "unknown_url"
 
 
-def test_a_key_that_is_used_up(server: Server) -> None:
+def test_a_key_over_its_limit(server: Server) -> None:
     with connect(server, SLOW) as trial:
         assert chat(trial, max_tokens=1).service_tier == "flex"
         with pytest.raises(openai.RateLimitError, match="requests_per_minute = 1") as info:
@@ -768,7 +768,7 @@ def test_request_ids(client: OpenAI) -> None:
     assert client.models.list()._request_id
 
 
-def test_unknown_fields_are_taken_for_nothing_and_named(client: OpenAI) -> None:
+def test_unknown_fields_are_ignored_and_named(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         model=DEFAULT_MODEL,
         messages=[{"role": "user", "content": QUESTION}],
@@ -781,7 +781,7 @@ def test_unknown_fields_are_taken_for_nothing_and_named(client: OpenAI) -> None:
         parallel_tool_calls=False,
         extra_body={"frobnicate": 3, "wibble": {"deep": []}},
     )
-    assert raw.headers["x-quire-ignored-fields"] == "frobnicate, wibble"
+    assert raw.headers["x-quire-ignored-fields"] == "frobnicate, wibble, reasoning_effort"
     assert raw.parse().choices[0].message.content == ANSWER
     raw = client.chat.completions.with_raw_response.create(
         model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], max_tokens=1, store=False, user="me"
@@ -789,7 +789,7 @@ def test_unknown_fields_are_taken_for_nothing_and_named(client: OpenAI) -> None:
     assert "x-quire-ignored-fields" not in raw.headers
 
 
-# Leaving
+# Disconnects and crashes
 
 
 def test_a_stream_closed_early_frees_its_blocks(client: OpenAI, server: Server) -> None:
@@ -808,8 +808,8 @@ def test_a_stream_closed_early_frees_its_blocks(client: OpenAI, server: Server) 
     assert stats["num_in_use"] == 0
 
 
-def test_an_answer_nobody_waits_for_is_given_up(server: Server) -> None:
-    """The client loses patience before the answer is done. If it was not even begun, the next one has more patience."""
+def test_an_answer_is_cancelled_when_its_client_times_out(server: Server) -> None:
+    """The client times out before the answer is done. If it had not started, the test retries with a longer timeout."""
     patience_s = 0.5
     with connect(server) as client:
         while not re.search(r"stream=false .*max_tokens=2000 .*finish=cancelled", server.log):
@@ -817,7 +817,7 @@ def test_an_answer_nobody_waits_for_is_given_up(server: Server) -> None:
                 chat(client.with_options(timeout=patience_s), max_tokens=TOO_MANY, extra_body={"ignore_eos": True})
             server.wait_free()
             chat(client, max_tokens=1, extra_headers={"x-request-id": f"after-{patience_s}"})
-            server.wait_for(f"after-{patience_s}")  # the log is as far as that
+            server.wait_for(f"after-{patience_s}")  # the log has been read up to there
             patience_s *= 1.5
 
 
@@ -847,8 +847,8 @@ def test_an_async_task_that_is_cancelled(server: Server) -> None:
     server.wait_free()
 
 
-def test_a_worker_that_dies_is_told_and_replaced(server: Server) -> None:
-    """The last one here: what was cached is gone with it."""
+def test_a_dead_worker_is_reported_and_replaced(server: Server) -> None:
+    """Must be the last test of this file: the cache is lost with the worker."""
     with connect(server) as client:
         stream = client.chat.completions.create(
             model=DEFAULT_MODEL,
@@ -862,5 +862,5 @@ def test_a_worker_that_dies_is_told_and_replaced(server: Server) -> None:
         with stream, pytest.raises(openai.APIError, match="SIGKILL") as info:
             list(stream)
         assert info.value.code == "engine_died"
-        assert chat(client).choices[0].message.content == ANSWER  # waits for the next one
+        assert chat(client).choices[0].message.content == ANSWER  # waits for the new worker
     assert server.get("/health").json["status"] == "ok"

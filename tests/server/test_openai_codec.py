@@ -1,9 +1,10 @@
-"""OpenAI's protocol without a socket: bodies in, events out. The SDK's own types are the judges."""
+"""Codec of OpenAI's chat and completions without a socket, checked with the SDK's types."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -38,9 +39,10 @@ from quire.server.protocols.openai.completions import (
 )
 from quire.server.protocols.openai.encoding import cache_view, events, fingerprint, head_of
 from quire.server.protocols.openai.errors import OPENAI
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.text.answers import AnswerParser
+from quire.text.excerpt import Excerpt
 from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
@@ -54,7 +56,7 @@ from quire.text.grammar import (
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import IN_WORDS, CallParser
+from quire.text.tool_formats import PROMPTED, CallParser
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf
 
@@ -75,11 +77,11 @@ def completion(**fields: Any) -> InferenceRequest:
 
 
 def refusal(error: pytest.ExceptionInfo[Exception], fields: frozenset[str] = CHAT_FIELDS) -> tuple[str, str | None]:
-    """The message and the field an error of parsing names, as a client gets them."""
+    """Return the message and the field of a parsing error as a client receives them."""
     value = error.value
-    told = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), fields)
-    assert told.kind in (Kind.INVALID, Kind.TOO_LONG)
-    return told.message, told.param
+    api_error = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), fields)
+    assert api_error.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return api_error.message, api_error.param
 
 
 # Bodies
@@ -91,7 +93,7 @@ def test_every_field_of_the_sdk_is_known() -> None:
     assert (set(CompletionCreateParamsBase.__annotations__) | {"stream"}) - COMPLETION_FIELDS == set()
 
 
-def test_a_body_of_nulls_is_the_least_one() -> None:
+def test_a_body_of_nulls_equals_the_minimal_body() -> None:
     nulls: dict[str, Any] = dict.fromkeys(CHAT_FIELDS - {"messages"})
     assert chat(**nulls) == chat()
     nulls = dict.fromkeys(COMPLETION_FIELDS - {"prompt"})
@@ -137,9 +139,31 @@ def test_sampling_fields(field: str, value: Any, ours: str, expected: Any) -> No
     assert getattr(completion(**{field: value}).params, ours) == expected
 
 
-def test_chat_max_completion_tokens_goes_before_max_tokens() -> None:
-    assert chat(max_tokens=5, max_completion_tokens=9).params.max_tokens == 9
-    assert completion(min_tokens=40).params.max_tokens == 40  # the default does not contradict what was asked
+def test_two_fields_for_one_thing_must_agree() -> None:
+    assert chat(max_tokens=9, max_completion_tokens=9, n_predict=9).params.max_tokens == 9
+    assert chat(repeat_penalty=1.1, repetition_penalty=1.1).params.repetition_penalty == 1.1
+    for fields, message in (
+        ({"max_tokens": 5, "max_completion_tokens": 9}, "max_completion_tokens = 9 and max_tokens = 5 contradict"),
+        ({"max_tokens": 5, "n_predict": -1}, "max_tokens = 5 and n_predict = -1 contradict each other: send one"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repetition_penalty = 1.2 and repeat_penalty = 1.1"),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(message)):
+            chat(**fields)
+    with pytest.raises(InvalidRequest, match="max_tokens = 5 and n_predict = 6 contradict"):
+        completion(max_tokens=5, n_predict=6)
+
+
+def test_repeat_last_n_of_0_switches_penalties_off() -> None:
+    given = {"repeat_penalty": 1.3, "presence_penalty": 1, "frequency_penalty": 1}
+    off = chat(**given, repeat_last_n=0)
+    assert (off.params, off.ignored) == (GenerationParams(repetition_penalty=1.0), ())
+    assert chat(**given, repeat_last_n=-1) == chat(**given)  # the whole context, as always
+    on = chat(**given, repeat_last_n=64)
+    assert (on.params, on.ignored) == (chat(**given).params, ("repeat_last_n",))
+
+
+def test_completions_have_a_limit_of_their_own() -> None:
+    assert completion(min_tokens=40).params.max_tokens == 40  # the default is raised to min_tokens
 
 
 def test_chat_logprobs() -> None:
@@ -174,7 +198,7 @@ ASKS: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("fields", "ours", "expected"), ASKS)
-def test_what_is_asked_of_the_service(fields: dict[str, Any], ours: str, expected: Any) -> None:
+def test_request_fields(fields: dict[str, Any], ours: str, expected: Any) -> None:
     assert getattr(chat(**fields), ours) == expected
     assert getattr(completion(**fields), ours) == expected
 
@@ -184,7 +208,7 @@ def test_a_conversation() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "developer", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "kind."}]},
         {"role": "user", "content": "Hi", "name": "Ada"},
-        # As the SDK dumps an earlier answer of its own.
+        # As the SDK serialises an earlier answer.
         {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "audio": None, "tool_calls": []},
         {"role": "assistant", "content": None},
         {"role": "assistant", "content": None, "refusal": "No."},
@@ -217,7 +241,7 @@ def test_template_options() -> None:
     assert not found.add_generation_prompt
 
 
-def test_breakpoints_of_the_conversation_are_pins_and_the_latest_four_count() -> None:
+def test_the_last_four_breakpoints_count() -> None:
     def marked(**mark: str) -> dict[str, Any]:
         return {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit", **mark}}
 
@@ -245,7 +269,7 @@ def test_prompts(prompt: Any, expected: tuple[Any, ...]) -> None:
 # Refusals
 
 
-ASKED = {  # something each unsupported field could be asked for
+ASKED = {  # values that request something of unsupported fields
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "modalities": ["text", "audio"],
@@ -256,7 +280,7 @@ ASKED = {  # something each unsupported field could be asked for
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)
-def test_what_is_known_and_not_built_is_refused_by_name(field: str) -> None:
+def test_unsupported_fields_are_refused_by_name(field: str) -> None:
     ask = chat if field in CHAT_FIELDS else completion
     with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
         ask(**{field: ASKED.get(field, "x")})
@@ -268,7 +292,7 @@ def test_what_is_known_and_not_built_is_refused_by_name(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ACCEPTED)
-def test_what_is_sent_by_habit_passes(field: str) -> None:
+def test_harmless_values_of_unsupported_fields_pass(field: str) -> None:
     for value in ("x", True, {"a": "b"}, 7):
         assert chat(**{field: value}) == chat()
 
@@ -283,8 +307,8 @@ def test_fields_of_other_servers_that_change_the_answer_are_refused_by_name(fiel
             assert ask(**{field: value}) == ask()
 
 
-def test_a_number_is_no_switch() -> None:
-    """In Python 1 == True: a mirostat that is switched on must not pass for one that is off, nor the other way."""
+def test_booleans_and_numbers_are_distinct() -> None:
+    """In Python 1 == True: a value that enables mirostat must not equal one that disables it."""
     for fields in ({"mirostat": False}, {"separate_reasoning": 1}):
         with pytest.raises(ApiError):
             chat(**fields)
@@ -297,7 +321,7 @@ def test_fields_of_other_servers_without_effect_are_named_in_the_header(field: s
         assert ask(**{field: None}).ignored == ()
 
 
-def test_fields_that_only_the_other_way_to_ask_has() -> None:
+def test_fields_that_only_chat_or_only_completions_support() -> None:
     for field, table in (("echo", CHAT_UNSUPPORTED), ("return_token_ids", CHAT_UNSUPPORTED)):
         assert field in COMPLETION_FIELDS
         with pytest.raises(ApiError, match=table[field].why):
@@ -310,13 +334,21 @@ def test_fields_that_only_the_other_way_to_ask_has() -> None:
             ask(add_special_tokens=value)
 
 
-def test_completions_may_ask_for_no_answer() -> None:
+def test_completions_accept_max_tokens_0() -> None:
     assert completion(max_tokens=0, echo=True, logprobs=1).params.is_empty
     assert completion(n_predict=0).params.is_empty
     assert completion(max_tokens=-1).params.max_tokens is None  # not the default of 16
 
 
-def test_thinking_is_switched_by_a_field_of_its_own() -> None:
+def test_a_limit_of_minus_one_asks_for_the_rest_of_the_context() -> None:
+    """Without a limit the server's default holds, so that the two must be told apart."""
+    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"n_predict": -1}):
+        assert (chat(**fields).params.max_tokens, chat(**fields).is_unbounded) == (None, True)
+    assert (chat().params.max_tokens, chat().is_unbounded) == (None, False)
+    assert completion(max_tokens=-1).is_unbounded
+
+
+def test_enable_thinking() -> None:
     for fields, expected in (
         ({"enable_thinking": False}, False),
         ({"enable_thinking": True}, True),
@@ -328,13 +360,14 @@ def test_thinking_is_switched_by_a_field_of_its_own() -> None:
         assert found.wants_thought is expected
 
 
-def test_stream_options_are_for_the_encoder() -> None:
+def test_stream_options() -> None:
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
     assert chat(stream=True, stream_options=options) == chat(stream=True)
 
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    ({"temperature": 2.5}, "temperature = 2.5 is not at least 0 and at most 2", "temperature"),
     ({"top_p": 0}, "top_p = 0.0 is not", "top_p"),
     ({"stream_options": {"include_usage": True}}, "stream_options is only for stream = true", "stream_options"),
     ({"top_k": -2}, "top_k = -2 is not", "top_k"),
@@ -379,7 +412,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "message", "param"), BAD_CHAT, ids=lambda value: str(value)[:40])
-def test_chat_refuses_and_says_why(fields: dict[str, Any], message: str, param: str | None) -> None:
+def test_chat_refusals(fields: dict[str, Any], message: str, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as error:
         chat(**fields)
     text, found = refusal(error)
@@ -463,7 +496,7 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message", "param"), BAD_COMPLETION)
-def test_completions_refuse_and_say_why(fields: dict[str, Any], message: str, param: str) -> None:
+def test_completions_refusals(fields: dict[str, Any], message: str, param: str) -> None:
     with pytest.raises((ApiError, InvalidRequest)) as error:
         completion(**fields)
     text, found = refusal(error, COMPLETION_FIELDS)
@@ -471,23 +504,26 @@ def test_completions_refuse_and_say_why(fields: dict[str, Any], message: str, pa
     assert found == param
 
 
-def test_best_of_that_chooses_nothing_passes() -> None:
+def test_best_of_without_a_choice_passes() -> None:
     assert completion(best_of=1) == completion()
     assert completion(best_of=4, n=4) == completion(n=4)
 
 
-def test_errors_are_renamed_and_keep_their_kind() -> None:
-    with pytest.raises(ContextTooLong, match=r"^messages of 9 characters"), in_their_words({"prompt": "messages"}):
+def test_fields_in_errors_are_renamed_and_the_type_is_kept() -> None:
+    with (
+        pytest.raises(ContextTooLong, match=r"^messages of 9 characters"),
+        protocol_field_names({"prompt": "messages"}),
+    ):
         raise ContextTooLong("prompt of 9 characters")
-    with pytest.raises(InvalidRequest, match=r"^prompt_tokens = 9"), in_their_words({"prompt": "messages"}):
+    with pytest.raises(InvalidRequest, match=r"^prompt_tokens = 9"), protocol_field_names({"prompt": "messages"}):
         raise InvalidRequest("prompt_tokens = 9")
 
 
-def test_types_describe_themselves() -> None:
+def test_types_have_schemas() -> None:
     kinds = [types.ChatCompletionRequest, types.CompletionRequest, types.ChatCompletionChunk, types.ErrorAnswer]
     _, schemas = msgspec.json.schema_components(kinds)
     fields = schemas["ChatCompletionRequest"]["properties"]
-    assert {"minimum": 0, "maximum": 100, "type": "number"} in fields["temperature"]["anyOf"]
+    assert {"minimum": 0, "maximum": 2, "type": "number"} in fields["temperature"]["anyOf"]
     assert fields["functions"]["description"].startswith("Not supported: it is the older form")
     assert fields["user"]["description"].startswith("Accepted, without effect")
 
@@ -531,7 +567,7 @@ def delta(
 
 
 def read(data: bytes) -> list[Any]:
-    """Events as a client reads them. Every one but [DONE] is JSON on one line."""
+    """Parse events like a client. Every one but [DONE] is JSON on one line."""
     assert data.endswith(b"\n\n")
     found: list[Any] = []
     for event in data.decode().removesuffix("\n\n").split("\n\n"):
@@ -543,7 +579,7 @@ def read(data: bytes) -> list[Any]:
 
 
 def judged(data: bytes) -> list[Any]:
-    """Every chunk is one by OpenAI's types and by ours."""
+    """Validate every chunk with OpenAI's types and with quire's."""
     found = read(data)
     for chunk in found:
         if chunk != "[DONE]":
@@ -556,25 +592,25 @@ def choices(chunks: list[Any]) -> list[Any]:
     return [one for chunk in chunks if chunk != "[DONE]" for one in chunk["choices"]]
 
 
-def said(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+def choice_of(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
 
 def test_a_chat_stream() -> None:
     encoder = chat_stream(HEAD, chat(), include_usage=False)
-    assert encoder.chunks([(0, delta())]) == b""  # half a character: nothing to say yet
+    assert encoder.chunks([(0, delta())]) == b""  # an incomplete character: nothing to send yet
     first = judged(encoder.chunks([(0, delta("Hé"))]))
     head = msgspec.to_builtins(HEAD)
     assert first == [
-        {**head, "choices": [said(0, {"role": "assistant", "content": ""})]},
-        {**head, "choices": [said(0, {"content": "Hé"})]},
+        {**head, "choices": [choice_of(0, {"role": "assistant", "content": ""})]},
+        {**head, "choices": [choice_of(0, {"content": "Hé"})]},
     ]
     assert choices(judged(encoder.chunks([(0, delta("llo")), (0, delta(' "you"\n'))]))) == [
-        said(0, {"content": "llo"}),
-        said(0, {"content": ' "you"\n'}),
+        choice_of(0, {"content": "llo"}),
+        choice_of(0, {"content": ' "you"\n'}),
     ]
-    assert choices(judged(encoder.chunks([(0, delta("!", FinishReason.STOP))]))) == [said(0, {"content": "!"})]
-    assert judged(encoder.last(USAGE, None)) == [{**head, "choices": [said(0, {}, "stop")]}, "[DONE]"]
+    assert choices(judged(encoder.chunks([(0, delta("!", FinishReason.STOP))]))) == [choice_of(0, {"content": "!"})]
+    assert judged(encoder.last(USAGE, None)) == [{**head, "choices": [choice_of(0, {}, "stop")]}, "[DONE]"]
 
 
 def test_a_stream_with_usage() -> None:
@@ -583,7 +619,7 @@ def test_a_stream_with_usage() -> None:
     *chunks, final, done = judged(data)
     assert [chunk["usage"] for chunk in chunks] == [None] * 3
     assert not any("cache" in chunk for chunk in chunks)
-    assert choices(chunks)[-1] == said(0, {}, "length")
+    assert choices(chunks)[-1] == choice_of(0, {}, "length")
     assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
     assert final["cache"] == msgspec.to_builtins(CACHE)
 
@@ -612,7 +648,7 @@ def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> 
     ends = [(0, delta("", FinishReason.STOP, index=1)), (0, delta("", FinishReason.LENGTH))]
     *earlier, last, done = judged(encoder.chunks(ends) + encoder.last(USAGE, CACHE))
     assert not any("cache" in chunk or "usage" in chunk for chunk in earlier)
-    assert last["choices"] == [said(0, {}, "length")]
+    assert last["choices"] == [choice_of(0, {}, "length")]
     assert last["cache"]["reason"] == "diverged"
     assert "usage" not in last
     assert done == "[DONE]"
@@ -625,18 +661,24 @@ def test_choices_are_numbered_by_prompt_then_sample_and_each_begins_once() -> No
     found = choices(judged(encoder.chunks(batch)))
     role = {"role": "assistant", "content": ""}
     assert found == [
-        said(3, role),
-        said(3, {"content": "d"}),
-        said(0, role),
-        said(0, {"content": "a"}),
-        said(3, {"content": "D"}),
-        said(1, role),
-        said(1, {"content": "b"}),
+        choice_of(3, role),
+        choice_of(3, {"content": "d"}),
+        choice_of(0, role),
+        choice_of(0, {"content": "a"}),
+        choice_of(3, {"content": "D"}),
+        choice_of(1, role),
+        choice_of(1, {"content": "b"}),
     ]
     ends = [(prompt, delta("", FinishReason.STOP, index=index)) for prompt in (0, 1) for index in (0, 1)]
     found = choices(judged(encoder.chunks(ends) + encoder.last(USAGE, None)))
-    # One that said nothing begins all the same.
-    assert found == [said(0, {}, "stop"), said(1, {}, "stop"), said(2, role), said(2, {}, "stop"), said(3, {}, "stop")]
+    # A choice without text begins too.
+    assert found == [
+        choice_of(0, {}, "stop"),
+        choice_of(1, {}, "stop"),
+        choice_of(2, role),
+        choice_of(2, {}, "stop"),
+        choice_of(3, {}, "stop"),
+    ]
 
 
 def test_a_stream_cut_short_still_ends() -> None:
@@ -667,7 +709,7 @@ HALF = logprob(SMILE[:2], -1.0, (logprob(SMILE[:2], -1.0), logprob(SMILE[:3], fl
 
 def test_chat_logprobs_in_a_stream() -> None:
     encoder = chat_stream(HEAD, chat(logprobs=True, top_logprobs=2), include_usage=False)
-    # Text that is held back is no reason to hold back its tokens: every token is reported once.
+    # Every token is reported once, even if its text is held back.
     found = choices(judged(encoder.chunks([(0, delta("", logprobs=(HI, HALF)))])))
     assert [one["delta"] for one in found] == [{"role": "assistant", "content": ""}, {"content": ""}]
     assert found[1]["logprobs"] == {
@@ -753,7 +795,7 @@ def test_calls_and_results_in_a_conversation() -> None:
     assert found.messages[2] == Message(Role.TOOL, (Part("4"),), tool_call_id="c1")
 
 
-def test_effort_and_thought() -> None:
+def test_reasoning_effort() -> None:
     for effort, expected in ((None, None), ("none", False), ("low", None)):
         (found,) = chat(reasoning_effort=effort).prompts
         assert isinstance(found, ChatRequest)
@@ -776,7 +818,7 @@ SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_json": json.dumps(WEATHER)}, json_schema_grammar(WEATHER, strict=False)),
     ({"guided_choice": ["a", "b.c"]}, choice_grammar(["a", "b.c"])),
     ({"guided_regex": "[a-z]+"}, regex_grammar("[a-z]+")),
-    ({"guided_regex": "[a-z]+", "structured_outputs": {"regex": "[a-z]+"}}, regex_grammar("[a-z]+")),  # said twice
+    ({"guided_regex": "[a-z]+", "structured_outputs": {"regex": "[a-z]+"}}, regex_grammar("[a-z]+")),  # the same twice
     ({"structured_outputs": {"grammar": "start: /x/"}}, lark_grammar("start: /x/")),
     ({"structured_outputs": {"grammar": GBNF}}, lark_grammar(gbnf_to_lark(GBNF))),
     ({"guided_grammar": GBNF}, lark_grammar(gbnf_to_lark(GBNF))),
@@ -794,7 +836,7 @@ SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "grammar"), SHAPES)
-def test_shapes_of_answers(fields: dict[str, Any], grammar: Grammar | None) -> None:
+def test_answer_formats(fields: dict[str, Any], grammar: Grammar | None) -> None:
     assert chat(**fields).params.grammar == grammar
     assert completion(**fields).params.grammar == grammar
 
@@ -817,36 +859,36 @@ def test_shapes_of_answers(fields: dict[str, Any], grammar: Grammar | None) -> N
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_answer_formats_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     for ask in (chat, completion):
         with pytest.raises((ApiError, InvalidRequest)) as error:
             ask(**fields)
         assert refusal(error)[1] == param
 
 
-def test_a_text_that_is_no_grammar_is_told_what_one_looks_like() -> None:
+def test_an_invalid_grammar_gets_an_example() -> None:
     with pytest.raises(ApiError, match=r"neither Lark, as in start: .* nor GBNF, as in root ::="):
         chat(grammar="yes or no")
     with pytest.raises(ApiError, match=r'ebnf: line 1: expected ::= .*looks like root ::= "yes" \| "no"'):
         chat(ebnf="start: yes")
 
 
-def test_a_regex_in_the_wrong_field_is_sent_to_the_right_one() -> None:
+def test_a_regex_in_the_wrong_field_gets_the_right_one() -> None:
     with pytest.raises(InvalidRequest, match=r"'regex' is not one of .*; structured_outputs\.regex takes one"):
         chat(response_format={"type": "regex", "regex": "a"})
 
 
 def reading() -> AnswerParser:
-    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(IN_WORDS, ("get", "now")))
+    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(PROMPTED, ("get", "now")))
 
 
-SPOKEN = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')
+PROMPT_FIELDS = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')
 ENDS = ('lo"}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', FinishReason.STOP)
 
 
-def test_thoughts_words_and_calls_in_a_stream() -> None:
+def test_reasoning_text_and_calls_in_a_stream() -> None:
     encoder = chat_stream(HEAD, chat(), include_usage=True, new_parser=reading)
-    data = b"".join(encoder.chunks([(0, delta(text))]) for text in SPOKEN)
+    data = b"".join(encoder.chunks([(0, delta(text))]) for text in PROMPT_FIELDS)
     data += encoder.chunks([(0, delta(*ENDS))]) + encoder.last(USAGE, None, 2)
     chunks = [SdkChunk.model_validate_json(line[6:]) for line in data.split(b"\n\n")[:-2]]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
@@ -863,9 +905,9 @@ def test_thoughts_words_and_calls_in_a_stream() -> None:
     assert usage.completion_tokens_details.reasoning_tokens == 2
 
 
-@pytest.mark.parametrize(("reason", "told"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
-def test_thoughts_words_and_calls_of_a_whole_answer(reason: FinishReason, told: str) -> None:
-    one = Completion(0, "".join(SPOKEN) + ENDS[0], (1, 2), reason)
+@pytest.mark.parametrize(("reason", "finish"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
+def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, finish: str) -> None:
+    one = Completion(0, "".join(PROMPT_FIELDS) + ENDS[0], (1, 2), reason)
     made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading, 2)
     found = SdkChatCompletion.model_validate(
         msgspec.to_builtins(msgspec.structs.replace(made, object="chat.completion"))
@@ -878,22 +920,22 @@ def test_thoughts_words_and_calls_of_a_whole_answer(reason: FinishReason, told: 
         {"name": "get", "arguments": '{"city": "Oslo"}'},
         {"name": "now", "arguments": "{}"},
     ]
-    assert found.choices[0].finish_reason == told
+    assert found.choices[0].finish_reason == finish
 
 
-def test_a_call_that_a_stop_string_cut_is_not_told_as_one() -> None:
-    """Who reads `tool_calls` reads its arguments as JSON."""
-    one = Completion(0, "".join(SPOKEN), (1, 2), FinishReason.STOP, stop="lo")
+def test_a_call_cut_by_a_stop_string_has_finish_reason_stop() -> None:
+    """Clients parse the arguments as JSON if the finish reason is `tool_calls`."""
+    one = Completion(0, "".join(PROMPT_FIELDS), (1, 2), FinishReason.STOP, stop="lo")
     made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading)
     assert made.choices[0].finish_reason == "stop"
     encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
-    for text in SPOKEN:
+    for text in PROMPT_FIELDS:
         encoder.chunks([(0, delta(text))])
     encoder.chunks([(0, delta("", FinishReason.STOP))])
     assert b'"finish_reason":"stop"' in encoder.last(USAGE, None)
 
 
-def test_logprobs_of_tokens_that_become_no_words_yet_are_told() -> None:
+def test_logprobs_of_tokens_without_text_are_sent() -> None:
     entry = TokenLogprob(7, "<tool", b"<tool", -0.5, 0)
     encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
     data = encoder.chunks([(0, Delta(0, "x <tool", (7,), (entry,), None, None))])
@@ -968,10 +1010,10 @@ def test_old_logprobs_in_a_stream_count_characters() -> None:
             {"Hi": -0.5, "Ho": -1.5},
             {"bytes:\\xf0\\x9f": -1.0, "bytes:\\xf0\\x9f\\x99": -9999.0},
         ],
-        "text_offset": [3, 5],  # behind the prompt
+        "text_offset": [3, 5],  # after the prompt
     }
-    assert second["logprobs"]["text_offset"] == [5, 6]  # both parts of a character are where it is
-    # The chosen one is told even where it is not among the best.
+    assert second["logprobs"]["text_offset"] == [5, 6]  # both tokens of a character have its position
+    # The chosen token is listed even if it is not among the best.
     assert second["logprobs"]["top_logprobs"][0] == {"a": -0.1, "b": -0.2, "bytes:\\x99\\x82": -0.25}
 
 
@@ -994,7 +1036,7 @@ def test_a_whole_completion() -> None:
     assert found["usage"] == BILL
     without = whole_completion(TEXT_HEAD, [output("x", logprobs=(logprob("x", -1.0),))], USAGE, None, None, tokenizer())
     assert without.choices[0].logprobs is not None
-    assert without.choices[0].logprobs.top_logprobs == [{"x": -1.0}]  # logprobs = 0: the chosen one alone
+    assert without.choices[0].logprobs.top_logprobs == [{"x": -1.0}]  # logprobs = 0: the chosen token alone
 
 
 def test_echo_with_logprobs_scores_the_prompt() -> None:
@@ -1038,23 +1080,25 @@ def test_echo_and_offsets_agree_where_there_are_control_tokens() -> None:
         assert max(offsets) <= len(expected)
 
 
-def test_offsets_leave_out_what_a_tokenizer_adds() -> None:
+def test_offsets_ignore_tokens_that_the_tokenizer_adds() -> None:
     words = Tokenizer.from_gguf(sentencepiece_gguf())
     ids = words.encode("the cat")
     assert ids[0] == words.bos_token_id
     offsets = token_offsets(echo_of("the cat", words, completion()), ids, words)
-    assert offsets[:2] == [0, 0]  # BOS, and the blank this model writes before the first word
+    assert offsets[:2] == [0, 0]  # BOS, and the space that this model's tokenizer adds before the first word
     assert offsets[-1] == len("the cat") - len(words.token_bytes(ids[-1]))
 
 
-# With work
+# With an active request
 
 
-class MadeUpWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
-    def __init__(self, ask: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
-        self.request = ask
+    def __init__(
+        self, request: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority
+    ) -> None:
+        self.request = request
         self.request_id = "req_1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -1062,6 +1106,7 @@ class MadeUpWork:
         self.usage = USAGE
         self.num_thought_tokens = 0
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.cache_text = None
         self.requests = (SimpleNamespace(prompt=(1,) * 10),)
         self._batches = batches
 
@@ -1070,21 +1115,21 @@ class MadeUpWork:
             yield batch
 
 
-def test_events_of_a_work() -> None:
+def test_events_of_an_active_request() -> None:
     async def collect(work: ActiveRequest) -> list[bytes]:
         encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.request, include_usage=False)
         return [data async for data in events(work, encoder)]
 
     batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
-    work = cast("ActiveRequest", MadeUpWork(chat(cache=True), batches, Priority.LOW))
+    work = cast("ActiveRequest", FakeActiveRequest(chat(cache=True), batches, Priority.LOW))
     pieces = asyncio.run(collect(work))
-    assert len(pieces) == 3  # the first batch had nothing to say; one write for each of the others, and the end
+    assert len(pieces) == 3  # the first batch has no text; one write for each of the others, and the end
     chunks = judged(b"".join(pieces))
     assert [one["delta"].get("content") for one in choices(chunks)] == ["", "Hi", "!", None]
     assert chunks[0]["id"] == "chatcmpl-req_1"
     assert chunks[0]["service_tier"] == "flex"
     assert chunks[-2]["cache"]["prompt_tokens"] == 10
-    assert cache_view(cast("ActiveRequest", MadeUpWork(chat(), [], Priority.HIGH))) is None
+    assert cache_view(cast("ActiveRequest", FakeActiveRequest(chat(), [], Priority.HIGH))) is None
 
 
 def test_the_fingerprint_is_of_the_model() -> None:
@@ -1092,7 +1137,7 @@ def test_the_fingerprint_is_of_the_model() -> None:
     assert len(fingerprint("a" * 500)) < 20
 
 
-# The cache, in words
+# Cache explanations
 
 
 @pytest.mark.parametrize(
@@ -1119,7 +1164,7 @@ def test_the_fingerprint_is_of_the_model() -> None:
         (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache: it is switched off, or"),
     ],
 )
-def test_the_cache_in_words(reason: StopReason, num_tokens: int, message: str) -> None:
+def test_cache_explanations(reason: StopReason, num_tokens: int, message: str) -> None:
     found = view(CacheExplanation(num_tokens, num_tokens // 32, num_tokens, reason), 1060)
     assert found.message.startswith(message)
     assert found.message.endswith(".")
@@ -1128,7 +1173,18 @@ def test_the_cache_in_words(reason: StopReason, num_tokens: int, message: str) -
     assert found.reason == reason.value
 
 
-def test_every_reason_has_a_sentence() -> None:
+def test_a_prompt_that_diverged_is_quoted() -> None:
+    text = Excerpt("…Name three", " rivers.")
+    found = view(CacheExplanation(26, 0, 26, StopReason.DIVERGED), 34, text)
+    assert found.message.endswith(' It diverges between "…Name three" and " rivers.".')
+    assert found.stopped_text is not None
+    assert (found.stopped_text.before, found.stopped_text.after) == ("…Name three", " rivers.")
+    other = view(CacheExplanation(26, 0, 26, StopReason.EVICTED), 34, text)
+    assert "rivers" not in other.message
+    assert other.stopped_text == found.stopped_text
+
+
+def test_every_stop_reason_has_a_message() -> None:
     for reason in StopReason:
         assert "{" not in view(CacheExplanation(0, 0, 0, reason), 1).message
 
@@ -1151,11 +1207,12 @@ STATUSES = {
     Kind.UNAVAILABLE: (503, "server_error", "service_unavailable"),
     Kind.FAILED: (500, "server_error", None),
     Kind.DIED: (500, "server_error", "engine_died"),
+    Kind.CANCELLED: (499, "request_cancelled", "request_cancelled"),
 }
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_errors_in_their_words(kind: Kind) -> None:
+def test_errors_in_openais_format(kind: Kind) -> None:
     status, error_type, code = STATUSES[kind]
     error = ApiError(kind, 'n = "x"\nis none', param="n")
     assert OPENAI.status(error) == status
@@ -1165,7 +1222,7 @@ def test_errors_in_their_words(kind: Kind) -> None:
     assert read(OPENAI.event(error, "req_1")) == [expected]
 
 
-def test_a_worker_that_died_before_it_began_may_be_asked_again() -> None:
+def test_a_worker_death_before_the_start_may_be_retried() -> None:
     assert OPENAI.status(ApiError(Kind.DIED, "x", may_retry=True)) == 503
 
 

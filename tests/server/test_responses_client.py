@@ -1,4 +1,4 @@
-"""The official `openai` client judges /v1/responses: against the real model, over a real socket."""
+"""Tests of /v1/responses with the official `openai` client and the real model, over a real socket."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_an_answer(client: OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     again = ask(client, instructions="You are a helpful assistant.")
     assert again.usage is not None
-    assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens - 1  # all that can be
+    assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens - 1  # all that can be cached
     assert again._request_id
 
 
-def test_a_stream_says_the_same(client: OpenAI) -> None:
+def test_a_stream_has_the_same_text(client: OpenAI) -> None:
     events = events_of(client)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -95,7 +95,7 @@ def test_the_clients_own_stream(client: OpenAI) -> None:
         assert stream.get_final_response().output_text == ANSWER
 
 
-def test_a_conversation_goes_on_with_the_items_it_gave(client: OpenAI) -> None:
+def test_a_conversation_continues_with_returned_items(client: OpenAI) -> None:
     question = {"role": "user", "content": QUESTION}
     first = ask(client, [question])
     second = ask(client, [question, *first.output, {"role": "user", "content": "And of Spain?"}])
@@ -128,7 +128,7 @@ class Capital(BaseModel):
     country: str
 
 
-def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
+def test_an_answer_by_schema(client: OpenAI) -> None:
     answer = client.responses.parse(input=QUESTION, text_format=Capital, **BASICS)
     assert answer.output_parsed is not None
     assert answer.output_parsed.capital
@@ -138,7 +138,7 @@ def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
 
 
 def test_a_call_its_result_and_the_answer(client: OpenAI) -> None:
-    """The whole round, as an agent makes it."""
+    """The complete exchange of an agent."""
     conversation: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     tools = {"tools": [WEATHER], "parallel_tool_calls": False}
     first = ask(client, conversation, tool_choice="required", **tools)
@@ -211,7 +211,7 @@ def test_a_stream_closed_early_frees_its_blocks(client: OpenAI, server: Server) 
 
 
 def test_what_an_agent_like_codex_sends(server: Server) -> None:
-    """Everything it says is known. Its key pins blocks, so this comes after the tests that count them."""
+    """No field is ignored. Its cache key pins blocks, so this runs after the tests that count blocks."""
     body = {
         "model": DEFAULT_MODEL,
         "instructions": "You are a coding agent.",
@@ -232,13 +232,13 @@ def test_what_an_agent_like_codex_sends(server: Server) -> None:
     }
     answer = server.post("/v1/responses", body)
     assert answer.status == 200
-    assert "x-quire-ignored-fields" not in answer.headers
+    assert answer.headers["x-quire-ignored-fields"] == "reasoning.effort"  # this model does not think
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert b"[DONE]" not in answer.body  # this protocol ends with its last event
 
 
-def test_a_worker_that_dies_is_told(client: OpenAI, server: Server) -> None:
-    """The last one here: what was cached is gone with it."""
+def test_a_dead_worker_is_reported(client: OpenAI, server: Server) -> None:
+    """Must be the last test of this file: the cache is lost with the worker."""
     stream = client.responses.create(
         **{**BASICS, "max_output_tokens": 2000, "input": QUESTION, "stream": True}, extra_body={"ignore_eos": True}
     )

@@ -1,4 +1,4 @@
-"""POST /v1/responses without a socket: bodies in, events out. The SDK's own types are the judges."""
+"""Codec of /v1/responses without a socket, checked with the SDK's types."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def conversation(**fields: Any) -> ChatRequest:
 
 def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
     value = error.value
-    told = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
-    assert told.kind in (Kind.INVALID, Kind.TOO_LONG)
-    return told.message, told.param
+    api_error = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
+    assert api_error.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return api_error.message, api_error.param
 
 
 # Bodies
@@ -67,21 +67,20 @@ def test_every_field_of_the_sdk_is_known() -> None:
     assert (set(ResponseCreateParamsBase.__annotations__) | {"stream"}) - FIELDS == set()
 
 
-def test_a_body_of_nulls_is_the_least_one() -> None:
+def test_a_body_of_nulls_equals_the_minimal_body() -> None:
     nulls: dict[str, Any] = dict.fromkeys(FIELDS - {"input"})
     assert ask_for(**nulls) == ask_for()
     assert ask_for().params == GenerationParams()
     assert conversation().messages == (Message(Role.USER, (Part("Hi"),)),)
 
 
-def test_what_is_asked_of_the_engine() -> None:
+def test_request_fields() -> None:
     ask = ask_for(
         model="m",
         stream=True,
         temperature=0.5,
         top_p=0.9,
         max_output_tokens=7,
-        max_tokens=9,
         service_tier="flex",
         prompt_cache_key="doc",
         prompt_cache_retention="24h",
@@ -97,7 +96,7 @@ def test_what_is_asked_of_the_engine() -> None:
     assert ask_for(service_tier="flex", priority="high").priority is Priority.HIGH
 
 
-def test_logprobs_come_when_they_are_included() -> None:
+def test_logprobs_are_requested_by_include() -> None:
     include = ["reasoning.encrypted_content", "message.output_text.logprobs"]
     assert ask_for(include=include).params.logprobs == 0
     assert ask_for(include=include, top_logprobs=5).params.logprobs == 5
@@ -105,7 +104,7 @@ def test_logprobs_come_when_they_are_included() -> None:
 
 
 def test_items_become_messages() -> None:
-    """As the SDK dumps earlier answers: what an assistant thought, said and called in a row is one message."""
+    """As the SDK serialises earlier answers. Consecutive reasoning, text and calls of an assistant are one message."""
     items: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -151,7 +150,7 @@ def test_items_become_messages() -> None:
     ]
 
 
-def test_how_hard_to_think() -> None:
+def test_reasoning_effort() -> None:
     assert conversation(reasoning={"effort": "none"}).wants_thought is False
     chat = conversation(reasoning={"effort": "high", "summary": "auto"})
     assert (chat.wants_thought, chat.reasoning_effort) == (None, "high")
@@ -203,7 +202,7 @@ GROUP = {
 PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}
 
 
-def test_tools_of_a_group_are_called_by_one_name_and_told_by_two() -> None:
+def test_tools_in_a_namespace() -> None:
     body = body_of(tools=[F, GROUP], tool_choice={"type": "function", "namespace": "agents", "name": "g"})
     found = parse_tools(body)
     assert [tool.name for tool in found.tools] == ["f", "agents__f", "agents__g"]
@@ -220,7 +219,7 @@ def test_tools_of_a_group_are_called_by_one_name_and_told_by_two() -> None:
     assert (first["name"], first["namespace"], first["call_id"]) == ("g", "agents", "c0")
     assert second["name"] == "f"
     assert "namespace" not in second
-    # Sent back, it is what the model called.
+    # Sent back, it becomes the name that the model used.
     items_back = [
         {"role": "user", "content": "?"},
         first,
@@ -258,7 +257,7 @@ def test_tools_that_a_server_runs_are_left_out_and_named(choice: str | None) -> 
     assert [tool.name for tool in chat.tools] == ["f"]
 
 
-def test_shapes() -> None:
+def test_answer_formats() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     found = ask_for(text={"format": form, "verbosity": "low"}).params.grammar
@@ -281,7 +280,7 @@ ASKED: dict[str, Any] = {"n": 2, "background": True, "context_management": [{"ty
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)
-def test_what_is_known_and_not_built_is_refused_by_name(field: str) -> None:
+def test_unsupported_fields_are_refused_by_name(field: str) -> None:
     with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
         ask_for(**{field: ASKED.get(field, "x")})
     assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
@@ -290,7 +289,7 @@ def test_what_is_known_and_not_built_is_refused_by_name(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", [*ACCEPTED, "user", "store", "safety_identifier"])
-def test_what_is_sent_by_habit_passes(field: str) -> None:
+def test_harmless_values_of_unsupported_fields_pass(field: str) -> None:
     for value in ("x", True, {"a": "b"}, 7):
         assert ask_for(**{field: value}) == ask_for()
 
@@ -324,7 +323,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"instructions": "\ud800"}, "instructions has a lone surrogate", "instructions"),
     (
         {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        "input[0].type = 'item_reference' is not supported: nothing is stored",
+        "input[0].type = 'item_reference' is not supported: items are not stored",
         "input[0].type",
     ),
     ({"input": [{"type": "computer_call"}]}, "input[0].type = 'computer_call' is not supported", "input[0].type"),
@@ -343,6 +342,20 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens = 0 is not", "max_output_tokens"),
     ({"top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    (
+        {"max_output_tokens": 7, "max_tokens": 9},
+        "max_output_tokens = 7 and max_tokens = 9 contradict each other",
+        "max_output_tokens",
+    ),
+    (
+        {
+            "tools": [{"type": "namespace", "name": "ns", "tools": [F]}],
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+        'tool_choice.name = \'f\' is in a namespace: add "namespace": "ns" to tool_choice',
+        "tool_choice.name",
+    ),
+    ({"temperature": 3}, "temperature = 3.0 is not at least 0 and at most 2", "temperature"),
     (
         {"tools": [{**GROUP, "tools": [F, F]}]},
         "tools[0].tools[1].name = 'agents__f' is another",
@@ -368,11 +381,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "text", "param"), BAD, ids=lambda value: str(value)[:40])
 def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
-    body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # JSON cannot bring lone surrogates; code can
+    body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # lone surrogates are not JSON
     with pytest.raises((ApiError, InvalidRequest)) as error:
         parse_responses(body)
-    told, found = refusal(error)
-    assert told.startswith(text)
+    message, found = refusal(error)
+    assert message.startswith(text)
     assert found == param
 
 
@@ -395,7 +408,7 @@ BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-        "tool_choice.tools is missing or names no tool",
+        "tool_choice.tools is missing or has no tool",
         "tool_choice.tools",
     ),
     ({"tools": [F] * 129}, "tools has 129 entries, more than 128", "tools"),
@@ -411,8 +424,8 @@ BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
 def test_bad_tools_are_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
     with pytest.raises((ApiError, InvalidRequest)) as error:
         parse_tools(body_of(**fields))
-    told, found = refusal(error)
-    assert told.startswith(text)
+    message, found = refusal(error)
+    assert message.startswith(text)
     assert found == param
 
 
@@ -420,7 +433,7 @@ def test_bad_tools_are_refused_and_the_field_named(fields: dict[str, Any], text:
 
 
 class Script:
-    """A parser that was told what each text means."""
+    """A parser with a fixed result for each text."""
 
     def __init__(self, meanings: dict[str, list[Piece]]) -> None:
         self._meanings = meanings
@@ -428,17 +441,18 @@ class Script:
     def push(self, text: str) -> list[Piece]:
         return self._meanings.get(text, [Words(text)] if text else [])
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
         return self._meanings.get("end", [])
 
 
-class MadeUpWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
     def __init__(
-        self, ask: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
+        self, request: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
     ) -> None:
-        self.request = ask
+        self.request = request
         self.request_id = "r1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -447,6 +461,7 @@ class MadeUpWork:
         self.pinned_tokens = 10
         self.num_thought_tokens = 3
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.cache_text = None
         self.requests = (SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),)
         self.closed: list[Exception | None] = []
         self._deltas = deltas
@@ -467,7 +482,7 @@ class MadeUpWork:
     def close(self, error: Exception | None = None) -> None:
         self.closed.append(error)
 
-    async def __aenter__(self) -> MadeUpWork:
+    async def __aenter__(self) -> FakeActiveRequest:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -485,13 +500,13 @@ def made_up(
     deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None, body: ResponsesRequest
 ) -> ActiveRequest:
     ask = parse_responses(msgspec.structs.replace(body, tools=None, tool_choice=None))
-    return cast("ActiveRequest", MadeUpWork(ask, deltas, meanings or {}))
+    return cast("ActiveRequest", FakeActiveRequest(ask, deltas, meanings or {}))
 
 
 def stream(
     deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None = None, **fields: Any
 ) -> list[dict[str, Any]]:
-    """The events as a client reads them. Each is one by the SDK's types, and they are numbered."""
+    """Parse events like a client. Validates each with the SDK's types, and the numbering."""
 
     async def collect() -> bytes:
         body = body_of(**fields)
@@ -516,8 +531,8 @@ def whole(deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] 
     return found
 
 
-def told_of(event: dict[str, Any]) -> tuple[str, Any]:
-    """Its name without `response.`, and what is new in it."""
+def summary_of(event: dict[str, Any]) -> tuple[str, Any]:
+    """Return an event's name without `response.`, and its new content."""
     name = event["type"].removeprefix("response.")
     for key in ("delta", "text", "arguments"):
         if key in event:
@@ -534,9 +549,9 @@ def message_item(text: str, status: str = "completed", index: int = 0) -> dict[s
     return {"type": "message", "id": f"msg_r1_{index}", "status": status, "role": "assistant", "content": [part]}
 
 
-def test_a_stream_of_words() -> None:
+def test_a_stream_of_text() -> None:
     found = stream([delta(), delta("Hé"), delta("llo"), delta("", FinishReason.STOP)])
-    assert [told_of(event) for event in found] == [
+    assert [summary_of(event) for event in found] == [
         ("created", "in_progress"),
         ("in_progress", "in_progress"),
         ("output_item.added", ("message", "in_progress")),
@@ -574,9 +589,9 @@ MEANINGS: dict[str, list[Piece]] = {
 DELTAS = [delta(text) for text in ("<think>", "hm", "so", "call.", "<call f>", "<1>", "<call g>")]
 
 
-def test_a_stream_of_thoughts_words_and_calls() -> None:
+def test_a_stream_of_reasoning_text_and_calls() -> None:
     found = stream([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)
-    assert [told_of(event) for event in found[2:]] == [
+    assert [summary_of(event) for event in found[2:]] == [
         ("output_item.added", ("reasoning", "in_progress")),
         ("content_part.added", ""),
         ("reasoning_text.delta", "hm"),
@@ -618,20 +633,20 @@ def test_a_stream_of_thoughts_words_and_calls() -> None:
         {**done, "id": "fc_r1_3", "call_id": "call_2", "name": "g", "arguments": "{}"},
     ]
     assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == output
-    # The same, asked for in one piece.
+    # The same without a stream.
     assert whole([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)["output"] == output
 
 
-def test_an_answer_can_be_sent_back_as_it_came() -> None:
+def test_an_answer_can_be_sent_back_unchanged() -> None:
     output = whole([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)["output"]
-    *_, said = conversation(input=[{"role": "user", "content": "x"}, *output]).messages
+    *_, last = conversation(input=[{"role": "user", "content": "x"}, *output]).messages
     calls = (ToolCall("call_1", "f", '{"a":1}'), ToolCall("call_2", "g", "{}"))
-    assert said == Message(Role.ASSISTANT, (Part("I will call."),), thought="hmso", tool_calls=calls)
+    assert last == Message(Role.ASSISTANT, (Part("I will call."),), thought="hmso", tool_calls=calls)
 
 
 def test_an_answer_cut_at_its_length() -> None:
     found = stream([delta("Hi"), delta(" th", FinishReason.LENGTH)])
-    assert [told_of(event) for event in found[-2:]] == [
+    assert [summary_of(event) for event in found[-2:]] == [
         ("output_item.done", ("message", "incomplete")),
         ("incomplete", "incomplete"),
     ]
@@ -644,14 +659,14 @@ def test_an_answer_cut_at_its_length() -> None:
     assert cut["output"][0]["arguments"] == '{"a"'
 
 
-def test_an_answer_that_says_nothing_has_its_message() -> None:
+def test_an_empty_answer_has_an_empty_message() -> None:
     assert whole([delta("", FinishReason.STOP)])["output"] == [message_item("")]
-    names = [told_of(event)[0] for event in stream([delta("", FinishReason.STOP)])]
+    names = [summary_of(event)[0] for event in stream([delta("", FinishReason.STOP)])]
     assert names[2:4] == ["output_item.added", "content_part.added"]
     assert "output_text.delta" not in names
 
 
-def test_logprobs_are_of_the_words() -> None:
+def test_logprobs_belong_to_the_text() -> None:
     hi = TokenLogprob(5, "Hi", b"Hi", -0.5, 0, (TokenLogprob(5, "Hi", b"Hi", -0.5, 0),))
     half = TokenLogprob(6, "\ufffd", b"\xf0", float("-inf"), 1)
     end = TokenLogprob(7, "", b"", -1.0, 0)
@@ -670,7 +685,7 @@ def test_logprobs_are_of_the_words() -> None:
     assert (part["text"], len(part["logprobs"])) == ("Hi", 3)
 
 
-def test_what_was_asked_is_repeated() -> None:
+def test_the_response_repeats_request_fields() -> None:
     found = whole(
         [delta("Hi", FinishReason.STOP)],
         instructions="Help.",
@@ -693,9 +708,9 @@ def test_what_was_asked_is_repeated() -> None:
         {"format": {"type": "json_object"}, "verbosity": "low"},
         {"effort": "low"},
     )
-    assert (found["temperature"], found["top_p"]) == (0.25, 0.5)  # as they were filled in
+    assert (found["temperature"], found["top_p"]) == (0.25, 0.5)  # defaults filled in
     assert (found["parallel_tool_calls"], found["prompt_cache_key"], found["user"]) == (False, "doc", "me")
-    assert found["store"] is False  # nothing is
+    assert found["store"] is False  # nothing is stored
     assert found["cache"]["reason"] == "diverged"
     assert "cache" not in whole([delta("Hi", FinishReason.STOP)])
 
@@ -705,28 +720,28 @@ def test_what_was_asked_is_repeated() -> None:
     [
         (RequestFailed("the answer could not be read: ..."), "server_error", "the answer could not be read"),
         (ApiError(Kind.RATE_LIMITED, "too much"), "rate_limit_exceeded", "too much"),
-        (ValueError("a path"), "server_error", "the server failed at this request; its log has more under r1"),
+        (ValueError("a path"), "server_error", "the server could not process this request; see r1 in the server log"),
         (delta("", FinishReason.ERROR), "server_error", "it broke"),
     ],
     ids=str,
 )
 def test_a_failure_in_mid_stream(failure: Delta | Exception, code: str, text: str) -> None:
     *_, last = stream([delta("Hi"), failure])
-    assert told_of(last) == ("failed", "failed")
+    assert summary_of(last) == ("failed", "failed")
     assert last["response"]["error"] == {"code": code, "message": text}
 
 
-def test_a_failure_is_written_down_before_it_is_told() -> None:
+def test_a_failure_is_recorded_before_it_is_sent() -> None:
     async def run(failure: Exception) -> list[Exception | None]:
         body = body_of()
         work = made_up([delta("Hi"), failure], None, body)
         async for _ in Reply(work, body).events():
             pass
-        return cast("MadeUpWork", work).closed
+        return cast("FakeActiveRequest", work).closed
 
     failure = RequestFailed("x")
     assert asyncio.run(run(failure)) == [failure]
-    with pytest.raises(ClientGone):  # nobody is left to be told
+    with pytest.raises(ClientGone):  # the client is gone: no event is sent
         asyncio.run(run(ClientGone()))
 
 
@@ -735,10 +750,10 @@ def test_a_failure_of_a_whole_answer_is_an_error() -> None:
         whole([delta("Hi"), delta("", FinishReason.ERROR)])
 
 
-def test_what_fails_before_there_is_a_response_is_an_event_of_the_protocol() -> None:
+def test_a_failure_before_the_response_is_an_error_event() -> None:
     error = ApiError(Kind.OVERLOADED, "too many", param="input")
     name, data = RESPONSES.event(error, "r1").decode().removesuffix("\n\n").split("\ndata: ")
     event = SDK_EVENT.validate_json(data)
     assert (name, event.type, event.sequence_number) == ("event: error", "error", 0)
     assert (event.code, event.message, event.param) == ("server_overloaded", "too many", "input")
-    assert json.loads(data)["error"] == json.loads(RESPONSES.body(error, "r1"))["error"]  # by which its client raises
+    assert json.loads(data)["error"] == json.loads(RESPONSES.body(error, "r1"))["error"]  # the client reads this

@@ -1,4 +1,4 @@
-"""Tools and shapes with the official clients and the real default model, which knows no tools of its own."""
+"""Tools and answer formats with the official clients and the default model, whose template does not support tools."""
 
 from __future__ import annotations
 
@@ -77,30 +77,30 @@ def test_a_required_call_and_its_result(client: OpenAI) -> None:
     assert call.id.startswith("call_")
     assert call.function.name == "get_weather"
     assert check("get_weather", call.function.arguments)["city"] == "Paris"
-    told = [QUESTION, answer.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
-    final = ask(client, messages=told, tool_choice="none", max_tokens=32).choices[0]
+    messages = [QUESTION, answer.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
+    final = ask(client, messages=messages, tool_choice="none", max_tokens=32).choices[0]
     assert final.message.tool_calls is None
     assert final.message.content
 
 
 def test_the_second_turn_finds_the_first_in_the_cache(client: OpenAI) -> None:
-    """What the model wrote and what the conversation says it wrote are the same tokens."""
+    """The tokens that the model generated equal those rendered from the conversation."""
     first = ask(client, tool_choice="required", parallel_tool_calls=False)
     message = first.choices[0].message
-    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
-    second = ask(client, messages=[QUESTION, message, told], max_tokens=1)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
+    second = ask(client, messages=[QUESTION, message, result], max_tokens=1)
     both = first.usage.prompt_tokens + first.usage.completion_tokens
     assert second.usage.prompt_tokens_details.cached_tokens >= both - 8
 
 
-def test_a_named_call_is_of_that_tool_and_alone(client: OpenAI) -> None:
+def test_a_named_tool_choice_gives_one_call_of_that_tool(client: OpenAI) -> None:
     choice = {"type": "function", "function": {"name": "add_one"}}
     (call,) = ask(client, tool_choice=choice).choices[0].message.tool_calls
     assert call.function.name == "add_one"
     check("add_one", call.function.arguments)
 
 
-def test_arguments_that_run_on_are_cut_by_max_tokens_and_say_so(client: OpenAI) -> None:
+def test_endless_arguments_are_cut_by_max_tokens(client: OpenAI) -> None:
     zeros = {
         "type": "object",
         "properties": {"values": {"type": "array", "items": {"type": "integer"}}},
@@ -122,8 +122,8 @@ def test_only_allowed_tools_are_called(client: OpenAI) -> None:
     assert {call.function.name for call in calls} == {"add_one"}
 
 
-def test_calls_in_parallel_streamed_are_those_of_the_whole_answer(client: OpenAI) -> None:
-    """This model does not stop calling by itself, and nothing but `max_tokens` stops it."""
+def test_streamed_parallel_calls_equal_those_of_the_whole_answer(client: OpenAI) -> None:
+    """This model does not stop calling by itself; only `max_tokens` stops it."""
     whole = ask(client, tool_choice="required", seed=1).choices[0]
     assert len(whole.message.tool_calls) > 4
     names: dict[int, str] = {}
@@ -142,22 +142,22 @@ def test_calls_in_parallel_streamed_are_those_of_the_whole_answer(client: OpenAI
     assert len(ids) == len(names) == len(whole.message.tool_calls)
     *most, last = whole.message.tool_calls
     for index, call in enumerate(most):
-        assert len(arguments[index]) > 3  # they came as they grew
+        assert len(arguments[index]) > 3  # streamed in parts
         assert names[index] == call.function.name
         assert "".join(arguments[index]) == call.function.arguments
         check(names[index], call.function.arguments)
     assert "".join(arguments[len(most)]) == last.function.arguments
 
 
-def test_a_call_repeated_right_away_ends_the_turn_in_all_protocols(client: OpenAI, claude: Anthropic) -> None:
-    """This model would repeat it up to `max_tokens`: the generation ends with the first repetition."""
+def test_an_immediately_repeated_call_ends_the_turn_in_all_protocols(client: OpenAI, claude: Anthropic) -> None:
+    """This model would repeat the call up to `max_tokens`; the generation ends with the first repetition."""
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
     tool = {"name": "get_weather", "description": "Of a city", "parameters": schema}
     options: Any = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
     answer = ask(client, **options)
     assert len(answer.choices[0].message.tool_calls) == 1
     assert answer.choices[0].finish_reason == "tool_calls"
-    assert 25 < answer.usage.completion_tokens < 100  # two calls, of which one is told
+    assert 25 < answer.usage.completion_tokens < 100  # two calls, of which one is returned
     starts, reasons = [], []
     for chunk in ask(client, **options, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
@@ -198,15 +198,15 @@ def test_a_call_that_is_cut_off(client: OpenAI) -> None:
     assert 0 < len(cut) < len(whole)
 
 
-def test_words_where_no_call_is_asked_for(client: OpenAI) -> None:
-    """A free answer of this model calls nothing; with tool_choice none it cannot."""
+def test_text_without_a_call(client: OpenAI) -> None:
+    """This model does not call a tool without being forced; with tool_choice none it cannot."""
     for options in ({}, {"tool_choice": "none"}):
         (choice,) = ask(client, max_tokens=16, **options).choices
         assert choice.message.tool_calls is None
         assert choice.message.content
 
 
-def test_a_schema_that_cannot_be_held_is_refused_by_name(client: OpenAI) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused_by_name(client: OpenAI) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "odd", "parameters": odd, "strict": True}}
     for options in ({}, {"stream": True}):
@@ -226,7 +226,7 @@ class Capital(BaseModel):
     continent: Literal["Africa", "Asia", "Europe"]
 
 
-def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
+def test_an_answer_by_schema(client: OpenAI) -> None:
     example = 'Answer like {"city": "Rome", "continent": "Europe"}. What is the capital of France?'
     parsed = client.chat.completions.parse(
         model=DEFAULT_MODEL,
@@ -248,7 +248,7 @@ def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
         ({"guided_json": {"enum": ["x", "y"]}}, ('"x"', '"y"')),
     ],
 )
-def test_other_shapes(client: OpenAI, shape: dict[str, Any], expected: tuple[str, ...] | None) -> None:
+def test_other_answer_formats(client: OpenAI, shape: dict[str, Any], expected: tuple[str, ...] | None) -> None:
     answer = ask(client, tools=[], extra_body=shape, max_tokens=20).choices[0]
     assert answer.finish_reason == "stop"
     assert expected is None or answer.message.content in expected
@@ -258,7 +258,7 @@ def test_other_shapes(client: OpenAI, shape: dict[str, Any], expected: tuple[str
     assert plain.choices[0].finish_reason == "stop"
 
 
-def test_tools_beside_a_shape_leave_the_choice(client: OpenAI) -> None:
+def test_tools_with_an_answer_format_leave_the_choice(client: OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sunny", "rainy"]}}}
     words = ask(client, response_format=form, max_tokens=100).choices[0]
     assert words.message.tool_calls or json.loads(words.message.content) in ("sunny", "rainy")
@@ -293,8 +293,8 @@ def test_a_round_trip_with_anthropics_client(claude: Anthropic) -> None:
     assert (streamed.name, streamed.input) == (use.name, use.input)
     assert json.loads("".join(parts)) == use.input
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny, 21 degrees"}
-    told: Any = [QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    final = claude.messages.create(messages=told, tool_choice={"type": "none"}, **{**given, "max_tokens": 24})
+    messages: Any = [QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    final = claude.messages.create(messages=messages, tool_choice={"type": "none"}, **{**given, "max_tokens": 24})
     assert final.content[0].type == "text"
     assert final.content[0].text
 
@@ -313,7 +313,7 @@ def test_a_named_tool_with_anthropics_client(claude: Anthropic) -> None:
     jsonschema_rs.validate(ADD, use.input)
 
 
-def test_counting_counts_tools(claude: Anthropic) -> None:
+def test_count_tokens_includes_tools(claude: Anthropic) -> None:
     def count(**options: Any) -> int:
         counted = claude.messages.count_tokens(model=DEFAULT_MODEL, messages=[QUESTION], **options)
         return int(counted.input_tokens)
@@ -325,7 +325,7 @@ def test_counting_counts_tools(claude: Anthropic) -> None:
     assert count(tools=CLAUDE_TOOLS) == billed
 
 
-def test_a_shape_with_anthropics_client(claude: Anthropic) -> None:
+def test_an_answer_format_with_anthropics_client(claude: Anthropic) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": {"enum": ["sunny", "rainy"]}}}
     message = claude.messages.create(model=DEFAULT_MODEL, max_tokens=20, messages=[QUESTION], output_config=form)
     assert message.stop_reason == "end_turn"

@@ -1,4 +1,4 @@
-"""Two real models in one server: both answer, one dies while the other streams, and what is unloaded is given back."""
+"""Two real models in one server: both answer, one dies while the other streams, and unloading frees memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.tiny import write_tiny_model
 from tests.waiting import eventually
 
 BUDGET_BYTES = 500 << 20
-TOLERANCE_BYTES = 24 << 20  # what allocators may keep of a model that came and went
+TOLERANCE_BYTES = 24 << 20  # what allocators may keep after an unload
 QUESTION = {"messages": [{"role": "user", "content": "Count from one to fifty."}], "temperature": 0}
 
 
 def write_dummy(folder: Path) -> Path:
-    """Shapes of 40 million parameters and a tokenizer: the weights are made up."""
+    """Write a config of 40 million parameters and a tokenizer, for random weights."""
     write_tiny_model(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 8}
@@ -57,7 +57,7 @@ def workers(server: Server) -> set[int]:
 
 
 def processes(server: Server) -> list[int]:
-    """The server and all below it."""
+    """The server and all its child processes."""
     found = [server.process.pid]
     for pid in found:
         found += children(pid)
@@ -69,7 +69,7 @@ def resident_bytes(server: Server) -> int:
     return sum(int(size) << 10 for size in re.findall(r"^VmRSS:\s+(\d+) kB$", text, re.MULTILINE))
 
 
-def test_both_answer_and_each_is_itself(server: Server) -> None:
+def test_both_models_answer(server: Server) -> None:
     asked = {"temperature": 0, "ignore_eos": False, "max_tokens": 16}
     assert "Paris" in server.chat("What is the capital of France?", **asked).json["choices"][0]["message"]["content"]
     answer = server.chat("What is the capital of France?", model="dummy", **asked).json
@@ -78,7 +78,7 @@ def test_both_answer_and_each_is_itself(server: Server) -> None:
     assert states(server) == {"smol": "ready", "dummy": "ready", "wide": "unloaded"}
 
 
-def test_a_worker_that_is_killed_takes_no_answer_of_the_other_with_it(server: Server) -> None:
+def test_a_killed_worker_does_not_disturb_the_other_model(server: Server) -> None:
     server.post("/v1/models/unload", {"model": "dummy"})
     of_smol = workers(server)
     assert server.chat(model="dummy").status == 200
@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed_takes_no_answer_of_the_other_with_it(server: Se
     body = {**QUESTION, "model": "smol", "max_tokens": 150, "stream": True, "ignore_eos": True}
     undisturbed = server.post("/v1/chat/completions", body).body
     stream = server.send_request(body)
-    data = stream.recv(4096)  # it has begun
+    data = stream.recv(4096)  # the stream has started
     os.kill(victim, signal.SIGKILL)
     while not data.endswith(b"0\r\n\r\n"):
         data += (piece := stream.recv(65536))
@@ -99,26 +99,26 @@ def test_a_worker_that_is_killed_takes_no_answer_of_the_other_with_it(server: Se
 
 
 def words(data: bytes) -> str:
-    """Of a stream, whatever its chunks are."""
+    """The text of a stream."""
     events = [json.loads(line) for line in re.findall(rb"^data: (\{.*\})\r?$", data, re.MULTILINE)]
     pieces = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
     assert len(pieces) > 10
     return "".join(pieces)
 
 
-def test_what_is_unloaded_is_given_back(server: Server) -> None:
+def test_unloading_frees_the_memory(server: Server) -> None:
     server.post("/v1/models/unload", {"model": "dummy"})
     base = resident_bytes(server)
     num_processes = len(processes(server))
     for _ in range(2):
         assert server.chat(model="dummy").status == 200
-        assert resident_bytes(server) > base + (40 << 20)  # a byte a parameter and more
+        assert resident_bytes(server) > base + (40 << 20)  # at least one byte per parameter
         assert server.post("/v1/models/unload", {"model": "dummy"}).json["state"] == "unloaded"
         assert resident_bytes(server) < base + TOLERANCE_BYTES
     assert len(processes(server)) == num_processes
 
 
-def test_under_pressure_they_make_room_for_each_other(server: Server) -> None:
+def test_models_replace_each_other_when_only_one_fits(server: Server) -> None:
     assert [server.chat(model=name).status for name in ("dummy", "smol")] == [200, 200]
     assert states(server) == {"smol": "ready", "dummy": "ready", "wide": "unloaded"}
     assert server.chat(model="wide").status == 200

@@ -1,4 +1,4 @@
-"""`/v1/watch` over a real socket: what it says is true, it costs little, and nobody can make it cost more."""
+"""`/v1/watch` over a real socket: its data is correct, it costs little, and clients cannot raise the cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
 from quire.server.observability.activity import MAX_RECENT, ActivityCounters
 from quire.server.observability.request_record import RequestRecord
-from quire.server.observability.snapshot import BlocksAnswer, WatchedEngine, WatchSnapshot
+from quire.server.observability.snapshot import MAX_FINISHED_SHOWN, BlocksAnswer, WatchedEngine, WatchSnapshot
 from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch
 from quire.server.observability.watch_endpoints import WatchStream
 from tests.server.rig import FAKE, Server, ask_async, serving
@@ -32,7 +32,7 @@ from tests.waiting import HANG_S, eventually, is_asleep, num_switches, paused
 
 ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
-SLOW = ("--device", "20ms")  # of a step of the fake backend
+SLOW = ("--device", "20ms")  # per step of the fake backend
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def locked(tiny_model: Path) -> Iterator[Server]:
 
 
 def snapshot(server: Server, key: str | None = None) -> WatchSnapshot:
-    """One in which every worker has said all it has to say: a busy machine may show others before."""
+    """Return a snapshot in which every worker has reported completely; on a busy machine, earlier ones may not be."""
     headers = None if key is None else {"authorization": f"Bearer {key}"}
 
     def whole() -> WatchSnapshot | None:
         answer = server.get("/v1/watch?once=true&interval_ms=100", headers=headers)
         assert answer.status == 200, answer
         assert answer.headers["content-type"] == "application/json"
-        found = msgspec.json.decode(answer.body, type=WatchSnapshot)  # it is what the schema says
+        found = msgspec.json.decode(answer.body, type=WatchSnapshot)  # it matches the schema
         engines = [model.engine for model in found.models]
         is_whole = all(one is not None and one.blocks is not None and not one.blocks.num_pending for one in engines)
         return found if is_whole else None
@@ -77,7 +77,7 @@ def running(server: Server, text: str = LONG, **more: Any) -> socket.socket:
 
 
 class Stream:
-    """Snapshots as they come."""
+    """A stream of snapshots."""
 
     def __init__(self, server: Server, query: str = "", key: str | None = None, buffer: int | None = None) -> None:
         self.sock = socket.socket()
@@ -108,18 +108,18 @@ class Stream:
         return msgspec.json.decode(frame[frame.index(b"data: ") + 6 :], type=WatchSnapshot)
 
     def until(self, is_so: Callable[[WatchedEngine], object]) -> WatchedEngine:
-        """The engine of the first model, in the first snapshot in which it is so."""
+        """Return the engine of the first model in the first snapshot for which the condition holds."""
         while (engine := self.next().models[0].engine) is None or not is_so(engine):
             pass
         return engine
 
 
-def test_an_idle_server_says_so(server: Server) -> None:
+def test_an_idle_server(server: Server) -> None:
     server.wait_free()
     found = snapshot(server)
     assert (found.key, found.is_admin, found.is_draining) == ("local", True, False)
     assert found.held_bytes > 0
-    assert found.budget_bytes is None  # a single model takes what it thinks best
+    assert found.budget_bytes is None  # a single model has no budget
     (model,) = found.models
     assert (model.state, model.num_waiting) == ("ready", 0)
     engine = model.engine
@@ -133,7 +133,7 @@ def test_an_idle_server_says_so(server: Server) -> None:
     assert [tier.tier for tier in engine.tiers] == ["high", "normal", "low"]
 
 
-def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None:
+def test_running_requests_are_shown_with_blocks_and_rates(server: Server) -> None:
     with closing(Stream(server, "interval_ms=200")) as stream, running(server), running(server):
         early = stream.until(lambda one: one.num_running == 2 and one.blocks and one.blocks.counts.shared)
         num_before = early.requests[0].completion_tokens
@@ -150,7 +150,7 @@ def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None
         assert (first.tier, first.key, first.num_samples) == ("normal", "local", 1)
         assert second.cached_tokens == second.prompt_tokens - 1  # the second came after the first
         assert first.num_blocks * 32 >= first.computed_tokens > first.prompt_tokens
-        # Both hold the same prompt: its full blocks are shared, and say by whom.
+        # Both hold the same prompt: its full blocks are shared, and list both requests.
         assert engine.blocks.counts.shared >= first.prompt_tokens // 32 - 1
         assert engine.blocks.max_holders == 2
         position = 1
@@ -170,8 +170,8 @@ def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None
     assert snapshot(server).models[0].engine.requests == []  # type: ignore[union-attr]
 
 
-def test_a_worker_that_has_hardly_answered_is_shown_as_far_as_it_is_known(tiny_model: Path) -> None:
-    """It answers between steps, and a map of so many blocks takes 40 answers."""
+def test_a_worker_that_has_not_reported_completely_is_shown(tiny_model: Path) -> None:
+    """A worker answers between steps, and this block map takes 40 answers."""
     options = ("--backend", "fake", "--num-blocks", "20001", "--device", "200ms", "--max-num-seqs", "1")
     with serving(str(tiny_model), *options) as server, ExitStack() as stack:
         resume = stack.enter_context(paused(server.worker_pid))  # as in a long first step
@@ -196,9 +196,70 @@ def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:
     after = snapshot(server).models[0].engine
     assert before is not None
     assert after is not None
-    assert after.num_ttft >= 2  # of the last minutes
+    assert after.num_ttft >= 2  # of the last five minutes
     assert 0 < (after.ttft_s_p50 or 0) <= (after.ttft_s_p95 or 0)
     assert after.num_hit_tokens > before.num_hit_tokens
+
+
+def test_finished_requests_are_listed_with_their_cache_result(server: Server) -> None:
+    text = "A prompt for the list of finished requests. " + LONG
+    ids = [server.chat(text, max_tokens=4).headers["x-request-id"] for _ in range(2)]
+    engine = snapshot(server).models[0].engine
+    assert engine is not None
+    second, first = engine.finished[:2]  # newest first
+    assert [second.id, first.id] == ids[::-1]
+    assert (first.endpoint, first.finish, first.error, first.completion_tokens) == (
+        "/v1/chat/completions",
+        "length",
+        None,
+        4,
+    )
+    assert first.cached_tokens < second.cached_tokens == second.prompt_tokens - 1
+    assert second.cache_reason == "complete"
+    assert first.cache_reason != "complete"
+    assert 0 < (first.ttft_s or 0) <= first.duration_s
+    assert first.finished_at <= second.finished_at
+    assert b"finished requests" not in msgspec.json.encode(engine)  # no text of a prompt
+    for _ in range(MAX_FINISHED_SHOWN):
+        assert server.chat(max_tokens=1).status == 200
+    engine = snapshot(server).models[0].engine
+    assert engine is not None
+    assert len(engine.finished) == MAX_FINISHED_SHOWN
+    assert not {one.id for one in engine.finished} & {*ids}
+
+
+def test_a_key_sees_its_own_finished_requests(locked: Server) -> None:
+    ids = {}
+    for key in (ALICE, BOB):
+        message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        answer = locked.post("/v1/chat/completions", message, headers={"authorization": f"Bearer {key}"})
+        ids[key] = answer.headers["x-request-id"]
+
+    def seen(key: str) -> set[str]:
+        engine = snapshot(locked, key).models[0].engine
+        assert engine is not None
+        return {one.id for one in engine.finished}
+
+    assert ids[ALICE] in seen(ALICE)
+    assert ids[BOB] not in seen(ALICE)
+    assert {*ids.values()} <= seen(ROOT)
+
+
+def test_a_failed_load_is_explained_to_admins_only(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    keys = ("--api-key", ALICE, "--admin-api-key", ROOT)
+    with serving(str(tiny_model), str(broken), *FAKE, *keys, key=ROOT) as server:
+        assert server.post("/v1/models/load", {"model": "broken"}).status >= 400
+
+        def broken_as(key: str) -> Any:
+            headers = {"authorization": f"Bearer {key}"}
+            return server.get("/v1/watch?once=true&interval_ms=100", headers=headers).json["models"][1]
+
+        assert (broken_as(ROOT)["state"], broken_as(ALICE)["state"]) == ("failed", "failed")
+        assert broken_as(ROOT)["error"]
+        assert broken_as(ALICE)["error"] is None
 
 
 def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
@@ -221,22 +282,22 @@ def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
         assert [one.is_running for one in engine.requests] == [True, False, False, False]
         assert all(one.num_blocks == 0 for one in engine.requests[1:])
         before = engine.num_preemptions
-        stack.pop_all().close()  # all leave
+        stack.pop_all().close()  # all disconnect
         server.wait_free()
         stack.enter_context(running(server, priority="low"))
-        stack.enter_context(running(server, priority="high"))  # which takes the only place
+        stack.enter_context(running(server, priority="high"))  # takes the only place
         found = snapshot(server).models[0].engine
         assert found is not None
         assert found.num_preemptions == before + 1
         assert [(one.tier, one.is_running) for one in found.requests] == [("high", True), ("low", False)]
 
 
-def test_one_clock_for_all_and_so_many_watchers_at_most(server: Server) -> None:
+def test_all_watchers_share_the_ticks_and_their_number_is_limited(server: Server) -> None:
     with ExitStack() as stack:
         streams = [stack.enter_context(closing(Stream(server, "interval_ms=300"))) for _ in range(MAX_WATCHERS)]
         made: dict[int, float] = {}
         seen: list[set[int]] = [set() for _ in streams]
-        while not set.intersection(*seen):  # all of them see the same ticks, each of which is made once
+        while not set.intersection(*seen):  # all see the same ticks: each is collected once
             for stream, ticks in zip(streams, seen, strict=True):
                 found = stream.next()
                 ticks.add(found.tick)
@@ -251,28 +312,28 @@ def test_one_clock_for_all_and_so_many_watchers_at_most(server: Server) -> None:
     eventually(lambda: server.get("/v1/watch?once=true").status == 200, "who leaves makes room")
 
 
-def test_one_key_leaves_places_for_others(locked: Server) -> None:
-    """Though it reads nothing."""
+def test_one_key_cannot_take_all_watcher_places(locked: Server) -> None:
+    """Even if its watchers read nothing."""
     with ExitStack() as stack:
         streams = [stack.enter_context(closing(Stream(locked, key=ALICE))) for _ in range(MAX_WATCHERS)]
         assert [stream.status for stream in streams].count(200) == MAX_WATCHERS_A_KEY
         refused = locked.get("/v1/watch", headers={"authorization": f"Bearer {ALICE}"})
         assert (refused.status, refused.json["error"]["message"]) == (
             429,
-            f"{MAX_WATCHERS_A_KEY} watchers of the key 'key-1' are here already, which is the limit",
+            f"{MAX_WATCHERS_A_KEY} watchers of the key 'key-1' are already connected, which is the limit",
         )
         assert snapshot(locked, BOB).key == "key-2"
         assert snapshot(locked, ROOT).is_admin
 
 
-def test_nothing_is_asked_of_a_worker_while_nobody_watches(server: Server) -> None:
+def test_a_worker_is_not_polled_without_watchers(server: Server) -> None:
     snapshot(server)
     server.wait_free()
     worker = server.worker_pid
-    eventually(lambda: is_asleep(worker, window_s=1.0), "the worker sleeps")  # after the audit that follows work
+    eventually(lambda: is_asleep(worker, window_s=1.0), "the worker sleeps")  # after the audit that follows a request
     before = num_switches(worker)
     with closing(Stream(server, "interval_ms=100")) as stream:
-        while num_switches(worker) < before + 8:  # it would not, if it were asked
+        while num_switches(worker) < before + 8:  # with a watcher it is polled
             stream.next()
 
 
@@ -291,7 +352,7 @@ def test_nothing_is_asked_of_a_worker_while_nobody_watches(server: Server) -> No
         ("/v1/watch/blocks?first=399&count=2", "are not among 1 to 399"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(server: Server, path: str, says: str) -> None:
+def test_invalid_queries_are_refused_by_name(server: Server, path: str, says: str) -> None:
     answer = server.get(path)
     assert answer.status == 400
     assert says in answer.json["error"]["message"]
@@ -304,7 +365,7 @@ def test_unknown_models_and_other_methods(server: Server) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
-def test_without_a_key_nothing_is_told(locked: Server) -> None:
+def test_without_a_key_nothing_is_shown(locked: Server) -> None:
     for path in ("/v1/watch", "/v1/watch?once=true", "/v1/watch/blocks?first=1"):
         assert locked.get(path, headers={"authorization": "Bearer sk-nobody-00001"}).status == 401
 
@@ -340,7 +401,7 @@ def test_a_key_sees_its_own_requests_and_counts_the_others(locked: Server) -> No
             assert held.status == status
 
 
-def test_two_keys_that_watch_at_once_see_their_own(locked: Server) -> None:
+def test_two_keys_that_watch_at_once_see_their_own_requests(locked: Server) -> None:
     with (
         closing(Stream(locked, "interval_ms=100", ALICE)) as alice,
         closing(Stream(locked, "interval_ms=100", BOB)) as bob,
@@ -350,14 +411,14 @@ def test_two_keys_that_watch_at_once_see_their_own(locked: Server) -> None:
             assert bob.next().key == "key-2"
 
 
-def test_a_worker_that_dies_is_shown_and_its_successor_too_and_the_server_ends_though_somebody_watches(
+def test_a_dead_worker_and_its_successor_are_shown_and_a_watcher_does_not_block_the_shutdown(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "tiny"
     shutil.copytree(tiny_model, model)
     with serving(str(model), *FAKE) as server, closing(Stream(server, "interval_ms=100")) as stream:
         assert stream.next().models[0].state == "ready"
-        (model / "config.json").rename(model / "away.json")  # no other can start until the death is seen
+        (model / "config.json").rename(model / "away.json")  # no new worker can start until the death is shown
         os.kill(server.worker_pid, signal.SIGKILL)
         while stream.next().models[0].engine is not None:
             pass
@@ -419,37 +480,37 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
         streaming = asyncio.create_task(stream({}, receive, send))
         for _ in range(10):
             await watch.after(watch.tick)
-        assert [one.tick for one in sent] == [1]  # the first is still on its way
+        assert [one.tick for one in sent] == [1]  # the first is still being sent
         is_read.set()
         while len(sent) < 2:
             await asyncio.sleep(0.01)
-        assert sent[1].tick >= 10  # the newest, and none of those in between
+        assert sent[1].tick >= 10  # the newest, without those in between
         other.leave()
         streaming.cancel()
         with suppress(asyncio.CancelledError):
             await streaming
-        assert watch.enter(0.02, LOCAL) is not None  # it left: there is room, and the clock starts anew
+        assert watch.enter(0.02, LOCAL) is not None  # it has left: there is room, and collecting starts again
         assert watch.tick == 0
 
     asyncio.run(work())
 
 
-def test_the_pulse_counts_and_forgets() -> None:
+def test_activity_counters() -> None:
     now_s = 1000.0
-    pulse = ActivityCounters(lambda: now_s)
-    assert pulse.ttft() is None
+    activity = ActivityCounters(lambda: now_s)
+    assert activity.ttft() is None
     output = EngineOutput(1, (5, 6), None, 0, None, (), None, None)
-    pulse.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
-    assert (pulse.num_computed_tokens, pulse.num_generated_tokens, pulse.num_prefilled_tokens) == (10, 4, 6)
+    activity.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
+    assert (activity.num_computed_tokens, activity.num_generated_tokens, activity.num_prefilled_tokens) == (10, 4, 6)
     for number in range(1, 101):
-        pulse.finished(record(number / 100))
-    pulse.finished(record(None))
-    assert pulse.ttft() == (100, 0.5, 0.95)
+        activity.finished(record(number / 100))
+    activity.finished(record(None))
+    assert activity.ttft() == (100, 0.5, 0.95)
     for _ in range(2 * MAX_RECENT):
-        pulse.finished(record(9.0))
-    assert pulse.ttft() == (MAX_RECENT, 9.0, 9.0)
+        activity.finished(record(9.0))
+    assert activity.ttft() == (MAX_RECENT, 9.0, 9.0)
     now_s += 301
-    assert pulse.ttft() is None
+    assert activity.ttft() is None
 
 
 def record(ttft_s: float | None) -> RequestRecord:

@@ -1,4 +1,4 @@
-"""Small vocabularies of every kind, and the default model's real one where it is at hand."""
+"""Small vocabularies of every kind, and the default model's real one if it is available."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def default_gguf_path(default_model: Path) -> Path:
 
 @contextmanager
 def plain_arrays() -> Iterator[None]:
-    """The reader of the gguf package cuts a mapped file into 200,000 pieces, which takes numpy's memmap seconds."""
+    """Speed up the gguf package: it slices a mapped file 200,000 times, which takes seconds with numpy's memmap."""
     with pytest.MonkeyPatch.context() as patch:
         mapped = np.memmap
         patch.setattr(np, "memmap", lambda *args, **options: np.asarray(mapped(*args, **options)))
@@ -56,16 +56,16 @@ def default_gguf(default_gguf_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def their_tokenizer(default_gguf_path: Path) -> Any:
+def transformers_tokenizer(default_gguf_path: Path) -> Any:
     """The default model's tokenizer as transformers reads it from the GGUF."""
     pytest.importorskip("gguf")
     transformers = pytest.importorskip("transformers")
     cuts = pytest.importorskip("tokenizers").pre_tokenizers
     with plain_arrays():
-        theirs = transformers.AutoTokenizer.from_pretrained(default_gguf_path.parent, gguf_file=default_gguf_path.name)
-    # Its reader of GGUF forgets that this model writes every digit by itself.
-    theirs.backend_tokenizer.pre_tokenizer = cuts.Sequence([cuts.Digits(True), cuts.ByteLevel(add_prefix_space=False)])
-    return theirs
+        loaded = transformers.AutoTokenizer.from_pretrained(default_gguf_path.parent, gguf_file=default_gguf_path.name)
+    # transformers' GGUF reader ignores that this model splits off every digit.
+    loaded.backend_tokenizer.pre_tokenizer = cuts.Sequence([cuts.Digits(True), cuts.ByteLevel(add_prefix_space=False)])
+    return loaded
 
 
 @pytest.fixture(scope="session")

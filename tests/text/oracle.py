@@ -1,4 +1,4 @@
-"""Two tokenizers by the book, slow and plain, to judge the fast one by."""
+"""Slow, simple reference implementations of two tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPACE = "\u2581"
 
 
 def byte_pair_ids(metadata: dict[str, Any], text: str) -> list[int]:
-    """Byte-level BPE as GPT-2's paper has it: cut into words, then do the merge of the lowest rank until none is left.
+    """Byte-level BPE as in GPT-2: split into words, then apply the merge of the lowest rank until none is left.
 
     For texts without control strings. Knows the pre-tokenizers gpt-2 and smollm.
     """
@@ -31,12 +31,12 @@ def byte_pair_ids(metadata: dict[str, Any], text: str) -> list[int]:
 
 
 def sentencepiece_ids(metadata: dict[str, Any], text: str) -> list[int]:
-    """SentencePiece: join the neighbours whose joint piece scores best, the leftmost of equals; then bytes."""
+    """SentencePiece: join the neighbours whose piece scores best, the leftmost on ties; then fall back to bytes."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     types = metadata["tokenizer.ggml.token_type"]
     ids = []
     vocab = {token: i for i, token in enumerate(tokens)}
-    for segment in re.split("(\n\n)", text):  # the one user-defined token these texts can hold
+    for segment in re.split("(\n\n)", text):  # the only user-defined token in these texts
         if segment == "\n\n":
             ids.append(vocab[segment])
             continue
@@ -61,7 +61,7 @@ _WHITE = {*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x202
 
 
 def _words(text: str, *, digits: bool) -> list[str]:
-    """GPT-2's expression, over the kinds of the characters: `re` does not know Unicode's own."""
+    """GPT-2's expression, applied to character kinds, because `re` does not support Unicode categories."""
     kinds = "".join(map(_kind, text))
     words = []
     at = 0

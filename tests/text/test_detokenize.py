@@ -1,4 +1,4 @@
-"""Text as it grows: whole characters only, and the same text in the end."""
+"""Incremental detokenization: only whole characters, and the same text as decode."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_joined_pushes_are_the_text(text: str, cuts: list[int]) -> None:
     shown = ""
     for chunk in _chunks(tokenizer.encode_plain(text), cuts):
         shown += detokenizer.push(chunk)
-        assert text.startswith(shown)  # so no half character was ever shown
+        assert text.startswith(shown)  # no incomplete character was returned
     assert shown == text
     assert detokenizer.finish() == ""
 
 
 @given(st.sampled_from(["bytes", "prefix", "bare"]), st.lists(st.integers(0, 420)), CUTS, st.booleans())
 @settings(max_examples=500, deadline=None)
-def test_any_tokens_give_what_decode_gives(kind: str, ids: list[int], cuts: list[int], skip_special: bool) -> None:
+def test_pushes_equal_decode(kind: str, ids: list[int], cuts: list[int], skip_special: bool) -> None:
     tokenizer = _tokenizer(kind)
     detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
     shown = "".join(detokenizer.push(chunk) for chunk in _chunks(ids, cuts)) + detokenizer.finish()
@@ -52,7 +52,7 @@ def test_any_tokens_give_what_decode_gives(kind: str, ids: list[int], cuts: list
 
 @given(st.lists(st.integers(3, 330)))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_give_what_the_library_gives(ids: list[int]) -> None:
+def test_decode_equals_the_library(ids: list[int]) -> None:
     tokenizer = _tokenizer("bytes")
     assert tokenizer.decode(ids) == tokenizer._full.decode(ids, skip_special_tokens=True)
 
@@ -66,7 +66,7 @@ def test_a_character_waits_for_its_last_byte() -> None:
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_a_broken_character_does_not_hold_up_what_follows() -> None:
+def test_an_invalid_character_does_not_delay_later_text() -> None:
     tokenizer = _tokenizer("prefix")
     half = tokenizer.token_to_id("<0xF0>")
     letter = tokenizer.token_to_id("a")

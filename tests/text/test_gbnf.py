@@ -1,4 +1,4 @@
-"""GBNF: what is read, what is refused with its line, and that a translation allows exactly what the grammar does."""
+"""GBNF: translations allow exactly what the grammar allows, and errors name the line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.text.gbnf import gbnf_to_lark, is_gbnf, is_lark
 from quire.text.grammar import MAX_SOURCE_CHARS, lark_grammar
 from quire.text.tokenizer import Tokenizer
 
-# As llama.cpp's documentation shows such grammars: rules over several lines, comments, rule names with dashes.
+# In the style of llama.cpp's documentation: multi-line rules, comments, rule names with dashes.
 JSON = r"""
 # any JSON object
 root   ::= object
@@ -48,10 +48,10 @@ product ::= [a-z]+ "a" | "(" sum ")"
 TRANSLATED: list[tuple[str, list[str], list[str]]] = [
     ('root ::= "yes" | "no"', ["yes", "no"], ["", "yesno", "y"]),
     ('root ::= ("a" | "b") . [^ab\\n] "\\u00e9\\U0001F642\\x41"?', ["a\ncé🙂A", "bb-"], ["aaa", "ab\n", "cab"]),
-    ('root ::= "a" root "b" | ""', ["", "ab", "aaabbb"], ["aab", "ba"]),  # as many of either
+    ('root ::= "a" root "b" | ""', ["", "ab", "aaabbb"], ["aab", "ba"]),  # equal numbers of both
     ('root ::= item{2} item{1,} | item{0,1} "!"\nitem ::= [0-9]', ["123", "1234", "1!", "!"], ["12", "12!"]),
     (JSON, ['{}', '{"a": [1, -2.5, true, "x\\u00e9é"]}', '{"a": {"b": null}\n  }'], ['{"a": }', "[]", '{"a": 01}']),
-    # Lexemes that take the longest match would never find the "x", or the end of "foo".
+    # With longest-match lexemes the "x" or the end of "foo" would never be found.
     (GREEDY, ["ax", "xx", "xyzx", "ABx", "foo", "foobar", "foobar-"], ["x", "ABCDx", "foo-", "abc"]),
     (EXPRESSIONS, ["ba", "aa+(ca+aa)", "((xya))"], ["a", "ba+", "(ba"]),
 ]  # fmt: skip
@@ -93,34 +93,34 @@ def test_tokens_are_named_as_in_lark() -> None:
 
 
 WRONG = [
-    ('answer ::= "yes"', 'no rule root, where a GBNF grammar begins, as in root ::= "yes" | "no"'),
-    ('root ::= "a"\n  b\n', 'line 2: there is no rule b; text stands in quotes, as in root ::= "yes" | "no"'),
-    ('root ::= "a"\nroot ::= "b"', "line 2: rule root is defined for the second time; the first is in line 1"),
-    ('root ::= "a', "line 1: the text that line 1 opens has no closing quote"),
-    ("root ::= [a-z", "line 1: the class that line 1 opens has no closing bracket"),
+    ('answer ::= "yes"', 'no rule root, the start of a GBNF grammar, as in root ::= "yes" | "no"'),
+    ('root ::= "a"\n  b\n', 'line 2: there is no rule b; literal text needs quotes, as in root ::= "yes" | "no"'),
+    ('root ::= "a"\nroot ::= "b"', "line 2: rule root is defined twice; the first definition is in line 1"),
+    ('root ::= "a', "line 1: the string opened in line 1 has no closing quote"),
+    ("root ::= [a-z", "line 1: the class opened in line 1 has no closing bracket"),
     ("root ::= []", "the class [] has no characters"),
     ("root ::= [z-a]", "the range 'z' to 'a' is empty"),
-    ('root ::= (\n"a"\n', 'line 3: expected ")" for the parenthesis that line 1 opens'),
+    ('root ::= (\n"a"\n', 'line 3: expected ")" for the parenthesis opened in line 1'),
     ('root ::= "a" )', "line 1: expected the name of a rule, not ')'"),
-    ('root ::= "a"{,}', "expected how often, as in {3}, {2,} or {2,5}"),
+    ('root ::= "a"{,}', "expected a repetition count, as in {3}, {2,} or {2,5}"),
     ('root ::= "a"{3,2}', "{3,2} has a maximum below its minimum"),
     ('root ::= "a"{20000}', "{20000} is more than 10000 times"),
-    ('root ::= "\\q"', "\\q is no escape: expected \\n"),
-    ('root ::= "\\ud800"', "\\ud800 is no character"),
-    ("root ::= !<[3]>", "! in front of a token is not supported"),
+    ('root ::= "\\q"', "\\q is not an escape: expected \\n"),
+    ('root ::= "\\ud800"', "\\ud800 is not a character"),
+    ("root ::= !<[3]>", "! before a token is not supported"),
     ('root ::= "a" (="b")', "a look-ahead (= ...) is not supported"),
-    ("root = x ::= y", "line 1: expected ::= behind the name root, not '= x ::= y'"),
+    ("root = x ::= y", "line 1: expected ::= after the name root, not '= x ::= y'"),
     ("root ::= " + "(" * 200, "nested more than 32 deep"),
     ('root ::= "a"' + "*" * 10_000, 'line 1: expected text in quotes, a class as in [a-z], "(" or the name of a rule'),
     ("#" * (MAX_SOURCE_CHARS + 1), "65537 characters are more than 65536"),
 ]
 
 
-@pytest.mark.parametrize(("source", "words"), WRONG, ids=[words[:30] for _, words in WRONG])
-def test_what_cannot_be_translated_is_told_with_its_line(source: str, words: str) -> None:
+@pytest.mark.parametrize(("source", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_errors_name_the_line(source: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^grammar") as error:
         gbnf_to_lark(source)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 @given(
@@ -136,12 +136,12 @@ def test_any_text_is_translated_or_refused(parts: list[str]) -> None:
         gbnf_to_lark("".join(("root ::= ", *parts)))
 
 
-def test_the_deepest_grammar_is_written() -> None:
+def test_the_deepest_grammar_is_translated() -> None:
     deep = "root ::= " + '("a" | ' * 32 + '"b"' + ")?*+" * 32
     assert gbnf_to_lark(deep).count("+") == 32
 
 
-def test_a_long_chain_of_rules_is_read_at_once() -> None:
+def test_a_long_chain_of_rules_is_translated() -> None:
     rules = [f"r{i} ::= r{i + 1}" for i in range(4000)]
     assert gbnf_to_lark("\n".join(("root ::= r0", *rules, 'r4000 ::= "x"'))).endswith('"x"')
 
@@ -156,16 +156,16 @@ def test_a_long_chain_of_rules_is_read_at_once() -> None:
         (json.dumps({"a": 1}), False, False),
     ],
 )
-def test_the_two_kinds_of_grammars_are_told_apart(source: str, gbnf: bool, lark: bool) -> None:
+def test_gbnf_and_lark_are_distinguished(source: str, gbnf: bool, lark: bool) -> None:
     assert (is_gbnf(source), is_lark(source)) == (gbnf, lark)
 
 
-def test_what_once_took_for_ever() -> None:
-    """A comment that could be read in many ways, a start in many lines, a number of many digits, many references."""
+def test_pathological_grammars_take_linear_time() -> None:
+    """A comment with ambiguous matches, many lines with `start`, a long number, many references."""
     with pytest.raises(InvalidRequest, match="expected"):
         gbnf_to_lark("root ::= a " + "#" * 60_000 + "\n)")
     assert not is_lark("start\n" * 10_000)
-    with pytest.raises(InvalidRequest, match=r"expected how often, as in \{3\}"):
+    with pytest.raises(InvalidRequest, match=r"expected a repetition count, as in \{3\}"):
         gbnf_to_lark('root ::= "a"{' + "9" * 5_000 + "}")
     with pytest.raises(InvalidRequest, match="line 15001: there is no rule b"):
         gbnf_to_lark("root ::= a\n" + "a\n" * 14_999 + "b\n" + 'a ::= "x"')

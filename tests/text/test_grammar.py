@@ -1,4 +1,4 @@
-"""Grammars as values: what is refused before anything is compiled."""
+"""Validation of grammars before compilation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "source", "words"),
+    ("kind", "source", "message"),
     [
         ("xml", "a", "kind 'xml'"),
         (GrammarKind.REGEX, 5, "grammar: source = 5 is not text"),
@@ -39,18 +39,18 @@ def nested(depth: int) -> dict[str, Any]:
         (GrammarKind.REGEX, "a\\", "ends with a backslash"),
         (GrammarKind.REGEX, "a\\\\\\", "ends with a backslash"),
         (GrammarKind.JSON_SCHEMA, "{", "not JSON"),
-        (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is no JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is not JSON"),
         (GrammarKind.JSON_SCHEMA, "true", "schema = true is not a JSON object"),
         (GrammarKind.JSON_SCHEMA, "[" * 30000, "not JSON"),
     ],
 )
-def test_what_is_no_grammar_is_refused(kind: Any, source: Any, words: str) -> None:
+def test_invalid_grammars_are_refused(kind: Any, source: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match="grammar") as caught:
         Grammar(kind, source)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_schemas_are_only_so_deep() -> None:
+def test_deep_schemas_are_refused() -> None:
     json_schema_grammar(nested(MAX_DEPTH))
     with pytest.raises(InvalidRequest, match="nested 33 deep, more than 32"):
         json_schema_grammar(nested(MAX_DEPTH + 1))
@@ -59,18 +59,18 @@ def test_schemas_are_only_so_deep() -> None:
 
 
 @pytest.mark.parametrize("schema", [None, [], "object", {"const": float("nan")}, {"const": object()}])
-def test_what_is_no_schema_is_refused(schema: Any) -> None:
+def test_invalid_schemas_are_refused(schema: Any) -> None:
     with pytest.raises(InvalidRequest, match="schema"):
         json_schema_grammar(schema)
 
 
 @pytest.mark.parametrize("choices", [[], "yes", [1], ["a"] * 5000])
-def test_what_is_no_choice_is_refused(choices: Any) -> None:
+def test_invalid_choices_are_refused(choices: Any) -> None:
     with pytest.raises(InvalidRequest, match="choices"):
         choice_grammar(choices)
 
 
-def test_what_is_left_out_is_named_and_is_no_part_of_the_value() -> None:
+def test_unenforced_keywords_are_listed_and_not_compared() -> None:
     loose = json_schema_grammar({"type": "string", "format": "color"}, strict=False)
     assert loose.unenforced == ("format",)
     assert loose == json_schema_grammar({"type": "string"})
@@ -80,12 +80,12 @@ def test_what_is_left_out_is_named_and_is_no_part_of_the_value() -> None:
     assert regex_grammar("a") == Grammar(GrammarKind.REGEX, "a")
 
 
-def test_choices_are_taken_word_for_word() -> None:
+def test_choices_are_escaped() -> None:
     assert choice_grammar(["a.b", "c|d"]).source == r"a\.b|c\|d"
 
 
-def test_names_that_others_may_join_are_written_without_escapes() -> None:
-    """The compiler would take \\u0061 for another name than the a of the list."""
+def test_objects_with_additional_names_disable_unicode_escapes() -> None:
+    """The compiler would treat \\u0061 as a different name than the listed a."""
     opened = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert "json_allowed_escapes" in json_style(opened)
     assert "json_allowed_escapes" in json_style({"items": opened})

@@ -1,4 +1,4 @@
-"""Forged and damaged vocabularies: ModelFileError, quickly, and nothing else."""
+"""Malicious and damaged vocabularies raise ModelFileError, quickly."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_faults_of_a_tokenizer_json(message: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"{", b"[" * 100_000, b'{"model": ' * 5000, b"nan", b"1" * 5000])
-def test_what_is_no_json(data: bytes) -> None:
+def test_invalid_json_is_refused(data: bytes) -> None:
     with pytest.raises(ModelFileError):
         Tokenizer.from_json(data, {})
 
@@ -166,7 +166,7 @@ def test_mutants_load_or_are_refused() -> None:
     assert min(seen.values()) > 5, seen
 
 
-def test_large_vocabularies_are_built_in_seconds_of_a_core() -> None:
+def test_large_vocabularies_are_built_in_seconds_of_cpu_time() -> None:
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz\u2581"
     pieces = list(dict.fromkeys("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(300_000)))[:262_000]
@@ -180,5 +180,5 @@ def test_large_vocabularies_are_built_in_seconds_of_a_core() -> None:
     }
     before_s = time.process_time()
     tokenizer = Tokenizer.from_gguf(metadata)
-    assert time.process_time() - before_s < 60  # some 2 s; a quadratic algorithm would take hours
+    assert time.process_time() - before_s < 60  # about 2 s; a quadratic algorithm would take hours
     assert tokenizer.decode(tokenizer.encode_plain("some words")) == "some words"

@@ -1,4 +1,4 @@
-"""The template's process: renders like transformers, and can do no harm however hostile the template is."""
+"""The rendering process: features of transformers, and containment of hostile templates."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def good() -> Iterator[Renderer]:
 def test_hostile_templates_end_in_an_error(name: str) -> None:
     with closing(Renderer(HOSTILE[name])) as renderer, pytest.raises(TemplateError) as caught:
         renderer.check(HELLO)
-    assert "did not finish within 60 s" not in str(caught.value)  # by its own process, not by our patience
+    assert "did not finish within 60 s" not in str(caught.value)  # ended by its own limits, not by the timeout
 
 
-def test_the_renderer_lives_on_after_a_hostile_render() -> None:
+def test_the_renderer_works_after_a_hostile_render() -> None:
     source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     source += "{% endfor %}{% elif messages[0].content == 'fill' %}{{ 'a' * 999999999 }}{% else %}fine{% endif %}"
     with closing(Renderer(source)) as renderer:
-        for content, message in (("loop", "did not finish within 1 s of computing"), ("fill", "memory")):
+        for content, message in (("loop", "did not finish within 1 s of CPU time"), ("fill", "memory")):
             with pytest.raises(TemplateError, match=message):
                 renderer.render({"messages": [{"role": "user", "content": content}]})
             assert renderer.render(HELLO) == "fine"
 
 
 def test_a_render_is_not_refused_because_the_machine_is_busy(good: Renderer) -> None:
-    """A process that gets no time to compute at first, for longer than its limit of computing."""
+    """The process is stopped at first, for longer than its CPU time limit."""
     good.warm_up()
     pid = process_of(good).pid
     os.kill(pid, signal.SIGSTOP)
@@ -98,7 +98,7 @@ def test_a_killed_child_is_replaced(good: Renderer) -> None:
     assert good.render(HELLO) == "<user>hi"
 
 
-def test_a_failed_render_costs_no_process() -> None:
+def test_a_failed_render_keeps_the_process() -> None:
     renderer = Renderer("{{ messages[0].content.nothing.at_all if messages[0].content == 'bad' else 'fine' }}")
     renderer.warm_up()
     process = process_of(renderer)
@@ -135,7 +135,7 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def test_a_forgotten_renderer_leaves_no_process() -> None:
+def test_a_garbage_collected_renderer_leaves_no_process() -> None:
     renderer = Renderer(GOOD)
     renderer.warm_up()
     process = process_of(renderer)
@@ -144,7 +144,7 @@ def test_a_forgotten_renderer_leaves_no_process() -> None:
     assert process.returncode is not None
 
 
-def test_closed_means_closed(good: Renderer) -> None:
+def test_a_closed_renderer_raises(good: Renderer) -> None:
     good.warm_up()
     good.close()
     good.close()
@@ -152,7 +152,7 @@ def test_closed_means_closed(good: Renderer) -> None:
         good.render(HELLO)
 
 
-def test_threads_take_turns(good: Renderer) -> None:
+def test_renders_of_several_threads_are_serialized(good: Renderer) -> None:
     texts: list[str] = []
 
     def work(number: int) -> None:
@@ -178,15 +178,15 @@ def test_too_long_an_answer_is_refused(good: Renderer) -> None:
     assert good.render(HELLO) == "<user>hi"
 
 
-def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
+def test_a_template_refusal_has_the_templates_message() -> None:
     renderer = Renderer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRefusal, match=r"^roles must alternate$"):
         renderer.render(HELLO)
-    assert renderer.check(HELLO) == ""  # it works, it only does not like the trial
+    assert renderer.check(HELLO) == ""  # the template works, it only refuses the trial
     renderer.close()
 
 
-def test_what_the_template_mentions(good: Renderer) -> None:
+def test_variables_are_those_the_template_uses(good: Renderer) -> None:
     assert good.variables == {"messages"}
 
 
@@ -200,7 +200,7 @@ def test_no_secrets_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer.close()
 
 
-def test_a_working_directory_cannot_smuggle_modules_in(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jinja2.py").write_text("raise SystemExit('smuggled')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     renderer = Renderer(GOOD)
@@ -223,7 +223,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("source", FEATURES)
-def test_what_templates_use(source: str) -> None:
+def test_template_features(source: str) -> None:
     renderer = Renderer(source)
     assert renderer.render(HELLO) == FEATURES[source]
     renderer.close()

@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema is enforced or named: a table of schemas, with instances that match and that do not."""
+"""Every keyword of JSON Schema is enforced or reported: schemas with matching and non-matching instances."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     schema: dict[str, Any]
     right: Sequence[Any] = ()
     wrong: Sequence[Any] = ()
-    named: tuple[str, ...] = ()  # what is not enforced
+    named: tuple[str, ...] = ()  # the keywords that are not enforced
 
 
 def obj(properties: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -272,7 +272,7 @@ ROWS: dict[str, Row] = {
         [[1]],
         ("$defs.a.format",),
     ),
-    # what says nothing
+    # annotations
     "annotations": Row({"title": "T", "default": 1, "examples": [2], "x-other": {"not": {}}, **INT}, [1], ["a"]),
     "a property named like a keyword": Row(obj({"not": INT, "$ref": STR}), [{"not": 1, "$ref": "a"}], [{"not": "a"}]),
     "no schema": Row({"items": 7}, [[1]], [], ("items",)),
@@ -280,7 +280,7 @@ ROWS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_every_keyword_is_enforced_or_named(row: Row) -> None:
+def test_every_keyword_is_enforced_or_reported(row: Row) -> None:
     grammar = json_schema_grammar(row.schema, strict=False)
     assert grammar.unenforced == row.named
     matcher = compiled(json.loads(grammar.source))
@@ -293,7 +293,7 @@ def test_every_keyword_is_enforced_or_named(row: Row) -> None:
 
 
 def written(matcher: llguidance.LLMatcher, rng: random.Random) -> str | None:
-    """A random text that the grammar allows. None: it did not end, or has half a character."""
+    """A random text that the grammar allows. None: it did not end, or ends with an incomplete character."""
     state = matcher.deep_copy()
     text = bytearray()
     while len(text) < 200 and not state.is_stopped():
@@ -310,17 +310,17 @@ def written(matcher: llguidance.LLMatcher, rng: random.Random) -> str | None:
         return None
 
 
-# Two are left out: one is no schema of any draft, the other forbids more without its patterns than with them.
+# Two are excluded: one is not a schema of any draft, the other forbids more without its patterns than with them.
 JUDGED = [row for name, row in ROWS.items() if name not in ("bounds of other kinds", "patterns that overlap")]
 
 
 @pytest.mark.parametrize("row", JUDGED)
-def test_what_a_grammar_lets_through_matches_what_is_not_named(row: Row) -> None:
+def test_generated_texts_match_every_enforced_keyword(row: Row) -> None:
     matcher = compiled(hold_schema(row.schema).schema)
     judge = jsonschema_rs.validator_for(without(row.schema, row.named), validate_formats=True)
     for seed in range(6):
         text = written(matcher, random.Random(seed))
-        if text is not None and not re.search(r"[eE][+-]?\d{4}", text):  # what Python reads as a number
+        if text is not None and not re.search(r"[eE][+-]?\d{4}", text):  # numbers that Python can parse
             assert judge.is_valid(json.loads(text, parse_float=Decimal)), text
 
 
@@ -360,7 +360,7 @@ NAMES: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("schema", "is_open"), NAMES)
 def test_names_that_are_not_listed(schema: dict[str, Any], is_open: bool) -> None:
-    """`other` is a name that the model made up, unless some schema of the value says otherwise."""
+    """`other` is an invented name unless a schema of the value allows it."""
     matcher = compiled(hold_schema(schema).schema)
     assert any(allows(matcher, text) for text in spellings({"a": 1, "other": 2})) is is_open
 
@@ -447,18 +447,18 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_schemas_cost_little(schema: dict[str, Any]) -> None:
-    """What would take for ever is given up and named. The bar is of steps and sizes, not of seconds: it ends."""
+    """Work without bound is given up and reported. The limits are steps and sizes, not seconds."""
     held = hold_schema(schema)
     num_given, num_held = len(json.dumps(schema)), len(json.dumps(held.schema))
-    assert num_held <= min(MAX_HELD_CHARS, num_given + MAX_GROWTH_CHARS + 8_000)  # some for names and references
+    assert num_held <= min(MAX_HELD_CHARS, num_given + MAX_GROWTH_CHARS + 8_000)  # 8,000 for names and references
 
 
-def test_a_schema_that_is_given_up_is_named_as_a_whole() -> None:
+def test_a_schema_that_is_too_large_is_reported_as_a_whole() -> None:
     assert [one.path for one in hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced] == ["$"]
     assert hold_schema({"type": "array", **HOSTILE["a chain"]}).schema == {"type": "array"}
 
 
-# Schemas whose work grows with a product of their parts. What cannot be found out in time is named.
+# Schemas whose work grows with a product of their parts. What takes too many steps is reported.
 USERS = {f"a{i}": {"$ref": "#/$defs/A", "type": "object"} for i in range(800)}
 MANY_NAMES: dict[str, Any] = {f"n{i}": {} for i in range(2500)}
 PRODUCTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -505,7 +505,7 @@ class TooManyCalls(Exception):
 
 
 def with_few_calls(work: Callable[[], HeldSchema], at_most: int = 1_000_000) -> HeldSchema:
-    """Ends work that calls more functions than this. Unlike seconds, calls do not depend on the machine."""
+    """Fail if the work makes more function calls than this. Unlike time, calls do not depend on the machine."""
     num_calls = 0
 
     def count(_frame: object, event: str, _arg: object) -> None:
@@ -525,10 +525,10 @@ def with_few_calls(work: Callable[[], HeldSchema], at_most: int = 1_000_000) -> 
 @pytest.mark.parametrize(("schema", "named"), PRODUCTS.values(), ids=PRODUCTS)
 def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) -> None:
     source = json.dumps(schema)
-    schema = json.loads(source)  # every part an object of its own
+    schema = json.loads(source)  # every part is a separate object
     held = with_few_calls(lambda: hold_schema(schema))
     paths = [one.path for one in held.unenforced]
-    if paths == ["$"]:  # it is given up as a whole, after as little work
+    if paths == ["$"]:  # given up as a whole, after equally little work
         assert len(source) > MAX_HELD_CHARS
         return
     assert not named or named in paths
@@ -537,7 +537,7 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
             hold_schema(schema, strict=True)
 
 
-def test_a_long_address_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_address_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     num_chars = 0
 
     def counting(base: str, url: str) -> str:
@@ -554,7 +554,7 @@ def test_a_long_address_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_chars < 5000
 
 
-def test_references_below_a_long_address_do_not_lead_to_the_schema_around_it() -> None:
+def test_references_below_a_long_address_do_not_resolve_to_the_outer_schema() -> None:
     inner = {"$id": "http://a/" + "b/" * 50, "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
     held = hold_schema({"$defs": {"d0": {"type": "integer"}}, "properties": {"in": inner, "out": defined(0)}})
     assert [one.path for one in held.unenforced] == ["properties.in.properties.x.$ref"]
@@ -588,7 +588,7 @@ def test_patterns_up_to_the_maximum_are_compared() -> None:
 
 @pytest.mark.parametrize("size", [MAX_TEXT_CHARS, MAX_TEXT_CHARS + 1, 480, 512, 5000])
 @pytest.mark.parametrize("values", ["const", "enum"])
-def test_only_the_opposite_of_a_long_text_is_dropped(size: int, values: str) -> None:
+def test_only_the_negation_of_a_long_text_is_dropped(size: int, values: str) -> None:
     text = "a" * size
     opposite = {"not": {"const": text} if values == "const" else {"enum": ["x", text]}}
     held = hold_schema(obj({"a": {**STR, **opposite}, "b": INT}, required=["a", "b"]))
@@ -599,16 +599,16 @@ def test_only_the_opposite_of_a_long_text_is_dropped(size: int, values: str) -> 
     assert allows(matcher, json.dumps({"a": text, "b": 1})) is not is_held
     assert not allows(matcher, json.dumps({"a": "y", "b": "1"}))
     if not is_held:
-        with pytest.raises(SchemaNotHeld, match=r"properties\.a\.not cannot be enforced: it has no opposite"):
+        with pytest.raises(SchemaNotHeld, match=r"properties\.a\.not cannot be enforced: its negation"):
             hold_schema(obj({"a": {**STR, **opposite}}), strict=True)
 
 
-def test_a_pattern_of_a_class_without_characters_is_named_in_words() -> None:
+def test_a_pattern_with_an_invalid_class_is_reported() -> None:
     for pattern in (r"[\B]", r"[a-\B]"):
         held = hold_schema(obj({"a": {**STR, "pattern": pattern}}))
         assert [one.path for one in held.unenforced] == ["properties.a.pattern"]
         assert "pattern" not in held.schema["properties"]["a"]
-        with pytest.raises(SchemaNotHeld, match=r"properties\.a\.pattern cannot be enforced: \\B stands for no"):
+        with pytest.raises(SchemaNotHeld, match=r"properties\.a\.pattern cannot be enforced: \\B is not a character"):
             hold_schema(obj({"a": {**STR, "pattern": pattern}}), strict=True)
 
 
@@ -625,19 +625,19 @@ def test_ordinary_schemas_do_not_grow_too_large() -> None:
         assert len(json.dumps(held.schema)) < 15_000
 
 
-def test_a_keyword_beyond_the_room_is_named_and_those_before_are_held() -> None:
+def test_keywords_are_enforced_until_the_schema_is_too_long() -> None:
     colors = {"items": {"enum": ["red", "green", "blue", "x" * 40]}, "uniqueItems": True}
     schema = obj({f"p{i}": arr(**colors) for i in range(20)})
     held = hold_schema(schema)
     paths = [one.path for one in held.unenforced]
     assert 0 < len(paths) < 20
     assert paths == [f"properties.p{i}.uniqueItems" for i in range(20 - len(paths), 20)]
-    assert {one.why for one in held.unenforced} == {"the schema is too long with it"}
-    with pytest.raises(SchemaNotHeld, match=rf"{paths[0]} cannot be enforced: the schema is too long with it"):
+    assert {one.why for one in held.unenforced} == {"it would make the schema too long"}
+    with pytest.raises(SchemaNotHeld, match=rf"{paths[0]} cannot be enforced: it would make the schema too long"):
         hold_schema(schema, strict=True)
 
 
-def test_formats_are_shared_and_held_all_the_same() -> None:
+def test_shared_formats_are_enforced() -> None:
     schema = obj({"a": {**STR, "format": "date"}, "b": {"format": "date"}, "c": {**STR, "format": "email"}})
     matcher = compiled(hold_schema(schema).schema)
     assert allows(matcher, '{"a": "2024-02-29", "b": "2023-02-28", "c": "a@b.de"}')
@@ -647,7 +647,7 @@ def test_formats_are_shared_and_held_all_the_same() -> None:
     assert not allows(matcher, '{"c": "a@' + "b" * 64 + '.de"}')
 
 
-def test_a_schema_that_many_names_or_places_have_is_written_once() -> None:
+def test_a_schema_of_many_names_or_positions_is_written_once() -> None:
     value = obj({"x": {**STR, "maxLength": 3}}, required=["x"])
     names = obj(propertyNames={"enum": [f"n{i}" for i in range(20)]}, additionalProperties=value)
     places = arr(contains=value, maxItems=10)

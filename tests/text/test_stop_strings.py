@@ -1,4 +1,4 @@
-"""Stop strings in a stream against a search in the whole text."""
+"""Stop strings in streamed text, compared with a search in the whole text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _naive(text: str, stops: list[str]) -> tuple[str, str | None, str]:
 
 @given(STOPS, st.lists(st.text(alphabet="abcd", max_size=6), max_size=12), st.booleans())
 @settings(max_examples=1000, deadline=None)
-def test_any_chunking_gives_what_a_search_gives(stops: list[str], chunks: list[str], include_stop: bool) -> None:
+def test_any_chunking_equals_a_search(stops: list[str], chunks: list[str], include_stop: bool) -> None:
     before, expected, with_stop = _naive("".join(chunks), stops)
     goal = with_stop if include_stop else before
     matcher = StopStrings(stops, include_stop=include_stop)
@@ -32,21 +32,21 @@ def test_any_chunking_gives_what_a_search_gives(stops: list[str], chunks: list[s
     for chunk in chunks:
         match = matcher.push(chunk)
         shown += match.text
-        assert goal.startswith(shown)  # nothing is shown that has to be taken back
+        assert goal.startswith(shown)  # no released text has to be retracted
         found = found or match.stop
     assert shown + matcher.finish() == goal
     assert found == expected
 
 
 @given(STOPS, st.text(alphabet="abcd", max_size=20))
-def test_no_more_is_held_back_than_must_be(stops: list[str], text: str) -> None:
+def test_only_possible_starts_are_held_back(stops: list[str], text: str) -> None:
     matcher = StopStrings(stops)
     if matcher.push(text).stop is None:
         could_begin = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         assert len(matcher.held) == max(could_begin, default=0)
 
 
-def test_a_story() -> None:
+def test_an_example() -> None:
     matcher = StopStrings(["\n\nUser:", "END"])
     assert matcher.push("Hello.\n") == ("Hello.", None)
     assert matcher.push("\nUse") == ("", None)

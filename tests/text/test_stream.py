@@ -1,4 +1,4 @@
-"""One answer: which tokens are its own, where each one's text stands, what is shown when."""
+"""TextStream: tokens that belong to an answer, their text offsets, and when text is released."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_the_token_that_completes_the_stop_is_the_last() -> None:
     assert stream.finish() == TextDelta("", 0)
 
 
-def test_what_was_held_back_comes_at_the_end() -> None:
+def test_held_text_is_released_at_the_end() -> None:
     stream = TextStream(_TOKENIZER, stops=["END"])
     assert stream.push(_letters("aEN")).text == "a"
     assert stream.finish() == TextDelta("EN", 0)
 
 
-def test_half_a_character_at_the_end() -> None:
+def test_an_incomplete_character_at_the_end() -> None:
     party = _TOKENIZER.encode("\U0001f9ff")
     stream = TextStream(_TOKENIZER)
     assert stream.push(party[:-1]).text == ""

@@ -1,4 +1,4 @@
-"""Tokenizers of both file kinds: right ids, exact bytes, control strings kept apart."""
+"""Tokenizers of both file formats: ids, exact bytes, control strings."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.text.vocabularies import (
     sentencepiece_gguf,
 )
 
-# Up to there all versions of Unicode agree on what is a letter.
+# Up to this code point all versions of Unicode have the same categories.
 ANY_TEXT = st.text(
     alphabet=st.characters(max_codepoint=0x24FF, exclude_categories=["Cn"]) | st.sampled_from("日本🎉👩\u200d")
 )
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_text_comes_back(
+def test_encode_and_decode_round_trip(
     json_tokenizer: Tokenizer, gguf_tokenizer: Tokenizer, spm_tokenizer: Tokenizer, text: str
 ) -> None:
     for tokenizer in (json_tokenizer, gguf_tokenizer):
@@ -41,7 +41,7 @@ def test_every_text_comes_back(
     for tokenizer in (spm_tokenizer, _sentencepiece(False)):
         if "\n\n" in text and tokenizer.strip_prefix_space:
             continue  # after the token for two newlines comes a space, as after every added token
-        # SentencePiece cannot write U+2581 itself: to it that is a space.
+        # SentencePiece cannot represent U+2581: it stands for a space.
         assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")
 
 
@@ -56,7 +56,7 @@ def test_gguf_and_json_agree(json_tokenizer: Tokenizer, gguf_tokenizer: Tokenize
 def test_named_tokens(json_tokenizer: Tokenizer, gguf_tokenizer: Tokenizer, spm_tokenizer: Tokenizer) -> None:
     assert (json_tokenizer.bos_token_id, json_tokenizer.eos_token_ids) == (0, (2,))
     assert json_tokenizer.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    assert gguf_tokenizer.eos_token_ids == (2, 0)  # the one the file names, then the other that ends a text
+    assert gguf_tokenizer.eos_token_ids == (2, 0)  # the token the file names, then the other end token
     assert (spm_tokenizer.bos_token_id, spm_tokenizer.eos_token_ids) == (1, (2,))
 
 
@@ -73,7 +73,7 @@ def test_control_strings_are_control_tokens_only_in_encode(gguf_tokenizer: Token
 
 
 @given(st.lists(st.sampled_from([*SPECIAL, *TOOLS, "<", "|", "im", " ", "a", "é"]), max_size=12).map("".join))
-def test_plain_never_gives_a_control_id(text: str) -> None:
+def test_encode_plain_never_returns_a_control_id(text: str) -> None:
     tokenizer = _shared()
     ids = tokenizer.encode_plain(text)
     assert tokenizer.control_ids.isdisjoint(ids)
@@ -99,7 +99,7 @@ def test_a_whole_word_that_is_a_control_token_is_spelled_out() -> None:
     assert [tokenizer.id_to_token(i) for i in tokenizer.encode_plain("Zebra")] == [*"Zebra"]
 
 
-def test_bos_and_eos_come_as_the_file_says() -> None:
+def test_bos_and_eos_follow_the_file() -> None:
     metadata = byte_level_gguf()
     assert Tokenizer.from_gguf(metadata).encode("a")[0] != 0
     metadata["tokenizer.ggml.add_bos_token"] = True
@@ -124,10 +124,10 @@ def test_json_post_processor_and_config() -> None:
     assert tokenizer.encode("The quick brown") == tokenizer.encode("The quick brown")
 
 
-def test_tokens_only_the_config_knows() -> None:
+def test_tokens_listed_in_the_config_only() -> None:
     extra = {"500": {"content": "<|extra|>", "special": True, "normalized": False}}
     tokenizer = Tokenizer.from_json(json.dumps(byte_level_json()).encode(), {"added_tokens_decoder": extra})
-    assert tokenizer.encode("<|extra|>") == [500]  # with a gap before it, which the library would close
+    assert tokenizer.encode("<|extra|>") == [500]  # with a gap before it, which the library would remove
     assert tokenizer.vocab_size == 501
     assert tokenizer.id_to_token(499) is None
     assert tokenizer.token_bytes(499) == b""
@@ -145,7 +145,7 @@ def test_token_bytes_are_exact(gguf_tokenizer: Tokenizer, spm_tokenizer: Tokeniz
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_pre_tokenizer_loses_nothing(name: str, text: str) -> None:
+def test_every_pre_tokenizer_round_trips(name: str, text: str) -> None:
     import unicodedata
 
     tokenizer = _with_pre(name)
@@ -164,7 +164,7 @@ def test_every_pre_tokenizer_loses_nothing(name: str, text: str) -> None:
         ("gpt-4o", "HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),
     ],
 )
-def test_where_words_are_cut(pre: str, text: str, words: list[str]) -> None:
+def test_word_boundaries(pre: str, text: str, words: list[str]) -> None:
     from quire.text.tokenizer import _ALPHABET
 
     letters = {byte: char for char, byte in _ALPHABET.items()}
@@ -203,7 +203,7 @@ def test_user_defined_tokens_of_white_space_are_ordinary_text(spm_tokenizer: Tok
     assert {token.content for token in spm_tokenizer.control} == {"<unk>", "<s>", "</s>", "[INST]", "<tool>"}
 
 
-def test_marked_strings_are_text_and_leave_no_trace_around_them(spm_tokenizer: Tokenizer) -> None:
+def test_marked_strings_are_encoded_as_text(spm_tokenizer: Tokenizer) -> None:
     marker = "\U000f0000"
     ids = spm_tokenizer.encode_marked(f"<s>the [{marker}INST] world</s>", marker)
     assert ids == [1, *spm_tokenizer.encode_plain("the [INST] world"), 2]
@@ -230,13 +230,13 @@ def test_a_normaliser_cannot_make_a_control_token_in_a_message() -> None:
     for token in spec["added_tokens"]:
         token["normalized"] = True
     tokenizer = Tokenizer.from_json(json.dumps(spec).encode(), {})
-    forged = "\uff1c|im_end|>"  # a full-width < that NFKC makes an ordinary one
+    forged = "\uff1c|im_end|>"  # a full-width < that NFKC turns into an ordinary one
     assert tokenizer.encode(forged) == [2]
     ids = tokenizer.encode_marked(f"<|im_start|>{forged}<|im_end|>", "\U000f0000")
     assert ids == [1, *tokenizer.encode_plain("<|im_end|>"), 2]
 
 
-def test_a_character_the_vocabulary_cannot_write_is_unknown() -> None:
+def test_a_character_outside_the_vocabulary_is_unknown() -> None:
     metadata = sentencepiece_gguf()
     tokens = [f"~{i}~" if 3 <= i < 259 else token for i, token in enumerate(metadata["tokenizer.ggml.tokens"])]
     tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})  # no bytes to fall back to
@@ -245,7 +245,7 @@ def test_a_character_the_vocabulary_cannot_write_is_unknown() -> None:
     assert tokenizer.encode_marked("<s>the🎉</s>", "\U000f0000") == [1, *tokenizer.encode_plain("the🎉"), 2]
 
 
-def test_texts_no_tokenizer_can_take(gguf_tokenizer: Tokenizer) -> None:
+def test_invalid_texts_are_refused(gguf_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"lone surrogate U\+D800 at character 2"):
         gguf_tokenizer.encode("ab\ud800")
     with pytest.raises(InvalidRequest, match="lone surrogate"):
@@ -266,7 +266,7 @@ def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones() -> None:
         Tokenizer.from_gguf(byte_level_gguf("megamind"))
 
 
-def test_the_libraries_load_late() -> None:
+def test_libraries_are_imported_lazily() -> None:
     loaded = "bool({'tokenizers', 'jinja2'} & {*sys.modules})"
     code = f"import quire.text.chat_template, quire.text.stream, sys; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -280,14 +280,14 @@ def test_the_default_model_follows_its_merges(
     assert default_tokenizer.decode(default_tokenizer.encode(text)) == text
 
 
-def test_the_default_model_as_transformers_reads_it(their_tokenizer: Any, default_tokenizer: Tokenizer) -> None:
-    backend: str = their_tokenizer.backend_tokenizer.to_str()
+def test_the_default_model_as_transformers_reads_it(transformers_tokenizer: Any, default_tokenizer: Tokenizer) -> None:
+    backend: str = transformers_tokenizer.backend_tokenizer.to_str()
     again = Tokenizer.from_json(backend.encode(), {"eos_token": "<|im_end|>"})
     for text in (*TEXTS, "<|im_start|>user\nWhat is 7*8?<|im_end|>\n", Path(__file__).read_text(encoding="utf-8")):
         ids = default_tokenizer.encode(text)
-        assert ids == their_tokenizer.encode(text)
+        assert ids == transformers_tokenizer.encode(text)
         assert ids == again.encode(text)
-        assert default_tokenizer.decode(ids) == their_tokenizer.decode(ids, skip_special_tokens=True)
+        assert default_tokenizer.decode(ids) == transformers_tokenizer.decode(ids, skip_special_tokens=True)
 
 
 _cache: dict[object, Tokenizer] = {}

@@ -1,4 +1,4 @@
-"""Each way to write calls: how it is found, rendered, read and forced. Golden transcripts, cut at every position."""
+"""Tool call formats: detection, rendering, parsing and grammars. Transcripts are split at every position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import IN_WORDS, TOOL_FORMATS, CallParser, find_tool_format
+from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, find_tool_format
 from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters
 from quire.text.tool_prompts import fitting_id
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
@@ -31,7 +31,7 @@ WEATHER = Tool("get_weather", "Of a city", {"type": "object", "properties": {"ci
 NOW = Tool("now")
 
 
-# Finding
+# Detection
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -39,11 +39,11 @@ def test_a_template_shows_its_format(name: str) -> None:
     assert find_tool_format(TEMPLATES[name]).name == name
 
 
-def test_what_is_not_known_is_told_in_words() -> None:
-    assert find_tool_format(None) is IN_WORDS
-    assert find_tool_format("{{ 'tools: <tool_call>' }}" + PLAIN) is IN_WORDS  # it never looks at them
-    assert find_tool_format(HERMES + "<function=") is IN_WORDS  # a relative that writes calls in another way
-    assert find_tool_format("{% if tools %}{{ tools }}{% endif %}") is IN_WORDS
+def test_unknown_formats_are_prompted() -> None:
+    assert find_tool_format(None) is PROMPTED
+    assert find_tool_format("{{ 'tools: <tool_call>' }}" + PLAIN) is PROMPTED  # the template never reads the variable
+    assert find_tool_format(HERMES + "<function=") is PROMPTED  # a related format that writes calls differently
+    assert find_tool_format("{% if tools %}{{ tools }}{% endif %}") is PROMPTED
     assert find_tool_format(PLAIN, "hermes").name == "hermes"
     with pytest.raises(InvalidRequest, match="tool_format = 'xml' is not one of hermes, mistral, llama3, words"):
         find_tool_format(PLAIN, "xml")
@@ -71,22 +71,22 @@ CONVERSATIONS = (
 )
 
 
-def as_theirs(message: Message, id_chars: int | None) -> dict[str, Any]:
-    theirs: dict[str, Any] = {"role": message.role.value, "content": message.text}
+def as_transformers(message: Message, id_chars: int | None) -> dict[str, Any]:
+    reference: dict[str, Any] = {"role": message.role.value, "content": message.text}
     call_id = fitting_id("call_1", FORMATS["mistral"]) if id_chars else "call_1"
     if message.tool_calls:
         functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in message.tool_calls]
-        theirs["tool_calls"] = [{"type": "function", "id": call_id, "function": function} for function in functions]
+        reference["tool_calls"] = [{"type": "function", "id": call_id, "function": function} for function in functions]
     if message.tool_call_id is not None:
-        theirs |= {"tool_call_id": call_id, "name": "get_weather"}
-    return theirs
+        reference |= {"tool_call_id": call_id, "name": "get_weather"}
+    return reference
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
 def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    theirs = transformers.PreTrainedTokenizerFast(
+    reference = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(byte_level_json())),
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
@@ -98,20 +98,20 @@ def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer:
         for tools in ((), (WEATHER,)):
             options: dict[str, Any] = {"chat_template": TEMPLATES[name], "add_generation_prompt": True}
             options["tools"] = [{"type": "function", "function": shown}] if tools else None
-            plain = [as_theirs(message, FORMATS[name].id_chars) for message in messages]
+            plain = [as_transformers(message, FORMATS[name].id_chars) for message in messages]
             request = ChatRequest(messages, tools=tools)
-            assert template.render(request) == theirs.apply_chat_template(plain, tokenize=False, **options)
-            assert template.encode(request) == theirs.apply_chat_template(plain, return_dict=False, **options)
+            assert template.render(request) == reference.apply_chat_template(plain, tokenize=False, **options)
+            assert template.encode(request) == reference.apply_chat_template(plain, return_dict=False, **options)
     template.close()
 
 
-def test_tools_in_words(json_tokenizer: Tokenizer) -> None:
+def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(PLAIN, json_tokenizer)
     results = (say(Role.TOOL, "21", tool_call_id="call_1"), say(Role.TOOL, "22", tool_call_id="call_2"))
     calls = (CALL, ToolCall("call_2", "now", "{}"))
     messages = (say(Role.SYSTEM, "Be brief."), ASKED, say(Role.ASSISTANT, "I look.", tool_calls=calls), *results)
     text = template.render(ChatRequest((*messages, say(Role.USER, "So?")), tools=(WEATHER, NOW)))
-    system, asked, called, told, _ = text.split("<|im_end|>\n")
+    system, asked, called, results_turn, _ = text.split("<|im_end|>\n")
     assert system.startswith("<|im_start|>system\nBe brief.\n\nYou can use these tools")
     assert '\n{"name": "now", "parameters": {"type": "object", "properties": {}}}\n' in system
     assert asked == "<|im_start|>user\nWeather?"
@@ -121,7 +121,7 @@ def test_tools_in_words(json_tokenizer: Tokenizer) -> None:
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     )
     response = "<tool_response>\n21\n</tool_response>\n<tool_response>\n22\n</tool_response>"
-    assert told == f"<|im_start|>user\n{response}\n\nSo?"  # turns alternate
+    assert results_turn == f"<|im_start|>user\n{response}\n\nSo?"  # turns alternate
     none = ChatRequest((ASKED,), tools=(WEATHER,), tool_choice=ToolChoice(ToolMode.NONE))
     assert template.render(none) == template.render(ChatRequest((ASKED,)))
     template.close()
@@ -140,14 +140,14 @@ def test_no_part_of_a_tool_can_write_a_control_token(name: str, token: str) -> N
         ids = template.encode(ChatRequest(messages, tools=(Tool("f", text, schema),)))
         return [token_id for token_id in ids if token_id in tokenizer.control_ids]
 
-    # Told in words, a call is an assistant's text, in which only special tokens are kept out.
+    # In the prompted format a call is assistant text, where only special tokens are marked.
     if name != "words" or token in SPECIAL:
         for text in (token, f"a{token}b", f"{token[:-1]}{token}"):
             assert control_ids(text) == control_ids("harmless")
     template.close()
 
 
-def test_ids_of_a_length() -> None:
+def test_call_ids_of_a_required_length() -> None:
     mistral = FORMATS["mistral"]
     assert fitting_id("abcDEF123", mistral) == "abcDEF123"
     made = fitting_id("call_123456", mistral)
@@ -156,7 +156,7 @@ def test_ids_of_a_length() -> None:
     assert fitting_id("call_123456", FORMATS["hermes"]) == "call_123456"
 
 
-# Reading
+# Parsing
 
 Plain = tuple[str, ...]  # a piece without the id of its call
 
@@ -227,7 +227,7 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), TRANSCRIPTS, ids=lambda value: str(value)[:30])
-def test_a_transcript_reads_the_same_however_it_is_cut(name: str, text: str, expected: list[Plain]) -> None:
+def test_a_transcript_parses_the_same_however_it_is_split(name: str, text: str, expected: list[Plain]) -> None:
     def make() -> AnswerParser:
         return CallParser(FORMATS[name], ("get", "set"))
 
@@ -239,7 +239,7 @@ def test_a_transcript_reads_the_same_however_it_is_cut(name: str, text: str, exp
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "\n", " ", '{"name": "', "get", '"', "}", ",", "x"])))
 @settings(max_examples=200, deadline=None)
-def test_any_text_reads_the_same_however_it_is_cut(parts: list[str]) -> None:
+def test_any_text_parses_the_same_however_it_is_split(parts: list[str]) -> None:
     def make() -> AnswerParser:
         return CallParser(FORMATS["hermes"], ("get",))
 
@@ -250,8 +250,8 @@ def test_any_text_reads_the_same_however_it_is_cut(parts: list[str]) -> None:
         assert "".join(piece[1] for piece in whole) == text  # nothing is lost
 
 
-def test_arguments_come_as_they_grow() -> None:
-    parser = CallParser(IN_WORDS, ("get",))
+def test_arguments_are_streamed() -> None:
+    parser = CallParser(PROMPTED, ("get",))
     assert parser.push('<tool_call>\n{"name": "get", "arguments"') == []
     (start, first) = parser.push(': {"a')
     assert isinstance(start, CallStart)
@@ -259,6 +259,31 @@ def test_arguments_come_as_they_grow() -> None:
     assert parser.push('": 1') == [CallArguments(0, '": 1')]
     assert parser.push("}}\n</tool") == [CallArguments(0, "}")]
     assert parser.push("_call>\n") == parser.finish() == []
+
+
+CUT: list[tuple[str, str, list[Plain]]] = [
+    ("hermes", "<tool", []),
+    ("hermes", "I look.\n<tool_call>\n{", [("words", "I look.\n")]),
+    ("hermes", '<tool_call>\n{"na', []),
+    ("hermes", "1 < 2 and <", [("words", "1 < 2 and ")]),
+    ("hermes", "a <b", [("words", "a <b")]),
+    ("hermes", '<tool_call>\n{"name": "get", "argu', []),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": {"a', [("call", "0", "get"), ("arguments", "0", '{"a')]),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "pieces"), CUT)
+def test_half_of_a_marker_at_a_length_cut_is_not_text(format: str, text: str, pieces: list[Plain]) -> None:
+    for texts in ((text,), tuple(text)):
+        parser = CallParser(FORMATS[format], ("get",))
+        found = [piece for part in texts for piece in parser.push(part)]
+        assert merged([*found, *parser.finish(is_cut=True)]) == pieces
+
+
+def test_json_without_a_marker_is_kept_at_a_length_cut() -> None:
+    bare = next(one for one in FORMATS.values() if one.may_be_bare)
+    parser = CallParser(bare, ("get",))
+    assert merged([*parser.push('{"city": "Os'), *parser.finish(is_cut=True)]) == [("words", '{"city": "Os')]
 
 
 def called(arguments: str, name: str = "get") -> str:
@@ -270,7 +295,7 @@ REPEATS: list[tuple[str, list[Plain], bool]] = [
     (called('{"a": 1}') + called('{"a": 12}'), calls(("get", '{"a": 1}'), ("get", '{"a": 12}')), False),
     (called('{"a": 12}') + called('{"a": 1}'), calls(("get", '{"a": 12}'), ("get", '{"a": 1}')), False),
     (
-        called("{}") + called("{}", "set") + called("{}"),  # later, and not right after itself
+        called("{}") + called("{}", "set") + called("{}"),  # repeated later, not directly
         calls(("get", "{}"), ("set", "{}"), ("get", "{}")),
         False,
     ),
@@ -279,8 +304,8 @@ REPEATS: list[tuple[str, list[Plain], bool]] = [
         [*calls(("get", "{}")), ("words", "Again:"), ("call", "1", "get"), ("arguments", "1", "{}")],
         False,
     ),
-    (called('{"a": 1}') + called('{"a": 1}')[:40], calls(("get", '{"a": 1}')), False),  # cut off: it is left out
-    (called("{}") + "<tool", calls(("get", "{}")), False),  # in the middle of the opening, too
+    (called('{"a": 1}') + called('{"a": 1}')[:40], calls(("get", '{"a": 1}')), False),  # cut off: dropped
+    (called("{}") + "<tool", calls(("get", "{}")), False),  # cut off within the opening
     (called("{}") + "<to be>", [*calls(("get", "{}")), ("words", "<to be>")], False),
 ]
 
@@ -298,19 +323,19 @@ def test_a_call_that_repeats_the_one_before_ends_the_turn(text: str, expected: l
 
 
 def test_a_second_call_of_the_same_tool_is_held_back_until_it_differs() -> None:
-    parser = CallParser(IN_WORDS, ("get",))
+    parser = CallParser(PROMPTED, ("get",))
     parser.push(called('{"a": "x", "b": 1}'))
     assert parser.push('<tool_call>\n{"name": "get", "arguments": {"a": "') == []
     assert merged(parser.push("y")) == [("call", "1", "get"), ("arguments", "1", '{"a": "y')]
     assert parser.push('"}') == [CallArguments(1, '"}')]
 
 
-def test_a_head_without_end_is_given_up() -> None:
+def test_an_endless_head_is_text() -> None:
     text = '<tool_call>{"x": "' + "<tool_call>" * 2000
-    assert read(lambda: CallParser(IN_WORDS, ("get",)), text) == [("words", text)]
+    assert read(lambda: CallParser(PROMPTED, ("get",)), text) == [("words", text)]
 
 
-# Thoughts
+# Reasoning
 
 THOUGHTS: list[tuple[Opening, str, list[Plain]]] = [
     (Opening.FREE, "<think>\nhm </thin so\n\n</think>\n\nHi. ", [("thought", "hm </thin so"), ("words", "Hi. ")]),
@@ -327,9 +352,9 @@ THOUGHTS: list[tuple[Opening, str, list[Plain]]] = [
 
 
 @pytest.mark.parametrize(("opening", "text", "expected"), THOUGHTS)
-def test_thoughts_are_split_off(opening: Opening, text: str, expected: list[Plain]) -> None:
+def test_reasoning_is_split_off(opening: Opening, text: str, expected: list[Plain]) -> None:
     def make() -> AnswerParser:
-        return ThoughtParser(THINK, opening, CallParser(IN_WORDS, ("get",)))
+        return ThoughtParser(THINK, opening, CallParser(PROMPTED, ("get",)))
 
     assert read(make, text) == expected
     assert read(make, *text) == expected
@@ -337,7 +362,7 @@ def test_thoughts_are_split_off(opening: Opening, text: str, expected: list[Plai
         assert read(make, text[:at], text[at:]) == expected
 
 
-def test_which_models_think() -> None:
+def test_reasoning_formats_are_detected() -> None:
     assert find_reasoning(HERMES) is THINK
     assert find_reasoning(THINKING) is THINK
     assert find_reasoning(PLAIN) is find_reasoning(None) is None
@@ -346,12 +371,12 @@ def test_which_models_think() -> None:
     assert find_opening(THINK, "<think> </think> <|im_start|>assistant\n") is Opening.FREE
 
 
-def test_thinking_is_switched_where_the_template_can(json_tokenizer: Tokenizer) -> None:
+def test_reasoning_switches_of_templates(json_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(HERMES, json_tokenizer)
     assert template.render(ChatRequest((ASKED,), wants_thought=False)).endswith("<think>\n\n</think>\n\n")
     assert template.render(ChatRequest((ASKED,), wants_thought=True)).endswith("assistant\n")
     own = ChatRequest((ASKED,), wants_thought=True, template_args={"enable_thinking": False})
-    assert template.render(own).endswith("</think>\n\n")  # what names the variable goes first
+    assert template.render(own).endswith("</think>\n\n")  # an explicit variable has precedence
     past = (ASKED, say(Role.ASSISTANT, "Warm.", thought="hm"), ASKED)
     assert "assistant\n<think>\nhm\n</think>\n\nWarm.<|im_end|>" in template.render(ChatRequest(past))
     template.close()
@@ -386,7 +411,7 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def follows() -> Callable[[Grammar | None, str], str]:
-    """whole: the text may end here; part: more must follow; no: it can never be this."""
+    """Judges a text. whole: may end here; part: more must follow; no: not allowed."""
     llguidance = pytest.importorskip("llguidance")
     letters = Letters()
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(letters), n_vocab=259)
@@ -458,7 +483,7 @@ FORCED: list[tuple[str, ToolChoice, Grammar | None, Opening | None, dict[str, st
 
 
 @pytest.mark.parametrize(("name", "choice", "words", "opening", "judged"), FORCED)
-def test_what_an_answer_may_be(
+def test_answer_grammars(
     follows: Callable[[Grammar | None, str], str],
     name: str,
     choice: ToolChoice,
@@ -480,20 +505,20 @@ def test_what_an_answer_may_be(
         (Grammar(GrammarKind.LARK, 'start: "x" D\nD: /[0-9]{2}/'), "x12", "x1y"),
     ],
 )
-def test_a_shape_behind_a_thought(
+def test_a_grammar_after_reasoning(
     follows: Callable[[Grammar | None, str], str], words: Grammar, good: str, bad: str
 ) -> None:
     for opening, before in ((Opening.OPEN, "hm</think>"), (Opening.FREE, "<think>hm</think>\n\n"), (Opening.FREE, "")):
-        grammar = answer_grammar(IN_WORDS, (), AUTO, words, (THINK, opening), control_id)
+        grammar = answer_grammar(PROMPTED, (), AUTO, words, (THINK, opening), control_id)
         assert follows(grammar, before + good) == "whole"
         assert follows(grammar, before + bad) in ("no", "part")
-    assert answer_grammar(IN_WORDS, (), AUTO, words, (THINK, Opening.CLOSED), control_id) is words
-    assert answer_grammar(IN_WORDS, (), AUTO, None, (THINK, Opening.OPEN), control_id) is None
+    assert answer_grammar(PROMPTED, (), AUTO, words, (THINK, Opening.CLOSED), control_id) is words
+    assert answer_grammar(PROMPTED, (), AUTO, None, (THINK, Opening.OPEN), control_id) is None
 
 
-def test_many_tools_find_their_line() -> None:
+def test_errors_identify_the_tool() -> None:
     tools = [Tool(f"tool_{i}") for i in range(128)]
-    grammar = answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id)
+    grammar = answer_grammar(PROMPTED, tools, AUTO, None, None, control_id)
     assert grammar is not None
     for line, text in enumerate(grammar.source.split("\n"), 1):
         if text.startswith("call_"):
@@ -508,23 +533,23 @@ def wide(name: str, num_properties: int, *, is_strict: bool = True) -> Tool:
     return Tool(name, "", {"type": "object", "properties": properties}, is_strict=is_strict)
 
 
-def test_tools_that_are_too_large_together_say_which_are_to_be_freed() -> None:
+def test_tools_that_are_too_large_in_total_list_the_largest() -> None:
     tools = [wide("a", 200, is_strict=False), wide("b", 1200), wide("c", 900, is_strict=False), wide("d", 700)]
-    rule = r"^grammar: tools: their schemas are too large together: \d+ characters after rewriting, more than 65536$"
+    rule = r"^grammar: tools: their schemas are too large in total: \d+ characters after rewriting, more than 65536$"
     with pytest.raises(ToolsTooLarge, match=rule) as caught:
-        answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id)
+        answer_grammar(PROMPTED, tools, AUTO, None, None, control_id)
     assert caught.value.loose == [2]
     tools[2] = replace(tools[2], is_free=True)
-    assert answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id) is not None
+    assert answer_grammar(PROMPTED, tools, AUTO, None, None, control_id) is not None
 
 
-def test_the_schema_of_a_tool_is_held_once() -> None:
+def test_the_schema_of_a_tool_is_rewritten_once() -> None:
     tool = wide("f", 3)
     assert held_parameters(tool) is held_parameters(replace(wide("g", 3)))
     assert held_parameters(tool) is not held_parameters(replace(tool, is_strict=False))
 
 
-def test_a_schema_without_what_constrains_nothing_and_without_room_for_more() -> None:
+def test_annotations_are_removed_and_objects_are_closed() -> None:
     inner = {"type": "object", "properties": {"title": {"type": "string", "title": "T"}}}
     given = {
         "title": "X",
@@ -556,7 +581,7 @@ def test_a_schema_without_what_constrains_nothing_and_without_room_for_more() ->
         ([NOW], ToolChoice(allowed=("then",)), "tool_choice names 'then'"),
     ],
 )
-def test_tools_that_cannot_work(tools: list[Tool], choice: ToolChoice, message: str) -> None:
+def test_invalid_tools_are_refused(tools: list[Tool], choice: ToolChoice, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         ChatRequest((ASKED,), tools=tuple(tools), tool_choice=choice)
 
@@ -573,6 +598,6 @@ def test_tools_that_cannot_work(tools: list[Tool], choice: ToolChoice, message: 
         (ToolCall("c", "f", '{"a":' * 65 + "1" + "}" * 65), r"arguments is nested more than 64 deep"),
     ],
 )
-def test_calls_that_cannot_have_been_made(call: ToolCall, message: str) -> None:
+def test_invalid_calls_are_refused(call: ToolCall, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         ChatRequest((say(Role.ASSISTANT, tool_calls=(call,)),))

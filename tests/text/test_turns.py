@@ -1,4 +1,4 @@
-"""Conversations in turns that strict templates accept: nothing that was said is lost, nothing is refused."""
+"""Conversations adapted to strict templates: no text is lost and none is refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
-from quire.text.turns import STRICTEST, TurnRules, conform, is_plain
-from tests.text.test_chat import STYLES
+from quire.text.turns import STRICTEST, TurnRules, is_plain, merge_turns
+from tests.text.test_chat_template import STYLES
 from tests.text.tool_templates import TEMPLATES
 from tests.text.vocabularies import byte_level_gguf
 
@@ -28,19 +28,19 @@ _ALTERNATE = """{%- for message in turns %}
         {{- raise_exception('roles must alternate user/assistant/user/assistant') }}
     {%- endif %}
 {%- endfor %}"""
-# What each insists on, in the way of its family.
+# The requirements of several model families.
 STRICT = {
     # Gemma 2: no system turn at all.
     "no system": "{%- if messages[0]['role'] == 'system' %}{{- raise_exception('no system role') }}{%- endif %}"
     "{%- set turns = messages %}" + _ALTERNATE + "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}",
-    # Gemma 3, Llama 2: one at the beginning, then user and assistant take turns.
+    # Gemma 3, Llama 2: one system turn at the start, then user and assistant alternate.
     "alternating": "{%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}"
     + _ALTERNATE
     + "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
     "{{- '<|im_end|>' }}{%- endfor %}",
-    # Mistral: calls and results stand between the turns; the system's text is told with the last user's turn.
+    # Mistral: calls and results come between the turns; the system text is part of the last user turn.
     "mistral": "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
     "{%- set rest = messages[1:] if messages[0]['role'] == 'system' else messages %}"
     "{%- set ns = namespace(index=0) %}{%- for message in rest %}"
@@ -56,9 +56,9 @@ STRICT = {
     "{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}"
     "{%- elif message['role'] == 'tool' %}{{- '[TOOL_RESULTS] ' + message['content'] + '[/TOOL_RESULTS]' }}"
     "{%- else %}{{- raise_exception('Only user, assistant and tool roles are supported') }}{%- endif %}{%- endfor %}",
-    # Phi 3 and others: a system turn has no place, and is left out without a word.
+    # Phi 3 and others: a system turn is silently omitted.
     "silent": STYLES["phi3"],
-    # Qwen 3.5, DeepSeek: a late system turn is refused or left out.
+    # Qwen 3.5, DeepSeek: a late system turn is refused or omitted.
     "first system only": "{%- for message in messages %}{%- if message['role'] == 'system' and not loop.first %}"
     "{{- raise_exception('System message must be at the beginning.') }}{%- endif %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}",
@@ -117,14 +117,14 @@ def template(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[C
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_what_a_template_accepts_is_found_out(name: str, tokenizer: Tokenizer) -> None:
+def test_the_rules_of_a_template_are_found(name: str, tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STRICT[name], tokenizer)
     template.render(ChatRequest([SYSTEM, FIRST]))
     assert template._rules == RULES[name]
     template.close()
 
 
-def test_a_template_that_accepts_everything_gets_it_as_it_is(tokenizer: Tokenizer) -> None:
+def test_a_permissive_template_gets_conversations_unchanged(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STYLES["chatml"], tokenizer)
     for talk in (TALKS["two questions"], TALKS["two answers"], TALKS["two systems"], TALKS["a late system"]):
         expected = "".join(f"<|im_start|>{one.role.value}\n{one.text}<|im_end|>\n" for one in talk)
@@ -139,13 +139,13 @@ def test_nothing_is_refused_and_nothing_is_lost(name: str, template: ChatTemplat
     at = 0
     for message in TALKS[name]:
         if message.role is not Role.SYSTEM and message.text:
-            at = rendered.index(message.text, at)  # in the order in which it was said
+            at = rendered.index(message.text, at)  # in the original order
         assert message.text in rendered
     assert all(tool.name in rendered for tool in tools)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_what_agents_send_is_rendered(path: Path, template: ChatTemplate) -> None:
+def test_recorded_agent_requests_are_rendered(path: Path, template: ChatTemplate) -> None:
     chat = chat_of(json.loads(path.read_text()))
     rendered = template.render(chat)
     missing = [part.text for message in chat.messages for part in message.parts if _plain(part.text) not in rendered]
@@ -166,7 +166,7 @@ def chat_of(recorded: dict[str, Any]) -> ChatRequest:
     return chat
 
 
-def test_tools_are_told_in_the_first_user_turn_where_there_is_no_system_turn(tokenizer: Tokenizer) -> None:
+def test_tools_are_described_in_the_first_user_turn_without_system_turns(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STRICT["no system"], tokenizer)
     rendered = template.render(ChatRequest([FIRST], tools=(Tool("look", "Looks."),)))
     assert rendered.startswith("<|im_start|>user\nYou can use these tools")
@@ -177,7 +177,7 @@ def test_tools_are_told_in_the_first_user_turn_where_there_is_no_system_turn(tok
     template.close()
 
 
-def test_an_effort_that_a_template_refuses_is_only_a_hint(tokenizer: Tokenizer) -> None:
+def test_a_refused_reasoning_effort_is_dropped(tokenizer: Tokenizer) -> None:
     source = (
         "{%- if reasoning_effort is defined and reasoning_effort not in ['low', 'high'] %}"
         "{{- raise_exception('reasoning_effort error') }}{%- endif %}"
@@ -190,20 +190,20 @@ def test_an_effort_that_a_template_refuses_is_only_a_hint(tokenizer: Tokenizer) 
     template.close()
 
 
-def test_turns_in_detail() -> None:
+def test_merge_turns() -> None:
     late = say("system", "s2")
-    assert conform([SYSTEM, late, FIRST], TurnRules(takes_late_system=False)) == [
+    assert merge_turns([SYSTEM, late, FIRST], TurnRules(takes_late_system=False)) == [
         Message(Role.SYSTEM, (Part("s1"), Part("\n\n"), Part("s2"))),
         FIRST,
     ]
-    assert conform([FIRST, late, LAST], TurnRules(takes_late_system=False)) == [
+    assert merge_turns([FIRST, late, LAST], TurnRules(takes_late_system=False)) == [
         Message(Role.USER, (Part("u1"), Part("\n\n"), Part("s2"), Part("\n\n"), Part("u2")))
     ]
-    joined = conform([SYSTEM, *CALLED, LAST], STRICTEST)
+    joined = merge_turns([SYSTEM, *CALLED, LAST], STRICTEST)
     assert [message.role.value for message in joined] == ["user", "assistant", "tool"]
     assert joined[-1].text == "r1\n\nu2"
     answers = [FIRST, say("assistant", "a1"), say("assistant", "a2", call("c1"))]
-    assert [message.text for message in conform(answers, STRICTEST)] == ["u1", "a1a2"]
-    assert conform(TALKS["two rounds"], TurnRules()) == TALKS["two rounds"]
+    assert [message.text for message in merge_turns(answers, STRICTEST)] == ["u1", "a1a2"]
+    assert merge_turns(TALKS["two rounds"], TurnRules()) == TALKS["two rounds"]
     assert is_plain([FIRST, ANSWER, LAST])
     assert not any(is_plain(talk) for talk in TALKS.values())

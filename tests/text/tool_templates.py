@@ -1,4 +1,4 @@
-"""Chat templates with tools, written for these tests the way each family writes its own."""
+"""Chat templates with tools, written for these tests in the style of each model family."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# A template that opens the thought itself.
+# A template that opens the reasoning block itself.
 THINKING = PLAIN.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}") + "{# </think> #}"
 
 TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "words": PLAIN}

@@ -1,4 +1,4 @@
-"""Vocabularies small enough to be made in a test: trained here on a few sentences, or written by hand."""
+"""Small vocabularies for tests: trained on a few sentences, or written by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORPUS = (
     "日本語のテキスト。中文也有一些。 emoji: 🎉🎉 👩‍💻",
     "def main(argv: list[str]) -> int:\n    return len(argv)\n\n\n",
 )
-# Texts that have gone wrong somewhere: every tokenizer must take and give them back.
+# Difficult texts that every tokenizer must encode and decode without loss.
 TEXTS = (
     "",
     " ",
@@ -58,7 +58,7 @@ def _trained() -> str:
 
 
 def byte_level_json() -> dict[str, Any]:
-    """A tokenizer.json in the manner of GPT-2 with ChatML. A fresh copy: tests spoil it."""
+    """A tokenizer.json in the style of GPT-2 with ChatML. A new copy, which tests may modify."""
     spec: dict[str, Any] = json.loads(_trained())
     return spec
 

@@ -1,0 +1,1 @@
+"""Structured output: compiles grammars and computes the token masks of a step."""

@@ -1,6 +1,6 @@
-"""Grammars, compiled for one vocabulary by llguidance, and where an answer stands in one. Imports it at first use.
+"""Compiles grammars for one vocabulary with llguidance, which is imported at first use.
 
-Knows nothing of requests and steps. A compiled grammar is kept and copied for every answer.
+Knows nothing of requests and steps. A compiled grammar is cached; every answer gets a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.engine.model_text import make_tokenizer
 from quire.engine.structured.masks import GrammarFailed, Matcher
-from quire.engine.structured.trial import GrammarTrial, Vocabulary, tell
+from quire.engine.structured.trial import GrammarTrial, Vocabulary, one_line
 from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
 NUM_THREADS = 2
-STACK_BYTES = 16 << 20  # of those threads: the compiler is recursive
+STACK_BYTES = 16 << 20  # of these threads: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # one to two kB each
-    "verbose_errors": False,  # they would hold the answer so far
+    "verbose_errors": False,  # they would contain the answer so far
 }
-_IN_STRING = r'[^"\\\x00-\x1F\x7F]'  # what a JSON string may hold as it is
-# What a grammar allows or forbids as a whole is not walked through token by token. llguidance's own slices know of
-# strings alone; these also of short rests of a string with a maxLength, and of names in addresses and patterns.
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'  # characters that need no escape in a JSON string
+# Tokens that a grammar allows or forbids together are not checked one by one. llguidance's default slices cover
+# strings; these also cover the short rest of a string with a maxLength, and names in addresses and patterns.
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     r"[a-z0-9]{1,10}",
@@ -46,16 +46,16 @@ SLICES = (
 
 
 class Grammars:
-    """Compiles, in threads of its own, and remembers. Safe to use from several threads."""
+    """Compiles grammars in threads and caches the results. Thread-safe."""
 
     def __init__(self, open_tokenizer: Callable[[], tuple[Tokenizer, tuple[int, ...]]], vocab_size: int) -> None:
-        """`open_tokenizer` gives a tokenizer and the model's end-of-text ids; it is called once, at the first use."""
+        """`open_tokenizer` returns a tokenizer and the model's end-of-text ids. It is called once, at first use."""
         self._open_tokenizer = open_tokenizer
         self._vocab_size = vocab_size
         self._opening = threading.Lock()
-        self._lock = threading.Lock()  # around what follows
+        self._lock = threading.Lock()  # protects the fields below
         self._compiler: _Compiler | None = None
-        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()  # the least recently used first
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._jobs: dict[Grammar, Future[Compiled]] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -71,7 +71,7 @@ class Grammars:
             return compiled
 
     def submit(self, grammar: Grammar) -> Future[Compiled]:
-        """Compile in a thread. What comes of it may be a QuireError: InvalidRequest, if the grammar is at fault."""
+        """Compile in a thread. The future may raise a QuireError: InvalidRequest if the grammar is at fault."""
         with self._lock:
             known = self._jobs.get(grammar)
             if known is not None:
@@ -86,7 +86,7 @@ class Grammars:
             return job
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """As `submit`, and wait for it."""
+        """Compile and wait for the result."""
         return self.find(grammar) or self.submit(grammar).result()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Grammars:
 
 
 def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:
-    """For a process that has the weights of a model and not yet its words."""
+    """Grammars for a process that has not opened the model's tokenizer yet."""
     return Grammars(lambda: _open_tokenizer(path, load_format), vocab_size)
 
 
@@ -136,14 +136,14 @@ def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int,
 
 
 class Compiled(Protocol):
-    """A grammar before the first token."""
+    """A compiled grammar."""
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, about."""
+        """Approximate memory use."""
 
     def matcher(self) -> Matcher:
-        """For one answer."""
+        """A matcher for one answer."""
 
 
 class _LLCompiled:
@@ -157,32 +157,32 @@ class _LLCompiled:
 
 
 class _LLMatcher:
-    """A `Matcher` by llguidance. Its masks are passed on unchanged: the grammar alone decides."""
+    """A `Matcher` that uses llguidance. Its masks are returned unchanged."""
 
     __slots__ = ("_mask_bytes", "_matcher", "family")
 
     def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, *, family: object) -> None:
-        self.family = family  # copies share the lexer, under a lock
+        self.family = family  # copies share the lexer, which is protected by a lock
         self._matcher = matcher
         self._mask_bytes = mask_bytes
 
     def mask(self) -> bytes:
-        with _panics_told():
-            mask = self._matcher.compute_bitmask()  # without the GIL
+        with _panics_converted():
+            mask = self._matcher.compute_bitmask()  # releases the GIL
         if self._matcher.is_error():
-            raise GrammarFailed(tell(self._matcher.get_error()))
+            raise GrammarFailed(one_line(self._matcher.get_error()))
         return mask[: self._mask_bytes]
 
     def consume(self, token: int) -> bool:
-        with _panics_told():
+        with _panics_converted():
             is_consumed = self._matcher.consume_token(token)
         if not is_consumed:
-            raise GrammarFailed(tell(self._matcher.get_error()))
+            raise GrammarFailed(one_line(self._matcher.get_error()))
         return self._matcher.is_stopped()
 
 
 class _TokenMask:
-    """A list of tokens, compiled: the same mask at every token of any answer. It needs neither state nor library."""
+    """A list of allowed tokens: the same mask at every position. Needs neither state nor llguidance."""
 
     def __init__(self, source: str, vocab_size: int) -> None:
         token_ids: list[int] = json.loads(source)
@@ -202,13 +202,13 @@ class _TokenMask:
         return self._mask
 
     def consume(self, token: int) -> bool:
-        del token  # any of them may follow any: the answer ends at a stop token, or at max_tokens
+        del token  # no state: the answer ends at a stop token or at max_tokens
         return False
 
 
 @contextmanager
-def _panics_told() -> Iterator[None]:
-    """A panic of the library is a BaseException of its own."""
+def _panics_converted() -> Iterator[None]:
+    """Convert panics of the library, which are BaseExceptions, to GrammarFailed."""
     try:
         yield
     except (QuireError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -217,8 +217,8 @@ def _panics_told() -> Iterator[None]:
         raise GrammarFailed(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
-class Words:
-    """A vocabulary as llguidance asks for it."""
+class VocabularyAdapter:
+    """A vocabulary in the interface of llguidance."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self._tokenizer = tokenizer
@@ -228,7 +228,7 @@ class Words:
         self.special_token_ids = vocabulary.special_token_ids
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """What the grammar leaves no choice about is written in the tokens the model itself would use."""
+        """Encode text that the grammar forces, in the tokens that the model itself would use."""
         return self._tokenizer.encode_plain(text.decode() if isinstance(text, bytes) else text, at_start=False)
 
 
@@ -239,7 +239,7 @@ class _Compiler:
         except ModuleNotFoundError as error:
             raise MissingExtra.of("grammar: a structured answer", error.name) from error
         if not eos_token_ids:
-            raise InvalidRequest("grammar: this model has no end-of-text token, so no answer could end")
+            raise InvalidRequest("grammar: this model has no end-of-text token, so an answer could not end")
         vocabulary = Vocabulary(
             tokens=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
             eos_token_ids=eos_token_ids,
@@ -249,7 +249,7 @@ class _Compiler:
         self._library = llguidance
         self._mask_bytes = -(-vocab_size // 8)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(Words(tokenizer, vocabulary)),
+            llguidance.TokenizerWrapper(VocabularyAdapter(tokenizer, vocabulary)),
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids),
             slices=list(vocabulary.slices),
@@ -259,28 +259,28 @@ class _Compiler:
 
     def compile(self, grammar: Grammar) -> Compiled:
         source = self._translate(grammar)
-        self._trial.check(source)  # in another process first: some grammars end the one they are compiled in
-        with _panics_told():
+        self._trial.check(source)  # in another process first: some grammars crash the compiler
+        with _panics_converted():
             start = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if start.is_error():
-                raise InvalidRequest(f"grammar: {tell(start.get_error())}")
-            start.compute_bitmask()  # what it computes, the copies need not
-        # Measured: 80 kB for small schemas, 50 bytes a character for large ones.
+                raise InvalidRequest(f"grammar: {one_line(start.get_error())}")
+            start.compute_bitmask()  # copies reuse the result
+        # Measured: 80 kB for small schemas, 50 bytes per character for large ones.
         return _LLCompiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * len(grammar.source))
 
     def close(self) -> None:
         self._trial.close()
 
     def _translate(self, grammar: Grammar) -> str:
-        """As llguidance writes grammars."""
+        """The grammar in llguidance's format."""
         matcher = self._library.LLMatcher
         if grammar.kind is GrammarKind.REGEX:
             return matcher.grammar_from_regex(grammar.source)
         if grammar.kind is GrammarKind.LARK:
             return matcher.grammar_from_lark(grammar.source)
         schema = json.loads(grammar.source)
-        options: Any = {**json_style(schema), "lenient": False, "coerce_one_of": False}  # nothing is left out here
+        options: Any = {**json_style(schema), "lenient": False, "coerce_one_of": False}  # enforce every keyword
         try:
             return matcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
-            raise InvalidRequest(f"grammar: {tell(str(error))}") from None
+            raise InvalidRequest(f"grammar: {one_line(str(error))}") from None

@@ -1,6 +1,6 @@
-"""Which tokens the answers of a step may go on with. Knows matchers and plans; knows nothing of grammars or text.
+"""Computes the token masks of a step. Knows matchers and plans, not grammars or text.
 
-A matcher follows committed tokens alone: what is sampled and dropped (an old epoch, a preemption) it never hears of.
+A matcher sees committed tokens only, never tokens that are sampled and dropped (an old epoch, a preemption).
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from quire.backends.machine import usable_cores
 from quire.core.step import StepPlan
 from quire.errors import QuireError
 
-MASK_LIMIT_S = 0.02  # of a core, for one token of one answer
-OVERRUN_LIMIT_S = 0.5  # what one answer's masks may take beyond that, in all: everyone in its steps waits for them
+MASK_LIMIT_S = 0.02  # CPU time for one token of one answer
+OVERRUN_LIMIT_S = 0.5  # total time above that limit for one answer: its masks delay the whole batch
 MAX_THREADS = 8
-ROWS_A_THREAD = 4  # at least: to hand one row to a thread costs as much as to compute its mask
+ROWS_PER_THREAD = 4  # minimum: passing one row to a thread costs as much as computing its mask
 
 log = logging.getLogger(__name__)
 
 
 class GrammarFailed(QuireError):
-    """A matcher cannot go on: its grammar is too complex here, or its library failed."""
+    """A matcher cannot continue: its grammar is too complex at this point, or its library failed."""
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar. Used by one thread at a time."""
+    """The position of one answer in its grammar. Used by one thread at a time."""
 
     @property
     def family(self) -> object:
-        """Those that share one take turns inside their library: more threads would only wait for each other."""
+        """Matchers of the same family share a lock in their library, so they should run in the same thread."""
 
     def mask(self) -> bytes:
-        """The tokens that may come next, a bit each, lowest bit first; end-of-text where the answer may end."""
+        """A bit mask of the allowed next tokens, lowest bit first. Includes end-of-text if the answer may end."""
 
     def consume(self, token: int) -> bool:
-        """Go on with a token. True: the answer is complete, and nothing but end-of-text could follow."""
+        """Advance by a token. Returns True if the answer is complete: only end-of-text could follow."""
 
 
 class Masks(NamedTuple):
-    """Of one step."""
+    """The masks of one step."""
 
     by_batch_index: Mapping[int, bytes]
-    failures: Mapping[int, str]  # request id -> why there is none for it
+    failures: Mapping[int, str]  # request id -> why it has no mask
 
 
 class _Entry:
-    """A request's matcher, and what it has used up."""
+    """A request's matcher and its time above the limit."""
 
     __slots__ = ("matcher", "overrun_s")
 
@@ -60,12 +60,14 @@ class _Entry:
 
 
 _Row = tuple[int, int, _Entry]  # request id, batch index
-_Found = list[tuple[int, int, bytes | str]]  # request id, batch index; the mask, or why there is none
+_Found = list[tuple[int, int, bytes | str]]  # request id, batch index, and the mask or an error
 
 
 class GrammarMasks:
-    """The matchers of the requests under way. `begin` and `finish` go around whatever a device does meanwhile; where
-    the device is this processor, nothing would be gained, and `compute` is both."""
+    """The matchers of the running requests.
+
+    `begin` and `finish` compute masks while a device works. On a CPU there is nothing to overlap: use `compute`.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by request id
@@ -83,12 +85,12 @@ class GrammarMasks:
         self._entries.pop(request_id, None)
 
     def has_any(self, plan: StepPlan) -> bool:
-        """Whether a mask is needed before this step can be sampled."""
+        """Whether this step needs a mask before it can be sampled."""
         entries = self._entries
         return bool(entries) and any(piece.wants_token and piece.request_id in entries for piece in plan.slices)
 
     def consume(self, request_id: int, token: int) -> bool:
-        """The token is part of the answer now. True: that is complete. Raises GrammarFailed."""
+        """Advance a request by a committed token. Returns True if its answer is complete. Raises GrammarFailed."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -98,28 +100,28 @@ class GrammarMasks:
         return is_complete
 
     def begin(self, plan: StepPlan) -> None:
-        """Compute the masks of a step, in threads. `finish` must follow before anything else changes."""
+        """Start to compute the masks of a step in threads. `finish` must be called before any other change."""
         self._jobs = [self._submit(rows) for rows in self._share_out(plan)]
 
     def finish(self) -> Masks:
-        """Wait for them."""
+        """Wait for the masks."""
         jobs, self._jobs = self._jobs, []
         return _sort(found for job in jobs for found in job.result())
 
     def compute(self, plan: StepPlan) -> Masks:
-        """The masks of a step, in this thread and as many others as help."""
+        """The masks of a step, computed in this thread and as many others as are useful."""
         first, *others = self._share_out(plan) or [[]]
         jobs = [self._submit(rows) for rows in others]
         return _sort(_compute(first) + [found for job in jobs for found in job.result()])
 
     def _share_out(self, plan: StepPlan) -> list[list[_Row]]:
-        """What each thread is to compute; the longest first."""
+        """The rows of each thread. The largest families are assigned first."""
         entries, families = self._entries, defaultdict[int, list[_Row]](list)
         for piece in plan.slices:
             if piece.wants_token and (entry := entries.get(piece.request_id)) is not None:
                 families[id(entry.matcher.family)].append((piece.request_id, piece.batch_index, entry))
         num_rows = sum(map(len, families.values()))
-        shares: list[list[_Row]] = [[] for _ in range(min(self._num_threads, -(-num_rows // ROWS_A_THREAD)))]
+        shares: list[list[_Row]] = [[] for _ in range(min(self._num_threads, -(-num_rows // ROWS_PER_THREAD)))]
         for family in sorted(families.values(), key=len, reverse=True):
             min(shares, key=len).extend(family)
         return [share for share in shares if share]

@@ -1,4 +1,4 @@
-"""Tries grammars in a child process that may be killed, before the process that serves compiles them."""
+"""Compiles grammars in a child process first, which can be killed, before the worker compiles them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from typing import Any
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.child_process import Child, Died, NoAnswer, TooSlow
 
-COMPILE_LIMIT_S = 2.0  # of a core
-FIRST_MASK_LIMIT_S = 0.1  # of a core: what is slow before the first token does not get faster
-WAIT_LIMIT_S = 120.0  # for an answer: the machine may be busy with steps
+COMPILE_LIMIT_S = 2.0  # CPU time
+FIRST_MASK_LIMIT_S = 0.1  # CPU time: a grammar with a slow first mask stays slow
+WAIT_LIMIT_S = 120.0  # wall-clock time: the machine may be busy with steps
 _CHILD = Path(__file__).with_name("trial_child.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a grammar compiler must know of a model's tokens."""
+    """The tokens of a model, as a grammar compiler needs them."""
 
-    tokens: Sequence[bytes]  # as many as the model has logits; b"": not to be sampled
+    tokens: Sequence[bytes]  # one per logit; b"": never sampled
     eos_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
-    slices: tuple[str, ...]  # regexes: tokens that a grammar often allows or forbids together
+    slices: tuple[str, ...]  # regexes of tokens that grammars often allow or forbid together
 
 
 class GrammarTrial:
-    """Safe to use from several threads: they take turns. The child starts at the first use and ends with its parent."""
+    """Checks grammars in a child process. Thread-safe: checks are serialized.
+
+    The child starts at the first use and ends with its parent.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: Mapping[str, Any]) -> None:
         self._vocabulary = vocabulary
@@ -40,7 +43,7 @@ class GrammarTrial:
         self._is_closed = False
 
     def check(self, source: str) -> None:
-        """Raises InvalidRequest, with what the compiler says of it, or which limit it broke."""
+        """Raise InvalidRequest with the compiler's error or the limit that was exceeded."""
         with self._lock:
             self._start()
             try:
@@ -50,9 +53,9 @@ class GrammarTrial:
         if problem := str(answer["error"]):
             if problem.startswith("NoExtensionBias"):
                 raise InvalidRequest("grammar: no answer matches it")
-            raise InvalidRequest(f"grammar: {tell(problem)}")
+            raise InvalidRequest(f"grammar: {one_line(problem)}")
         if (took_s := float(answer["first_mask_s"])) > FIRST_MASK_LIMIT_S:
-            took = f"the choice of its first token takes {took_s * 1000:.0f} ms"
+            took = f"choosing its first token takes {took_s * 1000:.0f} ms"
             raise InvalidRequest(f"grammar is too complex: {took}, more than {FIRST_MASK_LIMIT_S * 1000:.0f}")
 
     def close(self) -> None:
@@ -67,7 +70,7 @@ class GrammarTrial:
             if self._child.start():
                 self._child.ask(self._first_order(), WAIT_LIMIT_S)
         except NoAnswer as error:
-            raise RequestFailed(f"grammar: the process that tries grammars {error}") from None
+            raise RequestFailed(f"grammar: the process that checks grammars {error}") from None
 
     def _first_order(self) -> dict[str, Any]:
         return {
@@ -80,15 +83,15 @@ class GrammarTrial:
         }
 
 
-def tell(error: str, limit: int = 300) -> str:
-    """What llguidance says, in one line: it draws pictures of where it stopped."""
+def one_line(error: str, limit: int = 300) -> str:
+    """An error message of llguidance, which has several lines, as one short line."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def _why(error: NoAnswer) -> str:
     if isinstance(error, TooSlow):
-        return f"compiling it does not end within {WAIT_LIMIT_S:g} s"
+        return f"compiling it does not finish within {WAIT_LIMIT_S:g} s"
     if isinstance(error, Died) and error.returncode == -signal.SIGPROF:
         return f"compiling it takes more than {COMPILE_LIMIT_S:g} s"
     return "its rules are nested too deeply, or compiling it takes too much memory"

@@ -1,8 +1,8 @@
-"""The child process that tries a grammar first: compiling one may take a minute, or overflow the stack.
+"""The child process that compiles a grammar first: compiling may take a minute or overflow the stack.
 
-A thread cannot be killed and a segmentation fault takes its process along; so whoever serves compiles only what this
-process has survived, within its limits. Reads one JSON object a line, writes one a line, ends when its input does.
-Imports nothing of quire, so that it starts fast.
+A thread cannot be killed, and a segmentation fault ends the whole process. Therefore the worker compiles only grammars
+that this process compiled within its limits. Reads and writes one JSON object per line, and ends with its input.
+Imports no quire modules, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import llguidance
 
 MAX_MEMORY_BYTES = 1 << 30  # of address space
-STACK_BYTES = 1 << 20  # a fraction of what whoever serves has: what is survived here is survived there
+STACK_BYTES = 1 << 20  # a fraction of the worker's, so that the worker has enough
 
 
-class Words:
-    """A vocabulary as llguidance asks for it. Which tokens a text is written in makes no difference to a trial."""
+class VocabularyAdapter:
+    """A vocabulary in the interface of llguidance. How text is tokenized does not matter for a trial."""
 
     def __init__(self, tokens: list[bytes], eos_token_ids: list[int], special_token_ids: list[int]) -> None:
         self.tokens = tokens
@@ -41,9 +41,9 @@ class Words:
 class Trial:
     def __init__(self, order: dict[str, Any]) -> None:
         tokens = [base64.b85decode(token) for token in order["tokens"]]
-        words = Words(tokens, order["eos_token_ids"], order["special_token_ids"])
+        vocabulary = VocabularyAdapter(tokens, order["eos_token_ids"], order["special_token_ids"])
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(words),
+            llguidance.TokenizerWrapper(vocabulary),
             n_vocab=len(tokens),
             eos_token=order["eos_token_ids"],
             slices=order["slices"],
@@ -52,11 +52,11 @@ class Trial:
         self._max_cpu_s: float = order["max_cpu_s"]
 
     def run(self, source: str) -> dict[str, Any]:
-        """What the compiler says against it, and how long its first mask takes."""
+        """The compiler's error, if any, and the CPU time of the first mask."""
         answer: dict[str, Any] = {}
         threading.stack_size(STACK_BYTES)
         thread = threading.Thread(target=guarded, args=(lambda: answer.update(self._try(source)), answer))
-        signal.setitimer(signal.ITIMER_PROF, self._max_cpu_s)  # its signal ends the process, whatever that is doing
+        signal.setitimer(signal.ITIMER_PROF, self._max_cpu_s)  # its signal ends the process
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -75,12 +75,12 @@ class Trial:
 def guarded(function: Callable[[], None], answer: dict[str, Any]) -> None:
     try:
         function()
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         answer["error"] = f"{type(error).__name__}: {error}"
 
 
 def limit_memory() -> None:
-    with suppress(ImportError, ValueError, OSError):  # not on every platform
+    with suppress(ImportError, ValueError, OSError):  # not available on every platform
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

@@ -1,7 +1,10 @@
-"""A model in a process of its own, for asyncio: submit requests, iterate over text.
+"""The asyncio client of a model in a worker process.
 
-Detokenising and stop strings happen here, so that the worker does nothing but step. A crash or a hang over there fails
-the requests it had, clearly. The next request gets a fresh worker, or `supervise` has started one by then.
+`WorkerConnection` is the connection to one worker: it routes messages to requests, and fails them when the worker dies
+or hangs. `EngineClient` is what callers use: it starts a worker when needed, replaces one that ended, and submits
+requests. After a failure the next request starts a new worker, unless `supervise` has done so already.
+
+Detokenization and stop strings run on this side, so that the worker only executes steps.
 """
 
 from __future__ import annotations
@@ -59,279 +62,16 @@ from quire.engine.worker.protocol import (
 from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
 
 MAX_BACKOFF_S = 30.0
-STEADY_S = 60.0  # a worker that has been ready for so long did not die of its start
-PROBE_ID = 0  # of a question of our own; those of callers count from 1
-MOVING_LIMIT_S = 10.0  # of silence while there is work: it may come back, but nobody should rely on it
-LOAD_LIMIT_S = 180.0  # of silence while loading: libraries from a cold disk, then the largest tensor
+STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
+PROBE_ID = 0  # query id of probes; ids of callers start at 1
+MOVING_LIMIT_S = 10.0  # of silence while there is work: then the worker is reported as not responding
+LOAD_LIMIT_S = 180.0  # of silence while loading: importing libraries, or reading the largest tensor
 
 log = logging.getLogger(__name__)
 
 
-class EngineClient:
-    """Belongs to the event loop that first uses it. `async with` closes it, and with it its worker."""
-
-    def __init__(
-        self,
-        path: Path,
-        text: ModelText,
-        config: EngineConfig,
-        *,
-        on_loading: Progress | None = None,
-        hang_limit_s: float = HANG_LIMIT_S,
-        on_step: Callable[[Stepped], None] | None = None,
-    ) -> None:
-        self.text = text
-        self.max_model_len = text.spec.max_model_len  # until the worker says what fits its pool
-        self._path = path
-        self._config = config
-        self._on_loading = Hook("on_loading", on_loading)
-        self._on_step = Hook("on_step", on_step)
-        self._hang_limit_s = hang_limit_s
-        self._link: WorkerConnection | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = asyncio.Lock()
-        self._pause: asyncio.Task[None] | None = None  # before the next start
-        self._ids = count(1)
-        self._num_starts = 0
-        self._num_early_deaths = 0  # in a row, with nothing served in between
-        self._is_closed = False
-
-    async def __aenter__(self) -> EngineClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    @property
-    def facts(self) -> Ready | None:
-        """What the worker that serves said of itself; None where none does."""
-        link = self._serving_link()
-        return None if link is None else link.facts
-
-    @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
-
-    @property
-    def capacity(self) -> Capacity | None:
-        return None if self.facts is None else self.facts.capacity
-
-    @property
-    def scheduling(self) -> Scheduling | None:
-        """What the worker that serves schedules by."""
-        return None if self.capacity is None else self._config.scheduling(self.capacity)
-
-    @property
-    def worker_pid(self) -> int | None:
-        return None if self._link is None or self._link.process.is_over else self._link.process.pid
-
-    @property
-    def is_moving(self) -> bool:
-        """A worker serves, and nothing is asked of it or it was heard of lately: its steps are a sign of life."""
-        link = self._serving_link()
-        return link is not None and link.is_moving
-
-    @property
-    def num_restarts(self) -> int:
-        """Workers started beyond the first."""
-        return max(self._num_starts - 1, 0)
-
-    async def start(self) -> None:
-        """Load the model now. Without this, the first request does."""
-        await self._ready_link()
-
-    async def supervise(self) -> None:
-        """See to it that a worker serves, until cancelled or closed: when one dies, start another without being asked.
-
-        What goes wrong the first time is raised: a model that cannot be loaded will not be by trying again. Later
-        failures are logged, and tried again after a pause.
-        """
-        is_first = True
-        while True:
-            try:
-                link = await self._ready_link()
-            except QuireError as error:
-                if self._is_closed:
-                    return
-                if is_first:
-                    raise
-                log.error("%s could not be started again: %s", self.text.name, error)
-            else:
-                if not is_first:
-                    log.warning("%s is ready again", self.text.name)
-                is_first = False
-                await link.ended.wait()
-
-    async def submit(
-        self,
-        request: GenerationRequest,
-        *,
-        news: asyncio.Event | None = None,
-        on_start: Callable[[Generation], None] | None = None,
-    ) -> Generation:
-        """Hand a request to the worker, starting one if there is none.
-
-        `news` is set whenever anything about this generation changes. Several may share it; see `Generation.take`.
-        `on_start` is called when it begins, before its first step; it must not raise.
-        """
-        link = await self._ready_link()
-        request_ids = tuple(next(self._ids) for _ in range(request.n))
-        generation = Generation(Answers(request, self.text.tokenizer), request_ids, link.cancel, news, on_start)
-        link.submit(request, generation)
-        return generation
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
-
-    async def close(self) -> None:
-        """End the worker. Requests that are still under way fail."""
-        self._is_closed = True
-        if self._pause is not None:
-            self._pause.cancel()
-        link, self._link = self._link, None
-        if link is not None:
-            link.fail(WorkerDied("the engine was closed"))
-            await link.process.close()
-
-    # Questions to the worker that serves. Asking loads nothing: where none does, there is no cache.
-
-    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
-        """What the cache would give this prompt now. Changes nothing."""
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses what is no prompt
-        if (link := self._serving_link()) is None:
-            return CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        answer = await link.ask(Explain(next(self._ids), request.packed, request.salt))
-        assert isinstance(answer, Explained)
-        if answer.explanation is None:
-            raise InvalidRequest(answer.error or "no explanation")
-        return answer.explanation
-
-    async def stats(self) -> Stats | None:
-        """None where no worker serves."""
-        if (link := self._serving_link()) is None:
-            return None
-        answer = await link.ask(GetStats(next(self._ids)))
-        assert isinstance(answer, Stats)
-        return answer
-
-    async def blocks(self, max_cells: int) -> Blocks | None:
-        """The map of the pool in at most so many cells. The worker keeps one from now on: see `drop_blocks`."""
-        if (link := self._serving_link()) is None:
-            return None
-        answer = await link.ask(GetBlocks(next(self._ids), max_cells))
-        assert isinstance(answer, Blocks)
-        return answer
-
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        """Who holds these blocks, and how full they are."""
-        if (link := self._serving_link()) is None:
-            return None
-        answer = await link.ask(ViewBlocks(next(self._ids), first, count))
-        assert isinstance(answer, BlocksViewed)
-        if answer.view is None:
-            raise InvalidRequest(answer.error or "no such blocks")
-        return answer.view
-
-    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """The blocks that these requests hold, as (first, how many)."""
-        if (link := self._serving_link()) is None:
-            return ()
-        answer = await link.ask(FindHeld(next(self._ids), request_ids))
-        assert isinstance(answer, HeldFound)
-        return answer.ranges
-
-    def drop_blocks(self) -> None:
-        """Nobody looks at the map any more."""
-        if (link := self._serving_link()) is not None:
-            with suppress(QueueFull):  # then it is told the next time
-                link.process.send(DropBlocks())
-
-    async def clear_cache(self) -> None:
-        """Forget all cached content and all pins. Requests under way keep their blocks."""
-        await self._change_cache(ClearCache(next(self._ids)))
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Keep what the cache has of this prefix for so long. Returns how many tokens that is: full blocks."""
-        pin = PinPrefix(pin_id, len(prompt), ttl_s)
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses what cannot be pinned
-        answer = await self._change_cache(PinCache(next(self._ids), pin_id, request.packed, salt, ttl_s))
-        return 0 if answer is None else answer.num_tokens
-
-    async def unpin(self, pin_id: str) -> bool:
-        """False if there is no pin of that name."""
-        check_pin_id(pin_id)
-        answer = await self._change_cache(UnpinCache(next(self._ids), pin_id))
-        return answer is not None and answer.is_found
-
-    async def _change_cache(self, order: ClearCache | PinCache | UnpinCache) -> CacheAnswer | None:
-        if (link := self._serving_link()) is None:
-            return None
-        answer = await link.ask(order)
-        assert isinstance(answer, CacheAnswer)
-        if answer.error is not None:
-            raise InvalidRequest(answer.error)
-        return answer
-
-    # The worker
-
-    async def _ready_link(self) -> WorkerConnection:
-        """The worker that serves: waits while it loads. Whoever stops waiting does not disturb the others."""
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise InvalidRequest("this EngineClient belongs to another event loop: make a new one")
-        self._loop = loop
-        async with self._starting:
-            link = self._link
-            if link is None or link.process.is_over:
-                await self._back_off()
-                if self._is_closed:
-                    raise WorkerDied("the engine was closed")
-                link = self._start_worker()
-        await asyncio.shield(link.ready)
-        assert link.facts is not None
-        self.max_model_len = link.facts.max_model_len
-        return link
-
-    def _start_worker(self) -> WorkerConnection:
-        self._num_starts += 1
-        try:
-            link = WorkerConnection(
-                self.text.name,
-                self._hang_limit_s,
-                on_loading=self._on_loading,
-                on_step=self._on_step,
-                on_end=self._count_death,
-            )
-        except OSError as error:  # no process, no descriptor, no memory for one
-            self._count_death(False)
-            raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error
-        self._link = link
-        link.load(self._path, self._config)
-        return link
-
-    def _serving_link(self) -> WorkerConnection | None:
-        link = self._link
-        return link if link is not None and link.facts is not None and not link.process.is_over else None
-
-    def _count_death(self, has_served: bool) -> None:
-        self._num_early_deaths = 1 if has_served else self._num_early_deaths + 1
-
-    async def _back_off(self) -> None:
-        """Wait the longer the more workers died in a row, or until everything is closed."""
-        if self._num_early_deaths < 2 or self._is_closed:
-            return
-        delay_s = min(2.0 ** min(self._num_early_deaths - 2, 10), MAX_BACKOFF_S)
-        log.warning("%s died %d times in a row: waiting %g s", self.text.name, self._num_early_deaths, delay_s)
-        self._pause = asyncio.create_task(asyncio.sleep(delay_s))
-        try:
-            await asyncio.wait([self._pause])
-        finally:
-            self._pause.cancel()
-            self._pause = None
-
-
-class Hook:
-    """A function of the caller's, if there is one. When it raises, that is logged, and it is not called again."""
+class SafeCallback:
+    """An optional callback. If it raises, the exception is logged and it is not called again."""
 
     def __init__(self, name: str, function: Callable[..., None] | None) -> None:
         self._name = name
@@ -348,10 +88,20 @@ class Hook:
 
 
 class WorkerConnection:
-    """`on_end` is called when the worker is gone, unless it was closed on purpose: with whether it had been of use."""
+    """The connection to one worker process: its running requests and open queries.
+
+    `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
+    finished a request or was ready for `STEADY_S`.
+    """
 
     def __init__(
-        self, name: str, hang_limit_s: float, *, on_loading: Hook, on_step: Hook, on_end: Callable[[bool], None]
+        self,
+        name: str,
+        hang_limit_s: float,
+        *,
+        on_loading: SafeCallback,
+        on_step: SafeCallback,
+        on_end: Callable[[bool], None],
     ) -> None:
         self._name = name
         self._hang_limit_s = hang_limit_s
@@ -361,7 +111,7 @@ class WorkerConnection:
         self._loop = asyncio.get_running_loop()
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
         self._queries: dict[int, asyncio.Future[Answer]] = {}
-        self._error: QuireError | None = None  # what the worker itself said before it ended
+        self._error: QuireError | None = None  # reported by the worker before it ended
         self._is_probing = False
         self._has_served = False
         self._ready_s = 0.0
@@ -373,21 +123,21 @@ class WorkerConnection:
 
     @property
     def is_moving(self) -> bool:
-        """Silence is only suspicious while something is asked for."""
+        """Whether the worker is idle, or sent a message recently."""
         limit_s = max(MOVING_LIMIT_S, self.process.announced_s)
-        return not self._is_asked or self.process.silence_s < limit_s
+        return not self._is_busy or self.process.silence_s < limit_s
 
     @property
-    def _is_asked(self) -> bool:
+    def _is_busy(self) -> bool:
         return bool(self._alive or self._queries or self._is_probing)
 
     def load(self, path: Path, config: EngineConfig) -> None:
         self.process.send(Load(str(path), config))
-        self.process.expect_news(LOAD_LIMIT_S)
+        self.process.expect_message(LOAD_LIMIT_S)
 
     def submit(self, request: GenerationRequest, generation: Generation) -> None:
         ids = generation.request_ids
-        if self.process.is_over:  # its end may have been told already: nobody would tell this one
+        if self.process.is_over:  # its end may have been handled already, and would not be reported to this request
             raise LostBeforeStart(f"the process that runs {self._name} has just ended; another takes its place")
         self.process.send(
             Add(
@@ -413,7 +163,7 @@ class WorkerConnection:
                 self.process.send(Cancel(request_id))
         if is_alive:
             generation.wake()
-            self._leave_alone()
+            self._probe_if_idle()
 
     async def ask(self, query: Query) -> Answer:
         if self.process.is_over:
@@ -427,12 +177,12 @@ class WorkerConnection:
         finally:
             self._queries.pop(query.query_id, None)
             if answer.cancelled():
-                self._leave_alone()
+                self._probe_if_idle()
             else:
                 self._watch()
 
     def fail(self, error: QuireError) -> None:
-        """Everything that waits for this worker."""
+        """Fail everything that waits for this worker."""
         if not self.ready.done():
             self.ready.set_exception(error)
         alive, self._alive = self._alive, {}
@@ -470,12 +220,12 @@ class WorkerConnection:
                     query.set_result(message)
             case Failed(kind=kind, message=text):
                 self._error = _error(kind, text)
-                self.process.end()  # now: whoever comes next gets another one
+                self.process.end()  # at once, so that the next request starts another worker
             case Working():
-                pass  # the process's watchdog has taken note
+                pass  # handled by the watchdog of the process
 
     def _begin(self, message: Begun) -> None:
-        """What the cache gave a prompt is what it gave the first sample: the others share with that one."""
+        """Mark generations as started. The cache result is that of the first sample: the others share its KV."""
         for started in message.started:
             generation, index = self._alive.get(started.request_id, (None, 0))
             if generation is not None and (index == 0 or not generation.is_started):
@@ -489,8 +239,9 @@ class WorkerConnection:
         try:
             delta = generation.answers.push(index, output)
             error = None if output.error is None else RequestFailed(output.error)
-        except Exception as problem:  # its text could not be made: it ends, the others do not
-            log.exception("request %d could not be read", output.request_id)
+        except Exception as problem:  # ends this request only
+            log.exception("the answer of request %d could not be decoded", output.request_id)
+            # quire/server/errors.py hides the rest of a message that starts like this.
             message = f"the answer could not be read: {type(problem).__name__}: {problem}"
             delta, error = generation.answers.fail(index, message), RequestFailed(message)
         if error is not None:
@@ -517,29 +268,300 @@ class WorkerConnection:
         self._on_end(self._has_served or is_steady)
         self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason}; another takes its place"))
 
-    def _leave_alone(self) -> None:
-        """Someone stopped waiting. If nobody else waits, ask once more, or a worker whose clients lose patience before
-        we do would never be found to hang."""
-        if not self._is_asked:
+    def _probe_if_idle(self) -> None:
+        """Probe the worker after a cancellation, if nothing else waits for it.
+
+        Without the probe a hang would go unnoticed if clients always cancel before the hang limit.
+        """
+        if not self._is_busy:
             self._is_probing = True
             with suppress(QueueFull):
                 self.process.send(GetStats(PROBE_ID))
         self._watch()
 
     def _watch(self) -> None:
-        """Loading has its own limit."""
+        """Set the hang limit. Loading has its own limit."""
         if self.facts is not None:
-            self.process.expect_news(self._hang_limit_s if self._is_asked else None)
+            self.process.expect_message(self._hang_limit_s if self._is_busy else None)
+
+
+class EngineClient:
+    """Submits requests and queries to a worker, which it starts and restarts.
+
+    Must be used from a single event loop. `async with` closes it and ends its worker.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        text: ModelText,
+        config: EngineConfig,
+        *,
+        on_loading: Progress | None = None,
+        hang_limit_s: float = HANG_LIMIT_S,
+        on_step: Callable[[Stepped], None] | None = None,
+    ) -> None:
+        self.text = text
+        self.max_model_len = text.spec.max_model_len  # until the worker reports what fits its pool
+        self._path = path
+        self._config = config
+        self._on_loading = SafeCallback("on_loading", on_loading)
+        self._on_step = SafeCallback("on_step", on_step)
+        self._hang_limit_s = hang_limit_s
+        self._connection: WorkerConnection | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = asyncio.Lock()
+        self._pause: asyncio.Task[None] | None = None  # backoff before the next start
+        self._ids = count(1)
+        self._num_starts = 0
+        self._num_early_deaths = 0  # in a row, without a finished request in between
+        self._is_closed = False
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def facts(self) -> Ready | None:
+        """The running worker's report about itself; None if there is no worker."""
+        connection = self._serving_connection()
+        return None if connection is None else connection.facts
+
+    @property
+    def is_caching(self) -> bool:
+        return self._config.enable_prefix_caching
+
+    @property
+    def capacity(self) -> Capacity | None:
+        return None if self.facts is None else self.facts.capacity
+
+    @property
+    def scheduling(self) -> Scheduling | None:
+        """The scheduling settings of the running worker."""
+        return None if self.capacity is None else self._config.scheduling(self.capacity)
+
+    @property
+    def worker_pid(self) -> int | None:
+        return None if self._connection is None or self._connection.process.is_over else self._connection.process.pid
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a worker is ready, and is idle or sent a message recently."""
+        connection = self._serving_connection()
+        return connection is not None and connection.is_moving
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of workers started after the first."""
+        return max(self._num_starts - 1, 0)
+
+    async def start(self) -> None:
+        """Load the model now instead of at the first request."""
+        await self._ready_connection()
+
+    async def supervise(self) -> None:
+        """Keep a worker running until cancelled or closed: start another when one dies.
+
+        A failure of the first start is raised, because a retry would not help. Later failures are logged and retried
+        after a pause.
+        """
+        is_first = True
+        while True:
+            try:
+                connection = await self._ready_connection()
+            except QuireError as error:
+                if self._is_closed:
+                    return
+                if is_first:
+                    raise
+                log.error("%s could not be started again: %s", self.text.name, error)
+            else:
+                if not is_first:
+                    log.warning("%s is ready again", self.text.name)
+                is_first = False
+                await connection.ended.wait()
+
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        updated: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Submit a request. Starts a worker if there is none.
+
+        `updated` is set whenever this generation changes. Several generations may share it; see `Generation.take`.
+        `on_start` is called when the request is admitted, before its first step; it must not raise.
+        """
+        connection = await self._ready_connection()
+        request_ids = tuple(next(self._ids) for _ in range(request.n))
+        generation = Generation(
+            Answers(request, self.text.tokenizer), request_ids, connection.cancel, updated, on_start
+        )
+        connection.submit(request, generation)
+        return generation
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        return await (await self.submit(request)).result()
+
+    async def close(self) -> None:
+        """End the worker. Unfinished requests fail."""
+        self._is_closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.fail(WorkerDied("the engine was closed"))
+            await connection.process.close()
+
+    # Queries to the running worker. They never start one: without a worker there is no cache.
+
+    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
+        """How much of this prompt is cached now, and why not more. Changes nothing."""
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses an invalid prompt
+        if (connection := self._serving_connection()) is None:
+            return CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
+        answer = await connection.ask(Explain(next(self._ids), request.packed, request.salt))
+        assert isinstance(answer, Explained)
+        if answer.explanation is None:
+            raise InvalidRequest(answer.error or "no explanation")
+        return answer.explanation
+
+    async def stats(self) -> Stats | None:
+        """None if there is no worker."""
+        if (connection := self._serving_connection()) is None:
+            return None
+        answer = await connection.ask(GetStats(next(self._ids)))
+        assert isinstance(answer, Stats)
+        return answer
+
+    async def blocks(self, max_cells: int) -> Blocks | None:
+        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
+        if (connection := self._serving_connection()) is None:
+            return None
+        answer = await connection.ask(GetBlocks(next(self._ids), max_cells))
+        assert isinstance(answer, Blocks)
+        return answer
+
+    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
+        """The holders and fill levels of these blocks."""
+        if (connection := self._serving_connection()) is None:
+            return None
+        answer = await connection.ask(ViewBlocks(next(self._ids), first, count))
+        assert isinstance(answer, BlocksViewed)
+        if answer.view is None:
+            raise InvalidRequest(answer.error or "no such blocks")
+        return answer.view
+
+    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The blocks that these requests hold, as (first, count)."""
+        if (connection := self._serving_connection()) is None:
+            return ()
+        answer = await connection.ask(FindHeld(next(self._ids), request_ids))
+        assert isinstance(answer, HeldFound)
+        return answer.ranges
+
+    def drop_blocks(self) -> None:
+        """Stop maintaining the block map."""
+        if (connection := self._serving_connection()) is not None:
+            with suppress(QueueFull):  # it is sent again next time
+                connection.process.send(DropBlocks())
+
+    async def clear_cache(self) -> None:
+        """Drop all cached content and all pins. Running requests keep their blocks."""
+        await self._change_cache(ClearCache(next(self._ids)))
+
+    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
+        """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
+        pin = PinPrefix(pin_id, len(prompt), ttl_s)
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses an invalid pin
+        answer = await self._change_cache(PinCache(next(self._ids), pin_id, request.packed, salt, ttl_s))
+        return 0 if answer is None else answer.num_tokens
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Returns False if there is no pin of that name."""
+        check_pin_id(pin_id)
+        answer = await self._change_cache(UnpinCache(next(self._ids), pin_id))
+        return answer is not None and answer.is_found
+
+    async def _change_cache(self, order: ClearCache | PinCache | UnpinCache) -> CacheAnswer | None:
+        if (connection := self._serving_connection()) is None:
+            return None
+        answer = await connection.ask(order)
+        assert isinstance(answer, CacheAnswer)
+        if answer.error is not None:
+            raise InvalidRequest(answer.error)
+        return answer
+
+    # The worker
+
+    async def _ready_connection(self) -> WorkerConnection:
+        """The connection to a ready worker. Waits while it loads; cancelling one waiter does not affect others."""
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidRequest("this EngineClient belongs to another event loop: create a new one")
+        self._loop = loop
+        async with self._starting:
+            connection = self._connection
+            if connection is None or connection.process.is_over:
+                await self._back_off()
+                if self._is_closed:
+                    raise WorkerDied("the engine was closed")
+                connection = self._start_worker()
+        await asyncio.shield(connection.ready)
+        assert connection.facts is not None
+        self.max_model_len = connection.facts.max_model_len
+        return connection
+
+    def _start_worker(self) -> WorkerConnection:
+        self._num_starts += 1
+        try:
+            connection = WorkerConnection(
+                self.text.name,
+                self._hang_limit_s,
+                on_loading=self._on_loading,
+                on_step=self._on_step,
+                on_end=self._count_death,
+            )
+        except OSError as error:  # out of processes, descriptors or memory
+            self._count_death(False)
+            raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error
+        self._connection = connection
+        connection.load(self._path, self._config)
+        return connection
+
+    def _serving_connection(self) -> WorkerConnection | None:
+        connection = self._connection
+        is_serving = connection is not None and connection.facts is not None and not connection.process.is_over
+        return connection if is_serving else None
+
+    def _count_death(self, has_served: bool) -> None:
+        self._num_early_deaths = 1 if has_served else self._num_early_deaths + 1
+
+    async def _back_off(self) -> None:
+        """Wait before the next start, longer after each early death in a row, or until the client is closed."""
+        if self._num_early_deaths < 2 or self._is_closed:
+            return
+        delay_s = min(2.0 ** min(self._num_early_deaths - 2, 10), MAX_BACKOFF_S)
+        log.warning("%s died %d times in a row: waiting %g s", self.text.name, self._num_early_deaths, delay_s)
+        self._pause = asyncio.create_task(asyncio.sleep(delay_s))
+        try:
+            await asyncio.wait([self._pause])
+        finally:
+            self._pause.cancel()
+            self._pause = None
 
 
 def _retrieve(ready: asyncio.Future[None]) -> None:
-    """Nobody may be waiting any more: that is no reason for asyncio to complain."""
+    """Retrieve the exception, so that asyncio does not log it if there is no waiter."""
     if not ready.cancelled():
         ready.exception()
 
 
 def _error(kind: str, message: str) -> QuireError:
-    """An error of the worker's as the same error here."""
+    """The exception for an error that the worker reported by name."""
     found = getattr(errors, kind, WorkerDied)
-    is_ours = isinstance(found, type) and issubclass(found, QuireError)
-    return found(message) if is_ours else WorkerDied(f"{kind}: {message}")
+    is_known = isinstance(found, type) and issubclass(found, QuireError)
+    return found(message) if is_known else WorkerDied(f"{kind}: {message}")

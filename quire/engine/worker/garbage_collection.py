@@ -1,17 +1,17 @@
-"""Python's garbage collector, in a process that serves one model to its end."""
+"""Tuning of Python's garbage collector for a worker process."""
 
 from __future__ import annotations
 
 import gc
 
-YOUNG = 50_000  # objects made before the collector looks at the new ones
+YOUNG = 50_000  # allocations before a collection of new objects
 
 
 def calm_collector() -> None:
-    """What lives now lives to the end: the collector need not walk it again.
+    """Exclude all existing objects from garbage collection, and collect less often.
 
-    A library like torch and a pool of blocks are half a million objects; a full collection of them stops every stream
-    for 130 ms, some steps into a busy second. Steps themselves make no cycles worth looking for often.
+    A library such as torch and the block pool are half a million objects that live until the process ends. A full
+    collection of them stops every stream for 130 ms. Steps create few reference cycles.
     """
     gc.collect()
     gc.freeze()

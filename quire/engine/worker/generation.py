@@ -1,4 +1,4 @@
-"""One request under way, as whoever asked for it sees it: text as it comes, and what became of it."""
+"""The client's view of a submitted request: its text as it is generated, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.errors import QuireError
 
 
 class Generation:
-    """Iterate over its deltas; a failure raises there, and leaving early cancels it.
+    """A submitted request. Iterate over `deltas`: a failure raises there, and leaving early cancels the request.
 
-    Or wait for `news`, which several generations may share, and `take` what there is.
+    Alternatively wait for `updated`, which several generations may share, and call `take`.
     """
 
     def __init__(
@@ -22,20 +22,20 @@ class Generation:
         answers: Answers,
         request_ids: tuple[int, ...],
         on_cancel: Callable[[Generation], None],
-        news: asyncio.Event | None = None,
+        updated: asyncio.Event | None = None,
         on_start: Callable[[Generation], None] | None = None,
     ) -> None:
         self.answers = answers
-        self.request_ids = request_ids  # one a sample
-        self.queued_s: float | None = None  # how long it waited in the worker; None until it starts
-        self.cache: CacheExplanation | None = None  # from the start on: how far its prompt was cached, why not further
+        self.request_ids = request_ids  # one per sample
+        self.queued_s: float | None = None  # time in the worker's queue; None until it starts
+        self.cache: CacheExplanation | None = None  # from the start on: how much of the prompt was cached, and why
         self.num_cached_tokens = 0
         self._on_cancel = on_cancel
         self._deltas: list[Delta] = []
         self._error: QuireError | None = None
-        self._is_told = False  # the error has been raised
-        self._changed = asyncio.Event()  # ours alone: iterating must not use up the news of others
-        self._news = news
+        self._is_raised = False  # the error was raised
+        self._changed = asyncio.Event()  # not shared: iterating must not clear the event of other generations
+        self._updated = updated
         self._on_start = on_start
 
     @property
@@ -44,24 +44,24 @@ class Generation:
 
     @property
     def error(self) -> QuireError | None:
-        """What went wrong, also before it has been raised."""
+        """The error, also before it was raised."""
         return self._error
 
     @property
     def is_over(self) -> bool:
-        """Finished, cancelled or failed, and there is nothing left to take: an error counts as taken once raised."""
+        """Whether it ended and everything was taken, including the error, which is taken when it is raised."""
         if self._error is not None:
-            return self._is_told
+            return self._is_raised
         return not self._deltas and self.answers.is_finished
 
     def take(self) -> list[Delta]:
-        """All there is now, maybe nothing. If it failed, the error is raised once nothing else is left."""
+        """The new deltas, possibly none. If the request failed, raises the error once no deltas are left."""
         deltas, self._deltas = self._deltas, []
         if self._error is not None:
             if not deltas:
-                self._is_told = True
+                self._is_raised = True
                 raise self._error
-            self.wake()  # whoever waits for news only after this has an error to come
+            self.wake()  # the caller must call again to get the error
         return deltas
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -77,16 +77,16 @@ class Generation:
             self.cancel()
 
     async def result(self) -> GenerationOutput:
-        """The whole answer. If it was cancelled, what there is of it."""
+        """The whole answer, or the part that was generated before it was cancelled."""
         async for _ in self.deltas():
             pass
         return self.answers.result()
 
     def cancel(self) -> None:
-        """Frees what it holds in the worker; whoever iterates comes to the end. Does nothing if it is over."""
+        """Free what the request holds in the worker, and end its iteration. Does nothing if it has ended."""
         self._on_cancel(self)
 
-    # For the link that brings its news
+    # Called by the WorkerConnection
 
     def start(self, started: Started) -> None:
         self.queued_s = started.waited_s
@@ -100,12 +100,12 @@ class Generation:
         self.wake()
 
     def fail(self, error: QuireError) -> None:
-        """The first error is the one that is told."""
+        """Record an error. Only the first one is kept."""
         if self._error is None:
-            self._error = type(error)(str(error))  # its own: a traceback grows with every task that raises it
+            self._error = type(error)(str(error))  # a copy: each task that raises it adds to its traceback
         self.wake()
 
     def wake(self) -> None:
         self._changed.set()
-        if self._news is not None:
-            self._news.set()
+        if self._updated is not None:
+            self._updated.set()

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar: a slow one delays the request that brought it, and nobody's step."""
+"""Requests that wait for their grammar to be compiled. A slow grammar delays only its own request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.engine.worker.protocol import Add
 from quire.errors import QueueFull, QuireError, RequestFailed
 
 MAX_COMPILING = 256  # requests; a new grammar takes milliseconds, a hostile one two seconds
-SIGN_OF_LIFE_S = 5.0  # while there is nothing to do but wait for one
+SIGN_OF_LIFE_S = 5.0  # interval of messages while the worker only waits for grammars
 
 
 class _Waiting(NamedTuple):
@@ -21,7 +21,7 @@ class _Waiting(NamedTuple):
 
 
 class GrammarQueue:
-    """Belongs to the thread of the worker's loop; `wake` is called from others when there is something to `take`."""
+    """Used by the thread of the worker's loop. Other threads call `wake` when there is something to `take`."""
 
     def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:
         self._grammars = grammars
@@ -33,7 +33,7 @@ class GrammarQueue:
         return len(self._waiting)
 
     def add(self, message: Add) -> None:
-        """Raises QueueFull."""
+        """Compile the grammar of a request. Raises QueueFull."""
         assert message.grammar is not None
         if len(self._waiting) >= MAX_COMPILING:
             raise QueueFull(f"{len(self._waiting)} requests wait for their grammars to be compiled, which is the most")
@@ -44,11 +44,11 @@ class GrammarQueue:
         job.add_done_callback(lambda _: self._wake())
 
     def cancel(self, request_id: int) -> None:
-        """Of its samples all go: whoever cancels one here cancels the others too."""
+        """Remove a request with all its samples: a client that cancels one cancels all of them."""
         self._waiting = [one for one in self._waiting if request_id not in one.message.request_ids]
 
     def take(self) -> Sequence[tuple[Add, Compiled | QuireError]]:
-        """Those whose wait is over, in the order in which they came."""
+        """The requests whose grammars are compiled or failed, in order of arrival."""
         done: list[_Waiting] = []
         waiting: list[_Waiting] = []
         for one in self._waiting:
@@ -57,7 +57,7 @@ class GrammarQueue:
         return [(one.message, _outcome(one.job)) for one in done]
 
     def is_sign_due(self) -> bool:
-        """Whether the other side should hear that the silence is a wait. True once in a while."""
+        """Whether to report to the client that the worker is waiting. True at most once per interval."""
         now_s = time.monotonic()
         if not self._waiting or now_s - self._last_sign_s < SIGN_OF_LIFE_S:
             return False

@@ -1,6 +1,6 @@
-"""One worker process as asyncio sees it: started, spoken to, watched, ended.
+"""Starts, watches and ends one worker process from asyncio, and exchanges messages with it.
 
-Knows messages and time; knows nothing of requests. Frames in, frames out, and one report when it is over.
+Knows messages and time, not requests.
 """
 
 from __future__ import annotations
@@ -30,25 +30,28 @@ from quire.engine.worker.protocol import (
 )
 from quire.errors import QueueFull
 
-HANG_LIMIT_S = 30.0  # without a sign of life, while there is work
-EXIT_LIMIT_S = 5.0  # for a process that was told to end
+HANG_LIMIT_S = 30.0  # without a message, while there is work
+EXIT_LIMIT_S = 5.0  # for the process to end by itself
 STDERR = 2
 
 log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """`on_end` is called once, with what happened, unless it was closed on purpose; `is_over` may be true before."""
+    """One worker process and the socket to it.
+
+    `on_end` is called once, with the reason, unless the process was closed on purpose. `is_over` may be True before.
+    """
 
     def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_end = on_end
         self._limit_s = HANG_LIMIT_S
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self._socket, worker_end = socket.socketpair()
+        with worker_end:
             try:
-                self._process = _spawn(theirs.fileno())
+                self._process = _spawn(worker_end.fileno())
             except BaseException:
                 self._socket.close()
                 raise
@@ -73,16 +76,16 @@ class WorkerProcess:
 
     @property
     def silence_s(self) -> float:
-        """Since its last message, or since it was last given something to do."""
+        """Time since its last message, or since the first message was expected."""
         return self._loop.time() - self._heard_s
 
     @property
     def announced_s(self) -> float:
-        """How long it said that its silence may last. 0: it has spoken since, or never said."""
+        """The silence that the worker announced with `Working`. 0: none, or it has sent a message since."""
         return self._announced_s
 
     def send(self, message: ToWorker) -> None:
-        """Never waits. Raises QueueFull where the worker has too much to read; what ends work is always sent."""
+        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
         frame = pack(message)
         if self._is_over:
             return
@@ -91,15 +94,15 @@ class WorkerProcess:
         try:
             self._writer.send(frame)
         except ConnectionError:
-            return  # it is gone: `_read` comes to that, after what it had still to say
+            return  # it has ended: `_read` handles that after its last messages
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
         if self._writer.num_unsent:
             self._loop.add_writer(self._socket, self._flush)
 
-    def expect_news(self, limit_s: float | None) -> None:
-        """From now on silence beyond the limit means that it hangs. None: nothing is expected, and no timer runs."""
+    def expect_message(self, limit_s: float | None) -> None:
+        """Treat silence beyond the limit as a hang from now on. None: no message is expected, and no timer runs."""
         if self._watch is not None and limit_s != self._limit_s:
             self._watch.cancel()
             self._watch = None
@@ -110,13 +113,16 @@ class WorkerProcess:
             self._watch = self._loop.call_at(self._deadline_s, self._check)
 
     def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
-        """Nothing further is sent or taken. Reports when the process is gone; without a reason, by how it went."""
+        """End the process; no further messages are sent or received.
+
+        Calls `on_end` when the process has ended, with `reason` or a description of its exit code.
+        """
         if not self._is_over:
             self._detach()
             self._ending = self._loop.create_task(self._report(reason, grace_s))
 
     async def close(self) -> None:
-        """End it on purpose: it leaves by itself when its socket closes; if not, it is killed."""
+        """End the process on purpose. It exits when its socket closes; otherwise it is killed."""
         if not self._is_over:
             self._detach()
             await self._wait_or_kill(EXIT_LIMIT_S)
@@ -129,7 +135,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except ConnectionError:
-            data = b""  # gone with orders unread
+            data = b""  # ended with unread messages
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
@@ -139,7 +145,7 @@ class WorkerProcess:
         try:
             messages = [from_worker.decode(frame) for frame in self._reader.feed(data)]
         except ValueError as error:
-            self.end(f"sent what is not a message: {error}")
+            self.end(f"sent an invalid message: {error}")
             return
         for message in messages:
             self._announced_s = message.limit_s if isinstance(message, Working) else 0.0
@@ -166,9 +172,9 @@ class WorkerProcess:
             self._watch = self._loop.call_at(self._deadline_s, self._check)
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes where it hangs to stderr
+            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
         limit_s = max(self._limit_s, self._announced_s)
-        self.end(f"gave no sign of life for {limit_s:g} s and was ended", grace_s=1.0)
+        self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
         code = await self._wait_or_kill(grace_s)
@@ -183,14 +189,14 @@ class WorkerProcess:
 
     def _detach(self) -> None:
         self._is_over = True
-        self.expect_news(None)
+        self.expect_message(None)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
 
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
-    """With -P, so that no module of the current folder is run; what a library prints goes to stderr."""
+    """Start a worker. -P: import no modules from the working directory. Its stdout goes to stderr."""
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd)],

@@ -1,6 +1,6 @@
-"""Messages between the server process and a worker: msgpack in frames over a socket pair, never pickle.
+"""Messages between a client and its worker: msgpack in frames over a socket pair, never pickle.
 
-`Channel` is the worker's end of the socket. It never waits for a reader.
+`Channel` is the worker's end of the socket. Sending never blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.core.block_map import BlocksView, CellRun
+from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
 from quire.core.request import PackedPrompt, Priority, SamplingParams
@@ -26,25 +26,25 @@ from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
 from quire.text.grammar import Grammar
 
-MAX_FRAME = 256 << 20  # a forged or garbled length must not allocate the machine
-MAX_RUNNING_TOLD = 256  # requests, in an answer for people to look at
-MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread is gone, or has enough to do
+MAX_FRAME = 256 << 20  # a corrupt length must not exhaust memory
+MAX_RUNNING_LISTED = 256  # requests in `Blocks`
+MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread has stopped or is overloaded
 _HEADER = Struct("<I")
 
 log = logging.getLogger(__name__)
 
 
 class Load(msgspec.Struct, tag="load", frozen=True):
-    """The first message to a worker: which model, and how."""
+    """The first message to a worker: the model and its settings."""
 
     path: str
     config: EngineConfig
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """One prompt and its samples: the prompt crosses once, however many there are, and packed: that is read at once."""
+    """One prompt and its samples. The prompt is sent once, packed, so that it is decoded quickly."""
 
-    request_ids: tuple[int, ...]  # one a sample
+    request_ids: tuple[int, ...]  # one per sample
     prompt: PackedPrompt
     sampling: SamplingParams
     priority: Priority
@@ -64,7 +64,7 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
 
 
 class Explain(msgspec.Struct, tag="explain", frozen=True):
-    """A dry run: what would the cache give this prompt?"""
+    """How much of this prompt is cached? Changes nothing."""
 
     query_id: int
     prompt: PackedPrompt
@@ -76,14 +76,14 @@ class GetStats(msgspec.Struct, tag="stats", frozen=True):
 
 
 class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
-    """The map of the pool, for people to look at. The worker keeps one from now on, until `DropBlocks`."""
+    """Get the block map, for display. The worker maintains it until `DropBlocks`."""
 
     query_id: int
     max_cells: int
 
 
 class ViewBlocks(msgspec.Struct, tag="view_blocks", frozen=True):
-    """Who holds these blocks?"""
+    """Which requests hold these blocks?"""
 
     query_id: int
     first: int
@@ -98,17 +98,17 @@ class FindHeld(msgspec.Struct, tag="find_held", frozen=True):
 
 
 class DropBlocks(msgspec.Struct, tag="drop_blocks", frozen=True):
-    """Nobody looks at the map any more."""
+    """Stop maintaining the block map."""
 
 
 class ClearCache(msgspec.Struct, tag="clear", frozen=True):
-    """Forget all cached content, pins included. Who runs keeps its blocks."""
+    """Drop all cached content, pins included. Running requests keep their blocks."""
 
     query_id: int
 
 
 class PinCache(msgspec.Struct, tag="pin", frozen=True):
-    """Keep what the cache has of this prefix."""
+    """Pin the cached blocks of this prefix."""
 
     query_id: int
     pin_id: str
@@ -131,12 +131,12 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     capacity: Capacity
     max_model_len: int
     facts: RunnerFacts
-    timings_s: dict[str, float]  # parts of the start: "import" (the backend's libraries), "weights", "warm_up"
-    step_s: float = 0.0  # what a full step is expected to take, by the steps of the warm-up
+    timings_s: dict[str, float]  # of the start: "import" (the backend's libraries), "weights", "warm_up"
+    step_s: float = 0.0  # predicted duration of a full step, from the warm-up
 
     @property
     def weight_bytes(self) -> int:
-        """0 where the backend cannot say; so is `kv_bytes`."""
+        """0 if the backend does not know it; the same holds for `kv_bytes`."""
         return self.facts.weight_bytes
 
     @property
@@ -145,7 +145,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Started(NamedTuple):
-    """A request that waits no more. Told once: who is preempted and comes back has started before."""
+    """A request that left the queue. Sent once, not again when it resumes after a preemption."""
 
     request_id: int
     waited_s: float
@@ -154,32 +154,32 @@ class Started(NamedTuple):
 
 
 class Begun(msgspec.Struct, tag="begun", frozen=True):
-    """Said before the step that admits them: if the worker does not survive it, these may be the reason."""
+    """Sent before the step that admits these requests: if the worker dies in it, they may be the cause."""
 
     started: tuple[Started, ...]
 
 
 class Stepped(msgspec.Struct, tag="stepped", frozen=True):
-    """All news of one step in one message: one hand-off to the event loop, not one a token.
+    """The outputs of one step, in one message instead of one per token.
 
-    Sent after every step, news or not: it is the sign of life.
+    Sent after every step, even without outputs, because the watchdog expects messages.
     """
 
     outputs: tuple[EngineOutput, ...]
-    started: tuple[Started, ...] = ()  # in this step; as `Begun` said
-    num_tokens: int = 0  # computed in it, prompts and answers
+    started: tuple[Started, ...] = ()  # in this step; the same as in `Begun`
+    num_tokens: int = 0  # computed in the step, prompts and answers
     took_s: float = 0.0
 
 
 class Working(msgspec.Struct, tag="working", frozen=True):
-    """A sign of life before something long: nothing else may come for so many seconds."""
+    """Announces that no other message may come for this many seconds."""
 
     limit_s: float
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     request_ids: tuple[int, ...]
-    kind: str  # the name of an error of `quire.errors`
+    kind: str  # the name of a class in `quire.errors`
     message: str
 
 
@@ -190,24 +190,24 @@ class Explained(msgspec.Struct, tag="explained", frozen=True):
 
 
 class CacheAnswer(msgspec.Struct, tag="cache", frozen=True):
-    """To whoever asked to clear, pin or unpin."""
+    """The answer to ClearCache, PinCache and UnpinCache."""
 
     query_id: int
-    num_tokens: int = 0  # held by the pin
-    is_found: bool = True  # there was a pin of that name
+    num_tokens: int = 0  # pinned
+    is_found: bool = True  # whether there was a pin of that name
     error: str | None = None
 
 
 class TierStats(NamedTuple):
-    """Who waits in one tier."""
+    """The waiting requests of one tier."""
 
     num_waiting: int
     num_tokens: int
-    oldest_age_s: float  # the longest that one of them has waited, all its waits together; 0 where nobody does
+    oldest_age_s: float  # the longest total wait of one of them; 0 if none waits
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """How it is now, and counts since the worker began."""
+    """The current state, and counts since the worker started."""
 
     query_id: int
     cache: CacheStats
@@ -216,15 +216,15 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     tiers: tuple[TierStats, ...]  # HIGH, NORMAL, LOW
     num_preemptions: int
     num_steps: int
-    num_violations: int  # laws of the core found broken by an audit
+    num_violations: int  # broken invariants of the core, found by audits
 
 
 class Running(NamedTuple):
-    """A request on the machine."""
+    """A running request."""
 
     request_id: int
     num_computed: int  # tokens whose KV exists
-    num_blocks: int  # that it holds, shared ones included
+    num_blocks: int  # held, shared ones included
 
 
 class Blocks(msgspec.Struct, tag="blocks", frozen=True):
@@ -233,10 +233,11 @@ class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     block_size: int
     blocks_per_cell: int
     cells: tuple[CellRun, ...]
-    totals: tuple[int, ...]  # blocks, by `BlockState`
-    max_holders: int  # requests that hold the block held by most
-    num_pending: int  # blocks that the map does not show as they are yet: ask again
-    running: tuple[Running, ...]  # most urgent first, so many at most
+    totals: tuple[int, ...]  # number of blocks by `BlockState`
+    max_holders: int  # the largest number of requests that share one block
+    num_pending: int  # blocks that are not up to date in the map: ask again
+    running: tuple[Running, ...]  # most urgent first, at most MAX_RUNNING_LISTED
+    held: tuple[HeldRun, ...] = ()  # blocks in use and pinned; a bounded number
 
 
 class BlocksViewed(msgspec.Struct, tag="blocks_viewed", frozen=True):
@@ -247,11 +248,11 @@ class BlocksViewed(msgspec.Struct, tag="blocks_viewed", frozen=True):
 
 class HeldFound(msgspec.Struct, tag="held_found", frozen=True):
     query_id: int
-    ranges: tuple[tuple[int, int], ...]  # first block, how many
+    ranges: tuple[tuple[int, int], ...]  # first block, count
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The last message of a worker that cannot go on."""
+    """The last message of a worker that cannot continue."""
 
     kind: str
     message: str
@@ -273,7 +274,7 @@ def pack(message: ToWorker | FromWorker) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -296,7 +297,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Sends what the socket takes now and keeps the rest: whoever writes never waits for whoever reads."""
+    """Writes frames without blocking: bytes that the socket does not accept are buffered."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
@@ -326,27 +327,30 @@ class FrameWriter:
 
 
 class Gone(Exception):
-    """The other side closed its end, or has stopped reading."""
+    """The peer closed its end or stopped reading."""
 
 
 class Channel:
+    """The worker's end of the socket."""
+
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
         peer.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(peer)
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._wake_pair: tuple[socket.socket, socket.socket] | None = None
 
     def wake(self) -> None:
-        """Ends the sleep in `receive`, or the next one. For other threads, once `receive` knows of them."""
-        assert self._bell is not None
-        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
-            self._bell[1].send(b"!")
+        """End the current or next wait in `receive`. For other threads, after `expect_wake`."""
+        assert self._wake_pair is not None
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
+            self._wake_pair[1].send(b"!")
 
     def expect_wake(self) -> None:
-        if self._bell is None:
-            self._bell = socket.socketpair()
-            for end in self._bell:
+        """Allow other threads to call `wake`."""
+        if self._wake_pair is None:
+            self._wake_pair = socket.socketpair()
+            for end in self._wake_pair:
                 end.setblocking(False)
 
     def send(self, message: FromWorker) -> None:
@@ -358,7 +362,7 @@ class Channel:
             raise Gone
 
     def receive(self, timeout_s: float | None) -> list[ToWorker]:
-        """All that has arrived. Where nothing has, sleeps until something does, or so long; None: until `wake`."""
+        """The messages that have arrived. If there are none, wait for one, for `wake`, or for `timeout_s`."""
         messages: list[ToWorker] = []
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -366,12 +370,12 @@ class Channel:
             if messages:
                 left_s = 0.0
             writing = [self._peer] if self._writer.num_unsent else []
-            reading = [self._peer] if self._bell is None else [self._peer, self._bell[0]]
+            reading = [self._peer] if self._wake_pair is None else [self._peer, self._wake_pair[0]]
             readable, writable, _ = select.select(reading, writing, [], left_s)
             if writable:
                 self._flush()
-            if self._bell is not None and self._bell[0] in readable:
-                self._bell[0].recv(4096)
+            if self._wake_pair is not None and self._wake_pair[0] in readable:
+                self._wake_pair[0].recv(4096)
                 until_s = 0.0
             if self._peer in readable:
                 messages += [message for frame in self._read() if (message := self._decode(frame)) is not None]
@@ -390,12 +394,12 @@ class Channel:
         return self._reader.feed(data)
 
     def _decode(self, frame: bytes) -> ToWorker | None:
-        """A message that is none of ours ends the request it speaks of, and nobody else's."""
+        """Decode a message. An invalid one fails only the requests that it names."""
         try:
             message: ToWorker = to_worker.decode(frame)
             return message
         except msgspec.DecodeError as error:
-            log.error("a message could not be read: %s", error)
+            log.error("a message could not be decoded: %s", error)
             found = msgspec.msgpack.decode(frame)
             ids = found.get("request_ids") if isinstance(found, dict) else None
             if isinstance(ids, list) and all(isinstance(one, int) for one in ids):

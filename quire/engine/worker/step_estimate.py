@@ -1,8 +1,6 @@
-"""How long a step will take, judged by how long steps took.
+"""Predicts the duration of a step from earlier steps.
 
-The watchdog's limit comes from it, and on a CPU what the scheduler takes for the cost of a row.
-
-Knows plans and seconds; knows nothing of processes. Belongs to one thread.
+The prediction sets the watchdog's limit and, on a CPU, the scheduler's cost of a row. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,20 +13,20 @@ from typing import NamedTuple
 from quire.core.ledger import StepCost
 from quire.core.step import StepPlan
 
-KEPT = 9  # steps of a size: their median counts, so that one outlier does not
-# What attention costs beside the rest of a token. Both depend on model and machine; the middle of what was measured is
-# good enough for a limit of ten times the prediction.
+KEPT = 9  # steps per size: the median is used, so that an outlier does not matter
+# Cost of attention relative to the rest of a token. Both depend on model and machine. The middle of the measured range
+# is good enough for a limit of ten times the prediction.
 CONTEXT_PER_TOKEN = 300  # keys read from the cache: 70 to 1,000
 PAIRS_PER_TOKEN = 8000  # of a query and a key, in a prompt: 4,000 (135M) to 30,000 (8B)
-MAX_BATCH = 512  # in tokens of effort: larger steps do not tell what one more row of a batch costs
-MEMORY_BOUND = 64  # tokens that may take no longer than one: such a step waits for the weights
+MAX_BATCH = 512  # in tokens of effort: larger steps do not show the cost of another row
+MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limited by reading the weights
 
 
 class Work(NamedTuple):
-    """What a step computes, as far as its time depends on it."""
+    """The amount of work of a step."""
 
     num_tokens: int
-    effort: float  # in tokens, attention to their contexts included
+    effort: float  # in tokens, attention included
 
 
 NO_WORK = Work(0, 0.0)
@@ -37,20 +35,20 @@ NO_WORK = Work(0, 0.0)
 def work_of(plan: StepPlan) -> Work:
     num_tokens, pairs = plan.num_tokens, 0
     context = num_tokens + sum([piece.start for piece in plan.slices])
-    if num_tokens > len(plan.slices):  # not decodes alone
+    if num_tokens > len(plan.slices):  # not only decodes
         pairs = sum([piece.length * (2 * piece.start + piece.length) for piece in plan.slices if piece.length > 1]) // 2
     return Work(num_tokens, num_tokens + context / CONTEXT_PER_TOKEN + pairs / PAIRS_PER_TOKEN)
 
 
 class _Size:
-    """The last steps of about one size: efforts within a factor of two."""
+    """The last steps of about one size: their efforts are within a factor of two."""
 
     __slots__ = ("_last", "_sorted", "median")
 
     def __init__(self) -> None:
         self._last: deque[tuple[float, float]] = deque()  # seconds and effort, in order of time
         self._sorted: list[tuple[float, float]] = []
-        self.median = 0.0, 0.0  # of two the shorter: the first step of a kind is often slow
+        self.median = 0.0, 0.0  # of two steps the shorter: the first of a kind is often slow
 
     def take(self, took_s: float, effort: float) -> None:
         step = took_s, effort
@@ -62,18 +60,18 @@ class _Size:
 
 
 class StepEstimator:
-    """Predicts along a line through the steps that were seen, from the smallest size to the largest and beyond.
+    """Interpolates between the medians of the sizes seen, and extrapolates beyond the largest.
 
-    A step costs a base, whatever it computes, and something for each token. One size alone does not tell the two
-    apart, so a decode does not say what a prompt costs: beyond the largest step that was seen, a token counts as its
-    share of that step, and of a small step as one of `MEMORY_BOUND`. Each size remembers its own last steps: a
-    thousand decodes do not make it forget what prompts took.
+    A step has a fixed cost and a cost per token. One size alone does not separate the two, so a decode does not show
+    the cost of a prompt. Beyond the largest step seen, each token costs its share of that step, of which a small step
+    is assumed to have `MEMORY_BOUND` tokens. Each size keeps its own last steps, so that a thousand decodes do not
+    displace the durations of prompts.
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, _Size] = {}  # by the number of bits of the effort
-        self._batches: dict[int, _Size] = {}  # the same, without steps of one token
-        self._single = _Size()  # and those alone
+        self._sizes: dict[int, _Size] = {}  # keyed by the bit length of the effort
+        self._batches: dict[int, _Size] = {}  # the same, without single-token steps
+        self._single = _Size()  # single-token steps only
 
     def learn(self, work: Work, took_s: float) -> None:
         if work.num_tokens:
@@ -86,9 +84,9 @@ class StepEstimator:
                 batch.take(took_s, work.effort)
 
     def cost(self) -> StepCost | None:
-        """The base of a step and the price of a token in a batch. None: too little has been seen.
+        """The fixed cost of a step and the cost of a token in a batch. None: too few steps were seen.
 
-        A step of one token may take less than the line through larger ones says: backends have a faster way for it.
+        A single-token step may be faster than predicted from larger ones: backends have a special path for it.
         """
         batches = [size.median for bits, size in self._batches.items() if 1 << bits <= 2 * MAX_BATCH]
         seen = batches if len(batches) > 1 else [*batches, self._single.median]
@@ -104,7 +102,7 @@ class StepEstimator:
         return StepCost(round(base_s * 1e9), token_ns, token_ns // CONTEXT_PER_TOKEN, round(saved_s * 1e9))
 
     def predict_s(self, work: Work) -> float:
-        """0: nothing is known, or there is nothing to compute."""
+        """The predicted duration. 0: no steps were seen, or there is no work."""
         if not self._sizes or not work.num_tokens:
             return 0.0
         seen = [self._sizes[bits].median for bits in sorted(self._sizes)]
@@ -118,7 +116,7 @@ class StepEstimator:
         token_s = most_s / max(most, MEMORY_BOUND)
         if most > least:
             token_s = max(token_s, (most_s - base_s) / (most - least))
-        token_s = min(token_s, *(took_s / effort for took_s, effort in seen))  # no token took longer than its step
+        token_s = min(token_s, *(took_s / effort for took_s, effort in seen))  # no token takes longer than its step
         return most_s + token_s * (work.effort - most)
 
 

@@ -1,7 +1,7 @@
-"""The process that holds one model: reads orders from its socket, steps the engine, writes what came of it.
+"""The worker process of one model: receives messages, runs engine steps and sends their outputs.
 
-Sleeps in `select` while there is nothing to do, never waits for a reader, and ends when the other side goes away.
-Started by the client as `python -m quire.engine.worker.worker FD`.
+Sleeps in `select` while idle, never blocks on sending, and ends when the client closes the socket. The client starts it
+as `python -m quire.engine.worker.worker FD`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
 from quire.engine.worker.protocol import (
-    MAX_RUNNING_TOLD,
+    MAX_RUNNING_LISTED,
     Add,
     Begun,
     Blocks,
@@ -66,20 +66,21 @@ from quire.engine.worker.protocol import (
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
-AUDIT_AFTER_S = 1.0  # without work
+AUDIT_AFTER_S = 1.0  # of idle time
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
-PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
-MAX_PATIENCE_S = 300.0  # and no more: the SDKs give up after 600 s, and a hang should be found well before that
+PATIENCE_FACTOR = 10.0  # the announced limit is this multiple of the prediction
+MAX_PATIENCE_S = 300.0  # maximum of that limit: SDKs time out after 600 s, and a hang must be found before that
 WARM_UP_TOKENS = 8  # of the prompt
 WARM_UP_ANSWER = 2
-MAX_LOOKED_AT = 500  # blocks at once, by the map or an audit: one to two milliseconds
-QUESTIONS = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # change nothing in the core
+MAX_VISITED_BLOCKS = 500  # at once, by the block map or an audit: one to two milliseconds
+MAX_HELD_BLOCKS = 2000  # listed one by one for the map
+READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # do not change the core
 
 log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Hears all that happens in the scheduler, and keeps what the other side is told of."""
+    """Receives the scheduler's events, and records those that are reported to the client."""
 
     def __init__(self) -> None:
         self._admitted: list[Admitted] = []
@@ -93,7 +94,7 @@ class Observer:
             self.num_preemptions += 1
 
     def pop_admitted(self) -> list[Admitted]:
-        """Those who began since the last call."""
+        """The requests admitted since the last call."""
         if not self._admitted:
             return []
         admitted, self._admitted = self._admitted, []
@@ -101,25 +102,28 @@ class Observer:
 
 
 class Worker:
-    """`observer` is the one the engine's scheduler was made with. Without `grammars` it takes none."""
+    """The loop of a worker process.
+
+    `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
+    """
 
     def __init__(self, channel: Channel, engine: Engine, observer: Observer, grammars: Grammars | None = None) -> None:
         self._channel = channel
         self._engine = engine
         self._observer = observer
-        self._pace = StepEstimator()
-        self._planned = NO_WORK  # by the last plan
-        self._running = NO_WORK  # enqueued by the call of `step` before, where a step is in flight
-        self._started: tuple[Started, ...] = ()  # in the step that runs
+        self._estimator = StepEstimator()
+        self._planned = NO_WORK  # of the last plan
+        self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
+        self._started: tuple[Started, ...] = ()  # in the current step
         self._num_steps = 0
         self._num_violations = 0
         self._last_change_s = 0.0
-        self._is_audited = True  # nothing has changed since
-        self._audit: Iterator[None] | None = None  # the one under way
-        self._is_preparing = True  # the runner may have something to make ready while nobody waits
+        self._is_audited = True  # no change since the last audit
+        self._audit: Iterator[None] | None = None  # the current one
+        self._is_preparing = True  # the runner may have optional preparation to do while idle
         self._grammars = grammars
         self._compilations: GrammarQueue | None = None  # from the first grammar on
-        self._map: BlockMap | None = None  # while somebody looks at it
+        self._map: BlockMap | None = None  # while a client requests it
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
             Add: self._add,
@@ -137,13 +141,13 @@ class Worker:
         }
 
     def warm_up(self) -> None:
-        """Run a few steps: the first is slow, and the pace of the others must be known to judge them.
+        """Run a few steps: the first is slow, and the step estimator needs samples.
 
-        The first is as small as a decode, so that a faster one of its size follows, which then counts.
-        The scheduler is a separate one with just enough blocks, so the worker's own books show no trace of it.
+        The first step is as small as a decode, so that a faster one of the same size replaces it in the estimate. A
+        separate scheduler with just enough blocks is used, so that the worker's own statistics are not affected.
         """
         runner = self._engine.runner
-        num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # and the null block
+        num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # plus the null block
         scheduler = make_scheduler(runner, EngineConfig(enable_prefix_caching=False), num_blocks=num_blocks)
         spare = Engine(runner, scheduler, on_plan=self._note)
         runs = ((1, 1), (min(WARM_UP_TOKENS, scheduler.max_model_len - 1), WARM_UP_ANSWER))
@@ -153,11 +157,11 @@ class Worker:
                 self._timed_step(spare)
 
     def expected_step_s(self, num_tokens: int) -> float:
-        """How long a step of so many tokens of prompts will take, as far as is known."""
-        return self._pace.predict_s(Work(num_tokens, float(num_tokens)))
+        """The predicted duration of a step of `num_tokens` prompt tokens."""
+        return self._estimator.predict_s(Work(num_tokens, float(num_tokens)))
 
     def run(self, waiting: Sequence[ToWorker] = ()) -> None:
-        """Until the other side goes away."""
+        """Serve until the client closes the socket."""
         self._handle(waiting)
         while True:
             messages = self._channel.receive(self._sleep_s())
@@ -174,17 +178,17 @@ class Worker:
     def _handle(self, messages: Sequence[ToWorker]) -> None:
         for message in messages:
             self._handlers[type(message)](message)
-            if type(message) not in QUESTIONS:
+            if type(message) not in READ_ONLY:
                 self._note_change()
 
     def _note_change(self) -> None:
-        """The core is not what an audit has seen: the next one begins from the start."""
+        """Restart the audit: the core has changed."""
         self._is_audited = False
         self._audit = None
         self._last_change_s = time.monotonic()
 
     def _sleep_s(self) -> float | None:
-        """How long to wait for orders. None: for ever, because idle costs nothing."""
+        """How long to wait for messages. None: without limit, so that an idle worker uses no CPU."""
         if self._engine.has_work or self._is_preparing:
             return 0.0
         audit_in_s = self._audit_in_s()
@@ -193,7 +197,7 @@ class Worker:
         return audit_in_s
 
     def _audit_in_s(self) -> float | None:
-        """How long until an audit begins or goes on. None: nothing has changed since the last one."""
+        """Time until an audit starts or continues. None: no change since the last one."""
         if self._is_audited:
             return None
         return 0.0 if self._audit is not None else max(self._last_change_s + AUDIT_AFTER_S - time.monotonic(), 0.0)
@@ -207,58 +211,61 @@ class Worker:
         self._channel.send(Stepped(tuple(outputs), self._started, done.num_tokens, took_s))
 
     def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], Work, float]:
-        """With what was computed: this plan, or where one step is in flight the plan before it."""
+        """Run a step. Returns its outputs, the work that was computed and the duration.
+
+        With a step in flight, the work is that of the previous plan.
+        """
         start_s = time.monotonic()
         outputs = engine.step()
         took_s = time.monotonic() - start_s
         done = self._planned
         if engine.capacity.has_overlap:
             done, self._running = self._running, self._planned
-        self._pace.learn(done, took_s)
+        self._estimator.learn(done, took_s)
         if engine.capacity.has_costly_rows:
-            self._engine.scheduler.policy.ledger.cost = self._pace.cost()
+            self._engine.scheduler.policy.ledger.cost = self._estimator.cost()
         return outputs, done, took_s
 
     def _note(self, plan: StepPlan) -> None:
         self._planned = work_of(plan)
 
     def _announce(self, plan: StepPlan) -> None:
-        """Before a step runs: who begins in it, and that it will be long."""
+        """Before a step runs, report the requests it starts, and whether it will be long."""
         self._note(plan)
         self._started = tuple(self._describe(event) for event in self._observer.pop_admitted())
         if self._started:
             self._channel.send(Begun(self._started))
-        predicted_s = self._pace.predict_s(self._running) + self._pace.predict_s(self._planned)
+        predicted_s = self._estimator.predict_s(self._running) + self._estimator.predict_s(self._planned)
         if predicted_s > LONG_STEP_S:
             self._channel.send(Working(min(PATIENCE_FACTOR * predicted_s, MAX_PATIENCE_S)))
 
     def _describe(self, event: Admitted) -> Started:
         request = self._engine.scheduler.get(event.request_id)
-        assert request is not None  # admitted a moment ago, and its step has not run
+        assert request is not None  # just admitted, and its step has not run
         return Started(event.request_id, event.waited_ns / 1e9, request.num_cached_tokens, request.cache_explanation)
 
     def _prepare(self) -> None:
-        """One piece at a time: whoever comes meanwhile waits for that piece alone."""
+        """Prepare one piece, so that a new request waits for at most one piece."""
         try:
             self._is_preparing = self._engine.runner.prepare()
         except Exception:
-            log.exception("the runner could not prepare further; it serves as it is")
+            log.exception("the runner's optional preparation failed; it continues without")
             self._is_preparing = False
 
     def _continue_audit(self) -> None:
-        """Check one more slice of the core's laws. A cache that breaks one is cleared, and the worker goes on."""
+        """Check the next slice of the core's invariants. If one is broken, clear the cache and continue."""
         if self._audit is None:
-            self._audit = audit(self._engine.scheduler, max_blocks=MAX_LOOKED_AT)
+            self._audit = audit(self._engine.scheduler, max_blocks=MAX_VISITED_BLOCKS)
         try:
             for _ in self._audit:
-                return  # what arrived meanwhile comes first
+                return  # handle messages that arrived meanwhile first
         except InvariantViolation as violation:
             self._num_violations += 1
-            log.error("a law of the core is broken, and the cache is cleared: %s", violation)
+            log.error("an invariant of the core is broken; clearing the cache: %s", violation)
             self._engine.scheduler.cache.clear()
         self._audit, self._is_audited = None, True
 
-    # Orders
+    # Requests
 
     def _add(self, message: Add) -> None:
         if message.grammar is None:
@@ -266,7 +273,7 @@ class Worker:
             return
         try:
             if self._grammars is None:
-                raise InvalidRequest("grammar: this worker takes none")
+                raise InvalidRequest("grammar: not supported by this worker")
             self._engine.check(message.prompt, message.sampling)
             compiled = self._grammars.find(message.grammar)
             if compiled is None:
@@ -290,7 +297,7 @@ class Worker:
             self._channel.send(Working(PATIENCE_FACTOR * SIGN_OF_LIFE_S))
 
     def _admit(self, message: Add, compiled: Compiled | None) -> None:
-        """All samples or none."""
+        """Add all samples of a request, or none."""
         added: list[int] = []
         try:
             for index, request_id in enumerate(message.request_ids):
@@ -325,7 +332,7 @@ class Worker:
         except QuireError:
             self._engine.cancel(message.request_id)
 
-    # Questions
+    # Queries
 
     def _explain(self, message: Explain) -> None:
         try:
@@ -354,8 +361,8 @@ class Worker:
         found = self._map
         if found is None or found.max_cells != message.max_cells:
             found = self._map = BlockMap(scheduler.cache, message.max_cells)
-        found.update(MAX_LOOKED_AT)
-        running = islice(scheduler.running, MAX_RUNNING_TOLD)
+        found.update(MAX_VISITED_BLOCKS)
+        running = islice(scheduler.running, MAX_RUNNING_LISTED)
         self._channel.send(
             Blocks(
                 message.query_id,
@@ -367,6 +374,7 @@ class Worker:
                 max_holders=found.max_holders,
                 num_pending=found.num_pending,
                 running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
+                held=found.held_runs(MAX_HELD_BLOCKS),
             )
         )
 
@@ -403,7 +411,7 @@ class Worker:
 
 
 def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]:
-    """Of every priority, most urgent first."""
+    """Statistics of every priority, most urgent first."""
     tiers: dict[Priority, list[Request]] = {priority: [] for priority in Priority}
     for request in waiting:
         tiers[request.priority].append(request)
@@ -418,7 +426,7 @@ def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]
 
 
 def serve(peer: socket.socket) -> int:
-    """Load what the first message names, then serve. Returns the exit code."""
+    """Load the model that the first message names, then serve. Returns the exit code."""
     channel = Channel(peer)
     try:
         return _load_and_run(channel)
@@ -467,7 +475,7 @@ def _timed(timings_s: dict[str, float], name: str) -> Iterator[None]:
 
 
 class _Throttled:
-    """Progress of loading, told ten times a second at most."""
+    """Reports the progress of loading at most ten times per second."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -482,13 +490,13 @@ class _Throttled:
 
 def main() -> None:
     faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for whoever started us, who may first serve to the end
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and may finish requests first
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as peer:
         code = serve(peer)
     sys.stdout.flush()
-    os._exit(code)  # at once, whatever threads a backend has left: there is nothing to save
+    os._exit(code)  # at once, even if threads of a backend are left: there is no state to save
 
 
 if __name__ == "__main__":

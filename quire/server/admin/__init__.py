@@ -1,0 +1,1 @@
+"""Administration endpoints: models and the prefix cache."""

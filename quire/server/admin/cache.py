@@ -1,6 +1,6 @@
-"""The prefix cache over HTTP: what it would give, what it holds, and for its keeper to clear it and to pin prompts.
+"""Endpoints of the prefix cache: explain and stats for all keys; clear, pin and unpin for admin keys.
 
-Everyone asks within their own key and salt, so nobody learns what others have cached.
+A key sees only cached blocks under its own namespace and salt, so it cannot learn what other keys have cached.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
+from quire.text.excerpt import stopped_text
 from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ PinId = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": 256}
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, in one of two forms."""
+    """A prompt, as messages or as text or token ids."""
 
     messages: list[ChatMessage] | None = None  # as in /v1/chat/completions
     prompt: str | list[int] | None = None  # as in /v1/completions
@@ -47,7 +48,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinRequest(ExplainRequest, frozen=True, kw_only=True):
-    id: PinId | None = None  # else made of the content: pinning the same again renews it
+    id: PinId | None = None  # by default a digest of the content: pinning the same prompt again renews the pin
     ttl_s: Ttl | None = None  # by default 300
 
 
@@ -57,13 +58,13 @@ class UnpinRequest(msgspec.Struct, frozen=True):
 
 
 class ModelQuery(msgspec.Struct, frozen=True):
-    """Which one; the default if it is not said."""
+    """Selects a model; without it, the default model."""
 
     model: str | None = None
 
 
 class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
-    """`CacheStats` in `quire/core/kv_cache.py` says what each number counts."""
+    """Cache statistics. `CacheStats` in `quire/core/kv_cache.py` documents each count."""
 
     model: str
     block_size: int
@@ -71,13 +72,13 @@ class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int  # requests
     num_waiting: int
     num_blocks: int
-    num_free: Annotated[int, Meta(description="Held by nobody, with cached content or without.")]
-    num_cached: Annotated[int, Meta(description="Free, and findable until they are taken.")]
-    num_in_use: Annotated[int, Meta(description="Held by requests or kept by pins.")]
-    num_shared: Annotated[int, Meta(description="In use more than once.")]
+    num_free: Annotated[int, Meta(description="Blocks not in use, with or without cached content.")]
+    num_cached: Annotated[int, Meta(description="Free blocks whose cached content can be reused.")]
+    num_in_use: Annotated[int, Meta(description="Blocks held by requests or kept by pins.")]
+    num_shared: Annotated[int, Meta(description="Blocks held by more than one request.")]
     num_evictions: int
     num_pins: int
-    num_pinned: Annotated[int, Meta(description="Blocks that pins keep; they are in use.")]
+    num_pinned: Annotated[int, Meta(description="Blocks kept by pins. They count as in use.")]
     num_queried_tokens: int
     num_hit_tokens: int
     num_recovered_tokens: int
@@ -101,11 +102,13 @@ class Unpinned(msgspec.Struct, frozen=True):
 
 
 async def explain(context: RequestContext) -> Response:
-    """A dry run: what the cache would give this prompt now, and why not more."""
+    """Report how much of this prompt is cached now, and why not more. Computes nothing."""
     body = await context.body(ExplainRequest)
     service = _service(context, body.model)
     tokens, salt = await _prompt(context, service, body)
-    return context.json(view(await service.client.explain(tokens, salt), len(tokens)))
+    explanation = await service.client.explain(tokens, salt)
+    text = stopped_text(service.text.tokenizer, tokens, explanation)
+    return context.json(view(explanation, len(tokens), text))
 
 
 async def stats(context: RequestContext) -> Response:
@@ -125,7 +128,7 @@ async def stats(context: RequestContext) -> Response:
 
 
 async def clear(context: RequestContext) -> Response:
-    """For the keeper: forget all that is cached, pins included. Requests under way keep what they have."""
+    """Admin only: clear the prefix cache and remove all pins. Running requests keep their blocks."""
     service = _service(context, context.request.query_params.get("model"))
     _capacity(service)
     await service.client.clear_cache()
@@ -133,7 +136,7 @@ async def clear(context: RequestContext) -> Response:
 
 
 async def pin(context: RequestContext) -> Response:
-    """For the keeper: hold on to what is cached of this prompt. Computes nothing: send the prompt first."""
+    """Admin only: pin the cached blocks of this prompt. Computes nothing: send the prompt as a request first."""
     body = await context.body(PinRequest)
     service = _service(context, body.model)
     tokens, salt = await _prompt(context, service, body)
@@ -153,7 +156,7 @@ async def unpin(context: RequestContext) -> Response:
 
 
 def _service(context: RequestContext, name: str | None) -> ModelService:
-    """Of a model that is loaded: asking after its cache loads none, for then there would be nothing in it."""
+    """Return the service of a loaded model. Does not load the model: its cache would be empty."""
     model = context.models.find(name)
     if model.service is None:
         raise _not_loaded(model.name)
@@ -161,23 +164,23 @@ def _service(context: RequestContext, name: str | None) -> ModelService:
 
 
 def _capacity(service: ModelService) -> Capacity:
-    """Of the worker that serves. Without one there is no cache to change."""
+    """Return the capacity of the running worker. Raises without one: there is no cache."""
     if (capacity := service.client.capacity) is None:
         raise _not_loaded(service.model)
     return capacity
 
 
 def _not_loaded(name: str) -> ApiError:
-    text = f"{name} is not loaded, or is being loaded: there is no cache"
+    text = f"{name} is not loaded or is still loading, so it has no cache"
     return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
 
 
 async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
-    """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
-    request = to_ask(body)
+    """Return the token ids and the cache salt, checked as for a request to generate."""
+    request = to_inference_request(body)
     tokens = await service.encode(request.prompts[0])
     if len(tokens) > service.max_model_len:
-        raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_model_len} of the context")
+        raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the context of {service.max_model_len}")
     if not tokens:
         raise InvalidRequest("prompt has no tokens: at least one is needed")
     check_tokens("prompt", tokens)
@@ -186,7 +189,7 @@ async def _prompt(context: RequestContext, service: ModelService, body: ExplainR
     return tokens, service.salt_for(context.key, request.cache_salt)
 
 
-def to_ask(body: ExplainRequest) -> InferenceRequest:
+def to_inference_request(body: ExplainRequest) -> InferenceRequest:
     prompt: Prompt
     if body.messages is not None and body.prompt is not None:
         raise InvalidRequest("messages and prompt exclude each other")
@@ -195,7 +198,7 @@ def to_ask(body: ExplainRequest) -> InferenceRequest:
     elif body.prompt is not None:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     else:
-        raise InvalidRequest("prompt is missing; messages would do as well")
+        raise InvalidRequest("prompt is missing: send prompt or messages")
     return InferenceRequest(body.model, (prompt,), GenerationParams(max_tokens=1), cache_salt=body.cache_salt or "")
 
 

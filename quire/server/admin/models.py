@@ -1,4 +1,4 @@
-"""For the keeper: load models, unload and pin them."""
+"""Admin endpoints: load, unload, pin and unpin models."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 class LoadRequest(msgspec.Struct, frozen=True):
     model: str
-    wait: bool = True  # for it to be ready; else it is only begun
+    wait: bool = True  # until it is loaded; false: only start loading
 
 
 class UnloadRequest(msgspec.Struct, frozen=True):
     model: str
-    force: bool = False  # cut what is under way
+    force: bool = False  # end its running requests with an error
     wait: bool = True
 
 
@@ -34,10 +34,10 @@ class PinRequest(msgspec.Struct, frozen=True):
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     state: str  # unloaded, loading, ready, unloading, failed
-    num_bytes: int  # as held; of one that is not loaded, its weights
+    num_bytes: int  # weights and KV cache; weights only if not loaded
     is_pinned: bool
-    max_model_len: int | None  # most tokens of prompt and answer; None: nobody has looked yet
-    full_model_len: int | None  # what that would be, had its KV cache room enough
+    max_model_len: int | None  # limit of prompt and answer together, in tokens; None: not read yet
+    full_model_len: int | None  # max_model_len if the KV cache had enough memory
 
 
 async def load(context: RequestContext) -> Response:
@@ -49,7 +49,7 @@ async def load(context: RequestContext) -> Response:
 
 
 async def unload(context: RequestContext) -> Response:
-    """What comes for it meanwhile waits, and has it loaded again."""
+    """Unload a model. Requests for it that arrive meanwhile wait, and load it again."""
     body = await context.body(UnloadRequest)
     model = context.models.find(body.model)
     if model.is_pinned:
@@ -60,15 +60,15 @@ async def unload(context: RequestContext) -> Response:
 
 
 async def pin(context: RequestContext) -> Response:
-    """Loads nothing: it is about who goes when there is no room."""
+    """Pin a model: it is not unloaded when another needs memory. Loads nothing."""
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.pin(model.seat)
+    context.models.manager.pin(model.managed)
     return context.json(status(model))
 
 
 async def unpin(context: RequestContext) -> Response:
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.unpin(model.seat)
+    context.models.manager.unpin(model.managed)
     return context.json(status(model))
 
 

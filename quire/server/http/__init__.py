@@ -1,0 +1,1 @@
+"""HTTP layer: the uvicorn server, event streams, the OpenAPI document and 404 hints."""

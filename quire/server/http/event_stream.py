@@ -1,6 +1,7 @@
-"""A stream of events: one writer, and keep-alives while nothing comes. The dialect says how they are framed.
+"""Event streams with keep-alives during silence. The dialect defines the framing.
 
-The engine never waits for a reader: a slow one gets fewer and longer writes, a dead one is cut by its connection.
+The engine never waits for a reader: a slow reader gets fewer and longer writes, and the connection of a reader that
+does not read is aborted by `HttpProtocol`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """A response whose body is written as it comes."""
+    """A response whose body is written as events arrive."""
 
     def __init__(
         self,
@@ -36,15 +37,15 @@ class EventStream(Response):
         self._dialect = dialect
         self._active = active
         self._events = events
-        self._keep_alive_s = keep_alive_s  # of silence; the head is not held back longer than that either
+        self._keep_alive_s = keep_alive_s  # longest silence, and longest delay of the response headers
         self._first: asyncio.Future[bytes | None] | None = None
-        self._last_s = 0.0  # when something was last written
+        self._last_s = 0.0  # time of the last write
         self._is_writing = False
         self._ping: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
-        """Wait for the first event, so that what fails before it has a status of its own; but not for ever."""
+        """Wait for the first event, at most `keep_alive_s`: an error before it gets its own HTTP status."""
         self._first = asyncio.ensure_future(self._next())
         await asyncio.wait({self._first}, timeout=self._keep_alive_s)
         if self._first.done() and (error := self._first.exception()) is not None:
@@ -52,7 +53,7 @@ class EventStream(Response):
             raise error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive  # the call itself watches
+        del scope, receive  # `RequestContext` watches for the disconnect
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
@@ -66,7 +67,9 @@ class EventStream(Response):
                 error = problem
             self._active.close(error)
             if error is not None and not isinstance(error, ClientGone):
-                await self._write(self._dialect.event(told(error, self._active.request_id), self._active.request_id))
+                await self._write(
+                    self._dialect.event(api_error(error, self._active.request_id), self._active.request_id)
+                )
             await self._end()
         finally:
             self._timer.cancel()
@@ -80,7 +83,7 @@ class EventStream(Response):
             chunk = await self._next()
 
     async def _end(self) -> None:
-        """After the last keep-alive, if one is being written."""
+        """End the body, after a keep-alive that is being written."""
         if self._ping is not None:
             await asyncio.wait({self._ping})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -103,8 +106,8 @@ class EventStream(Response):
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
 
 
-def told(error: Exception, request_id: str) -> ApiError:
-    """What a client is told of a failure in mid-stream."""
+def api_error(error: Exception, request_id: str) -> ApiError:
+    """The error that a client receives when a stream fails after its first event."""
     match error:
         case ApiError():
             return error
@@ -112,5 +115,5 @@ def told(error: Exception, request_id: str) -> ApiError:
             return from_quire(error)
         case _:
             log.error("%s: a stream failed", request_id, exc_info=error)
-            text = f"the server failed at this request; its log has more under {request_id}"
+            text = f"the server could not process this request; see {request_id} in the server log"
             return ApiError(Kind.FAILED, text, reason="internal")

@@ -1,6 +1,6 @@
-"""Hints for 404s: the endpoint that was probably meant, from the route table, or why there is none.
+"""Hints for 404 responses: the endpoint that was probably meant, from the route table, or why there is none.
 
-Nobody is redirected: a client that is sent elsewhere would hide a wrong base URL, and pay for it with each request.
+There are no redirects: a redirect would hide a wrong base URL and cost a round trip with each request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 MAX_PATH_CHARS = 200  # longer paths are not typos
 NEAR = 0.85  # of difflib's ratio: a letter or two
-# What a base URL has too much or too little of.
+# Prefixes that a base URL often has too many or too few of.
 _PREFIXES = ("v1", "api", "openai", "anthropic")
 BASES = {
     "openai": "OpenAI clients take a base URL that ends in one /v1",
@@ -24,7 +24,7 @@ _NO_EMBEDDINGS = "quire serves models that write, and makes no embeddings"
 _NO_STORE = "nothing is stored here"
 _NO_MODELS = "models are files of this server: `quire pull` fetches them, and the server is started with them"
 
-# What other servers have under such names, without the prefixes above, and why it is not here.
+# Paths of other servers, without the prefixes above, and why they are not served.
 UNSERVED = {
     "embeddings": _NO_EMBEDDINGS,
     "embed": _NO_EMBEDDINGS,
@@ -53,8 +53,12 @@ UNSERVED = {
 }
 
 
+# The same of paths below those that are served.
+UNSERVED_BELOW = {"responses": _NO_STORE, "chat/completions": _NO_STORE}
+
+
 class Row(Protocol):
-    """What a hint needs to know of an endpoint of `app.py`."""
+    """The parts of an `Endpoint` of `app.py` that a hint uses."""
 
     @property
     def method(self) -> str: ...
@@ -69,7 +73,7 @@ R = TypeVar("R", bound=Row)
 
 @dataclass(frozen=True, slots=True)
 class _Typed:
-    """A path taken apart: what was typed before the name of the thing, and that name."""
+    """A path split into its prefixes and the rest."""
 
     prefix: tuple[str, ...]
     core: str
@@ -84,7 +88,7 @@ class _Typed:
 
 
 def find_meant(path: str, rows: Sequence[R]) -> R | None:
-    """The endpoint that a path nearly names: but for prefixes, slashes, case, a missing end or a letter."""
+    """Return the endpoint that differs only in prefixes, slashes, case, a missing end or a letter or two."""
     typed = _Typed.of(path)
     if len(path) > MAX_PATH_CHARS or not typed.core:
         return None
@@ -94,7 +98,7 @@ def find_meant(path: str, rows: Sequence[R]) -> R | None:
     if not any(pair in siblings for pair in same):
         longer = [(one, row) for one, row in siblings if one.core.startswith(typed.core + "/")]
         same = longer if len(longer) == 1 else same  # /v1/chat is the beginning of one path, /v1/cache of several
-    if not same:  # a name behind it, as of a model
+    if not same:  # with a path parameter, such as a model name
         same = [(one, row) for one, row in known if "{" in row.path and typed.core.startswith(one.core + "/")]
     if not same:
         near = difflib.get_close_matches(typed.core, {one.core for one, _ in known}, n=1, cutoff=NEAR)
@@ -104,14 +108,17 @@ def find_meant(path: str, rows: Sequence[R]) -> R | None:
 
 
 def why_unserved(path: str) -> str | None:
-    """Why what other servers have there is not here."""
+    """Return why a path of other servers is not served. None: not such a path."""
     core = _Typed.of(path).core if len(path) <= MAX_PATH_CHARS else ""
+    for head, why in UNSERVED_BELOW.items():
+        if core.startswith(f"{head}/"):
+            return why
     heads = (core, "/".join(core.split("/")[:2]), core.split("/", maxsplit=1)[0])
     return next((UNSERVED[head] for head in heads if head in UNSERVED), None)
 
 
 def advice(path: str, meant: Row | None) -> str:
-    """The end of the sentence that begins with what was not found."""
+    """Return the second part of the 404 message."""
     if meant is not None:
         text = f"did you mean {meant.method} {_plain(meant.path)}?"
         is_base = _Typed.of(path).prefix != _Typed.of(meant.path).prefix
@@ -122,10 +129,10 @@ def advice(path: str, meant: Row | None) -> str:
 
 
 def _fixed(path: str) -> str:
-    """Up to the first parameter."""
+    """The path up to its first parameter."""
     return path.partition("{")[0]
 
 
 def _plain(path: str) -> str:
-    """Without Starlette's converters."""
+    """The path without Starlette's converters."""
     return re.sub(r"\{(\w+)(?::\w+)?\}", r"{\1}", path)

@@ -1,4 +1,4 @@
-"""The API's description, OpenAPI 3.1, made of the route table and the types of bodies and answers. Knows no route."""
+"""The OpenAPI 3.1 document, made from the route table and the types of bodies and answers. Knows no route."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Named(Protocol):
 
 
 class Route(Protocol):
-    """What a description needs to know of an endpoint of `app.py`."""
+    """The parts of an `Endpoint` of `app.py` that the document uses."""
 
     @property
     def method(self) -> str: ...
@@ -40,6 +40,8 @@ class Route(Protocol):
     @property
     def streams(self) -> bool: ...
     @property
+    def generates(self) -> bool: ...
+    @property
     def tag(self) -> str: ...
     @property
     def query(self) -> type[msgspec.Struct] | None: ...
@@ -48,21 +50,22 @@ class Route(Protocol):
 
 
 STATUSES = {
-    400: "A field has a value that cannot work, or the body is not JSON. The message names the field.",
-    401: "No key, or one that is not known.",
-    403: "The key may not do this, or a page of someone else's tried to.",
-    404: "No such model or thing.",
-    405: "Another method is meant.",
-    408: "The body did not come in time.",
+    400: "A field has an invalid value, or the body is not JSON. The message names the field.",
+    401: "The API key is missing or unknown.",
+    403: "The key is not allowed to do this, or the request comes from a foreign web page.",
+    404: "No such model or object.",
+    405: "The path does not support this method.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "Too many requests: of this key, or of everyone. `Retry-After` says when to come back.",
-    500: "The server failed at this request, or the model's process died under it.",
-    503: "Starting, shutting down or stuck. `Retry-After` says when to come back.",
-    529: "The queue is full. `Retry-After` says when to come back.",
+    429: "A limit of this key or of the server is reached. `Retry-After` is the time to wait.",
+    499: "The request was cancelled, by an admin or with its own key.",
+    500: "The request failed in the server, or the model's process died.",
+    503: "The server or the model is starting, shutting down or stuck. `Retry-After` is the time to wait.",
+    529: "The queue is full. `Retry-After` is the time to wait.",
 }
 _MAY_RETRY = (429, 503, 529)
 
-# An error in each protocol's own shape, by the name of the dialect.
+# JSON schemas of each protocol's errors, by the name of the dialect.
 ERRORS: Mapping[str, Json] = {
     "openai": {
         "title": "OpenAIError",
@@ -73,9 +76,9 @@ ERRORS: Mapping[str, Json] = {
                 "type": "object",
                 "required": ["message", "type", "param", "code"],
                 "properties": {
-                    "message": {"type": "string", "description": "What is wrong, with the field and its value."},
+                    "message": {"type": "string", "description": "The error, with the field and its value."},
                     "type": {"type": "string"},
-                    "param": {"type": ["string", "null"], "description": "The field, where one is to blame."},
+                    "param": {"type": ["string", "null"], "description": "The field at fault, if there is one."},
                     "code": {"type": ["string", "null"]},
                 },
             }
@@ -92,7 +95,7 @@ ERRORS: Mapping[str, Json] = {
                 "required": ["type", "message"],
                 "properties": {
                     "type": {"type": "string"},
-                    "message": {"type": "string", "description": "What is wrong, with the field and its value."},
+                    "message": {"type": "string", "description": "The error, with the field and its value."},
                 },
             },
             "request_id": {"type": "string"},
@@ -102,75 +105,81 @@ ERRORS: Mapping[str, Json] = {
         "title": "OllamaError",
         "type": "object",
         "required": ["error"],
-        "properties": {"error": {"type": "string", "description": "What is wrong, with the field and its value."}},
+        "properties": {"error": {"type": "string", "description": "The error, with the field and its value."}},
     },
 }
 
-# Said of a field of a body that says nothing of itself: both protocols mean the same by the same name.
+# Descriptions of body fields without one of their own: a name means the same in all protocols.
 FIELDS = {
-    "add_generation_prompt": "End the prompt where the assistant begins to speak.",
-    "allowed_token_ids": "Every token of the answer is one of these.",
-    "cache": "Add a `cache` object to the answer: how much of the prompt was cached, and why not more.",
-    "cache_control": "Keep the cache of everything up to here, for `ttl`.",
-    "cache_salt": "Share the cache only with requests that name the same salt.",
-    "format": "What the answer must look like: json for any object, or a JSON schema.",
-    "ebnf": "As `grammar`, in GBNF.",
-    "frequency_penalty": "-2 to 2: lowers a token by how often the answer has it.",
-    "grammar": "What the answer must look like, in llguidance's dialect of Lark or in GBNF.",
-    "guided_choice": "As `structured_outputs.choice`.",
-    "guided_grammar": "As `structured_outputs.grammar`.",
-    "guided_json": "As `structured_outputs.json`.",
-    "guided_regex": "As `structured_outputs.regex`.",
+    "add_generation_prompt": "End the prompt with the start of the assistant's turn.",
+    "allowed_token_ids": "Only these tokens may appear in the answer.",
+    "cache": "Add a `cache` object to the response: how much of the prompt was cached, and why not more.",
+    "cache_control": "Keep the cache of the prompt up to here for `ttl`.",
+    "cache_salt": "Share the cache only with requests that send the same salt.",
+    "format": "The answer's format: json for any object, or a JSON schema.",
+    "ebnf": "Like `grammar`, in GBNF.",
+    "frequency_penalty": "-2 to 2: lowers a token's logit for each of its occurrences in the answer.",
+    "grammar": "A grammar that the answer must follow, in llguidance's dialect of Lark or in GBNF.",
+    "guided_choice": "Like `structured_outputs.choice`.",
+    "guided_grammar": "Like `structured_outputs.grammar`.",
+    "guided_json": "Like `structured_outputs.json`.",
+    "guided_regex": "Like `structured_outputs.regex`.",
     "id": "The name of the pin.",
-    "ignore_eos": "Go on after the model's own end.",
+    "ignore_eos": "Continue after the model's end-of-sequence token.",
     "include_stop_str_in_output": "Keep the stop string in the answer.",
     "input": "The conversation: a text, or items, oldest first.",
-    "instructions": "Instructions ahead of the conversation.",
+    "instructions": "A system prompt before the conversation.",
     "json_schema": "A schema, or its JSON text, that the answer must follow.",
-    "logit_bias": "Token id to a number from -100 to 100 that is added to its logit.",
+    "logit_bias": "Maps token ids to numbers from -100 to 100, which are added to their logits.",
     "logprobs": "Return log probabilities.",
-    "max_completion_tokens": "The longest answer, in tokens. -1: no limit.",
-    "max_output_tokens": "The longest answer, in tokens.",
-    "max_tokens": "The longest answer, in tokens. -1: no limit. 0, in completions: none.",
+    "max_completion_tokens": (
+        "The longest answer, in tokens. -1: no limit but the context. Default: --default-max-tokens, 4096."
+    ),
+    "max_output_tokens": "The longest answer, in tokens. Default: --default-max-tokens, 4096.",
+    "max_tokens": (
+        "The longest answer, in tokens. -1: no limit but the context. 0 (completions only): no answer."
+        " Default: in completions 16, else --default-max-tokens, 4096."
+    ),
     "messages": "The conversation, oldest first.",
-    "min_p": "0 to 1: only tokens at least this probable, relative to the most probable one.",
+    "min_p": "0 to 1: sample only tokens at least this probable, relative to the most probable one.",
     "min_tokens": "The shortest answer, in tokens.",
-    "model": "The name of the model, as `/v1/models` lists it.",
-    "n": "How many answers. They share the computation of the prompt.",
-    "options": "How to sample, and how long.",
-    "n_predict": "As `max_tokens`.",
-    "no_stop_trim": "As `include_stop_str_in_output`.",
+    "model": "The name of the model, as listed by `/v1/models`.",
+    "n": "The number of answers. They share the computation of the prompt.",
+    "options": "Sampling parameters and length limits.",
+    "n_predict": "Like `max_tokens`.",
+    "no_stop_trim": "Like `include_stop_str_in_output`.",
     "parallel_tool_calls": "false: at most one call in an answer.",
-    "presence_penalty": "-2 to 2: lowers a token that the answer has.",
-    "priority": "high, normal or low; or a number, smaller is sooner, 0 is normal. A key's tier bounds it.",
+    "presence_penalty": "-2 to 2: lowers the logit of tokens that occur in the answer.",
+    "priority": "high, normal or low; or a number: 0 is normal, below 0 high, above 0 low. The key's tier bounds it.",
     "prompt": "Text, token ids, or a list of either.",
     "prompt_cache_key": "Keep this prompt's cache under this name.",
     "prompt_cache_options": "How this prompt's cache is kept.",
     "prompt_cache_retention": "How long this prompt's cache is kept.",
-    "regex": "A regular expression that the whole answer matches.",
-    "repeat_penalty": "As `repetition_penalty`.",
-    "repetition_penalty": "Above 1: divides the logit of tokens that prompt or answer have.",
-    "response_format": "What the answer must look like.",
-    "seed": "The same seed draws the same answer, alone and in any batch.",
+    "regex": "A regular expression that the whole answer must match.",
+    "repeat_penalty": "Like `repetition_penalty`.",
+    "repetition_penalty": "Above 1: divides the logit of tokens that occur in the prompt or the answer.",
+    "repeat_last_n": "0: no penalties. Any other value: penalties apply to the whole context.",
+    "response_format": "The format of the answer.",
+    "seed": "The same seed gives the same answer, alone and in any batch.",
     "skip_special_tokens": "Leave the model's control tokens out of the text.",
     "stop": "Up to 16 strings that end the answer.",
     "stop_sequences": "Up to 16 strings that end the answer.",
     "stop_token_ids": "Tokens that end the answer.",
-    "stream": "Answer by server-sent events, as the tokens come.",
-    "stream_options": "What a stream says besides text.",
-    "structured_outputs": "What the answer must look like, in one of several ways.",
-    "system": "Instructions ahead of the conversation.",
-    "temperature": "0: always the most probable token. By default the model's own, else 1.",
+    "stream": "Stream the answer as server-sent events.",
+    "stream_options": "Options of a stream.",
+    "structured_outputs": "A constraint on the answer; set one of its fields.",
+    "system": "The system prompt.",
+    "temperature": "0 to 2 (Anthropic: 1); 0: always the most probable token. Default: the model's own, else 1.",
     "tokens": "Token ids.",
     "tool_choice": "Whether to call a tool, and which.",
     "tools": "Functions that the answer may call; the client runs them.",
-    "top_k": "Draw from so many of the most probable tokens.",
-    "top_logprobs": "How many alternatives a position has, 0 to 20.",
-    "top_p": "0 to 1: draw from the most probable tokens that together reach this probability.",
-    "ttl_s": "How long to keep it, in seconds.",
+    "top_k": "Sample from this many of the most probable tokens.",
+    "top_logprobs": "Number of alternatives per token, 0 to 20.",
+    "top_p": "0 to 1: sample from the most probable tokens that together reach this probability.",
+    "ttl_s": "Lifetime of the pin, in seconds.",
 }
 
-# What an example body says, for each of these fields it has.
+# Values of the fields in example bodies.
 EXAMPLES: Mapping[str, Any] = {
     "messages": [{"role": "user", "content": "Name three colours."}],
     "input": "Name three colours.",
@@ -185,13 +194,13 @@ EXAMPLES: Mapping[str, Any] = {
 }
 
 _INFO = (
-    "A local, batched, prefix-cached model server that speaks the protocols of OpenAI, Anthropic and Ollama. "
-    "Fields that are not known are accepted and named in the header `x-quire-ignored-fields`."
+    "A local model server with batching and prefix caching. It implements the APIs of OpenAI, Anthropic and Ollama. "
+    "Unknown fields are ignored and named in the header `x-quire-ignored-fields`."
 )
 
 
 def openapi(endpoints: Iterable[Route], version: str, *, model: str | None = None) -> Json:
-    """The document. `model`: a name that is served, for the examples."""
+    """Make the document. `model`: a model name for the examples."""
     routes = list(endpoints)
     kinds = list(dict.fromkeys(kind for route in routes for kind in (route.body, route.answer) if kind is not None))
     refs, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -259,7 +268,7 @@ def _form(kind: type[msgspec.Struct]) -> Json:
 
 
 def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> Json:
-    good: Json = {"description": "The answer.", "headers": _header_refs("x-request-id")}
+    good: Json = {"description": "Success.", "headers": _header_refs("x-request-id")}
     if route.answer is not None:
         good["content"] = {"application/json": {"schema": schema_of[route.answer]}}
     if route.streams:
@@ -270,7 +279,7 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
     for status in _statuses(route):
         schema: Json = error
         if status == 503 and route.body is None and route.answer is not None:
-            schema = {"anyOf": [error, schema_of[route.answer]]}  # /health and /ready say how they are, well or not
+            schema = {"anyOf": [error, schema_of[route.answer]]}  # /health and /ready return their body with 503 too
         names = ("x-request-id", "x-should-retry", *(["retry-after"] if status in _MAY_RETRY else []))
         responses[str(status)] = {
             "description": STATUSES[status],
@@ -281,10 +290,10 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
 
 
 def _stream(route: Route) -> tuple[str, str]:
-    """The type of a stream, and what it is."""
+    """Return the media type and the description of a stream."""
     if route.dialect.name == "ollama":
-        return "application/x-ndjson", "Lines of JSON, unless `stream` is false."
-    when = "unless `once` is true" if route.body is None else "where `stream` is true"
+        return "application/x-ndjson", "One JSON object per line, unless `stream` is false."
+    when = "unless `once` is true" if route.body is None else "if `stream` is true"
     return "text/event-stream", f"Server-sent events, {when}."
 
 
@@ -296,6 +305,8 @@ def _statuses(route: Route) -> list[int]:
         found |= {400, 404, 408, 413, 429}
         if route.dialect.name == "anthropic":
             found.add(529)
+    if route.generates:
+        found.add(499)
     if _PARAMETER.search(route.path):
         found |= {400, 404}
     if route.query is not None:
@@ -304,7 +315,7 @@ def _statuses(route: Route) -> list[int]:
 
 
 def _plain_path(path: str) -> str:
-    """Without Starlette's converters."""
+    """The path without Starlette's converters."""
     return _PARAMETER.sub(r"{\g<name>}", path)
 
 
@@ -321,7 +332,7 @@ def _parameters(path: str, examples: Mapping[str, Any]) -> list[Json]:
 
 
 def _query_parameters(kind: type[msgspec.Struct] | None) -> list[Json]:
-    """Of the address behind `?`, from the fields of a struct that holds plain values."""
+    """Return the query parameters: the fields of a struct of plain values."""
     if kind is None:
         return []
     _, schemas = msgspec.json.schema_components((kind,), ref_template=_REF)
@@ -334,13 +345,13 @@ def _query_parameters(kind: type[msgspec.Struct] | None) -> list[Json]:
 
 
 def _example(schema: Json, examples: Mapping[str, Any]) -> Json:
-    """Nothing, where a required field has none: an example that fails is worse."""
+    """Return an example body, or nothing if a required field has no example: an incomplete one would fail."""
     properties = schema.get("properties", {})
     if any(name not in examples for name in schema.get("required", ())):
         return {}
     names = [name for name in sorted(properties, key=_rank) if name in examples]
     if "messages" in names or "input" in names:
-        names = [name for name in names if name not in ("prompt", "text")]  # other forms of the same, or of others
+        names = [name for name in names if name not in ("prompt", "text")]  # alternatives to messages
     return {name: examples[name] for name in names}
 
 
@@ -350,7 +361,7 @@ def _rank(name: str) -> int:
 
 
 def _describe(schemas: Json, bodies: Sequence[Json]) -> None:
-    """Give the fields of bodies, and of what they hold, the descriptions they lack."""
+    """Add missing descriptions to the fields of bodies and of the types in them."""
     todo: list[object] = list(bodies)
     done: set[str] = set()
     while todo:
@@ -375,8 +386,8 @@ def _resolved(schema: Json, schemas: Json) -> Json:
 
 def _headers() -> Json:
     return {
-        "x-request-id": {"description": "The request's name in the server's log.", "schema": {"type": "string"}},
-        "x-should-retry": {"description": "Whether asking again may help.", "schema": {"enum": ["true", "false"]}},
+        "x-request-id": {"description": "The id of the request in the server log.", "schema": {"type": "string"}},
+        "x-should-retry": {"description": "Whether a retry may succeed.", "schema": {"enum": ["true", "false"]}},
         "retry-after": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
     }
 

@@ -1,5 +1,5 @@
-"""uvicorn with what it lacks: deadlines and bounds for headers, an abort, news of a disconnect to every request of a
-connection, a loop that sleeps while nothing happens, and signals that drain.
+"""Extends uvicorn: timeouts and limits for headers, aborts of stalled readers, disconnect events for every pipelined
+request, a main loop without a timer, and signals that drain.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from uvicorn.server import ServerState
 
 from quire.errors import InvalidRequest
 
-HEADER_S = 10.0  # from the first byte of a request, or from the connection on, to the end of its headers
-IDLE_S = 75.0  # of a connection between two requests: longer than clients keep theirs, or they race with us
-LINGER_S = 30.0  # for a reader of the last bytes
+HEADER_S = 10.0  # from the connection, or from a request's first byte, to the end of the headers
+IDLE_S = 75.0  # of a connection between requests: longer than clients' own limits, so that the client closes first
+LINGER_S = 30.0  # for a client to read the last bytes
 MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 16
-MAX_PIPELINED_BYTES = 1 << 20  # of a request that waits for the one before it
-SPARE_FILES = 128  # descriptors kept for everything but connections
+MAX_PIPELINED_BYTES = 1 << 20  # body of a pipelined request that waits for the previous one
+SPARE_FILES = 128  # file descriptors reserved for other uses than connections
 
 _UPGRADE = re.compile(rb"\r\n(upgrade)[ \t]*:", re.IGNORECASE)
 
@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Every state has a timer that ends it: waiting for headers, idle between requests, unread answers,
-    last bytes. The body's timer is in `RequestContext`; while an answer is generated, the client is watched instead."""
+    """One connection. Each state has a timeout: headers, idle between requests, unread responses, last bytes.
+
+    `RequestContext` has the timeout of the body, and watches for a disconnect while an answer is generated.
+    """
 
     max_connections = 4096
     header_s = HEADER_S
@@ -48,10 +50,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._is_in_body = False  # between the end of a request's headers and its own
+        self._is_in_body = False  # after a request's headers, before its end
         self._header_bytes = 0  # of names and values
         self._raw_bytes = 0  # since the last request's headers
-        self._cycles: list[RequestResponseCycle] = []  # not answered yet
+        self._cycles: list[RequestResponseCycle] = []  # without a complete response
         if len(self.connections) > self.max_connections:
             self._refuse(503, "too many connections")
             return
@@ -61,14 +63,14 @@ class HttpProtocol(HttpToolsProtocol):
         for timer in (self._header_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
-        for cycle in self._cycles:  # a pipelined request behind the one that runs must not hide that the client left
+        for cycle in self._cycles:  # also the running one, when a pipelined request follows it
             if not cycle.response_complete:
                 cycle.disconnected = True
             cycle.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
 
-    # What comes in
+    # Input
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -78,8 +80,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         if not self._cycles:
-            self._expect_headers()  # an empty line, or what is left of a refused body: no reason to stay
-        if self._header_timer is not None and not self._is_in_body:  # one of its headers may have no end
+            self._expect_headers()  # an empty line or the rest of a refused body does not stop the timer
+        if self._header_timer is not None and not self._is_in_body:  # an endless header
             self._raw_bytes += len(data)
             if self._raw_bytes > 2 * MAX_HEADER_BYTES:
                 self._refuse(431, "the headers are too large")
@@ -94,7 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError  # ends the parser, which calls send_400_response
-        if not self._is_in_body:  # or it is a trailer of a chunked body: nothing in it counts, least of all a key
+        if not self._is_in_body:  # trailers of a chunked body are ignored: they must not set a key
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -104,13 +106,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         self._raw_bytes = 0
         if self.parser.should_upgrade() and _announces_body(self.headers):
-            raise ValueError  # its body would be taken for the next request
+            raise ValueError  # its body would be parsed as the next request
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
         elif self.pipeline:
-            self.flow.resume_reading()  # else nobody would see that the client leaves
+            self.flow.resume_reading()  # or a disconnect would go unnoticed
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -124,7 +126,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """It goes on as HTTP/1.1, as it may."""
+        """No warning: the request continues as HTTP/1.1, which the protocol allows."""
 
     def _expect_headers(self) -> None:
         if self._header_timer is None:
@@ -133,11 +135,11 @@ class HttpProtocol(HttpToolsProtocol):
     def _headers_missing(self) -> None:
         self._header_timer = None
         if any(not cycle.response_complete for cycle in self._cycles):
-            self._expect_headers()  # part of a next request may wait while this one is answered
+            self._expect_headers()  # part of the next request may wait for this response
         else:
-            self._refuse(408, "no request came in time")
+            self._refuse(408, "no request arrived in time")
 
-    # What goes out
+    # Output
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -152,12 +154,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(self.slow_reader_s, self._still_writing, num_unread)
 
     def _still_writing(self, num_before: int) -> None:
-        """A slow reader has its time, one that does not read at all is cut."""
+        """Abort the connection if the client has read nothing since the last check."""
         num_unread = self.transport.get_write_buffer_size()
         if num_unread < num_before:
             self._watch_writing(num_unread)
         else:
-            log.warning("nothing was read by a client for %g s: cut", self.slow_reader_s)
+            log.warning("a client read nothing for %g s: its connection is aborted", self.slow_reader_s)
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
@@ -175,7 +177,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def cut(self) -> None:
-        """The server ends: whoever has not read its answer by now does not read."""
+        """Abort a connection with an unread response: the server is stopping."""
         if any(not cycle.response_complete for cycle in self._cycles):
             self.transport.abort()
 
@@ -183,21 +185,24 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             pending = [cycle for cycle in self._cycles if not cycle.response_complete]
             if len(pending) <= 1 and not any(cycle.response_started for cycle in pending):
-                # Never into an answer that is being written, or in place of one that comes first.
+                # Not in the middle of a response, and not before the response to an earlier request.
                 head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
                 self.transport.write(f"{head}connection: close\r\n\r\n{text}".encode())
             self.transport.close()
         self._linger()
 
     def _linger(self) -> None:
-        """A transport that closes sends its last bytes first; whoever does not read them is not waited for."""
+        """Limit the time that a closing transport waits for the client to read the last bytes."""
         if self.transport.is_closing() and self._linger_timer is None:
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """HTTP/2 is offered by some clients with every first request (Java's, curl --http2), and declined by answering in
-    HTTP/1.1. But the parser drops the body of whoever offers: so the header gets a name that means nothing."""
+    """Rename an Upgrade header.
+
+    Some clients (Java, curl --http2) offer HTTP/2 with each first request; a response in HTTP/1.1 declines the offer.
+    The parser would drop the body of such a request, so the header is given a name without meaning.
+    """
     end = data.find(b"\r\n\r\n")
     head = data if end < 0 else data[: end + 2]
     found = _UPGRADE.search(head)
@@ -211,7 +216,7 @@ def _announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 class _State(ServerState):
-    """With a date that is made when it is needed, so that no timer has to run."""
+    """Makes the Date header when it is needed, so that no timer has to run."""
 
     def __init__(self) -> None:
         self._at_s = 0
@@ -232,8 +237,7 @@ class _State(ServerState):
 
 
 class HttpServer(uvicorn.Server):
-    """Sleeps until it is told to stop. The first SIGTERM or SIGINT calls `on_stop`, whose end ends the server; every
-    further one calls `on_hurry`."""
+    """Runs until SIGTERM or SIGINT. The first signal awaits `on_stop` and then stops; further ones call `on_hurry`."""
 
     def __init__(
         self, config: uvicorn.Config, on_stop: Callable[[], Awaitable[None]], on_hurry: Callable[[], None]
@@ -258,10 +262,10 @@ class HttpServer(uvicorn.Server):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN)  # it is ending: another signal cannot make it end better
+                signal.signal(number, signal.SIG_IGN)  # already stopping: further signals have no effect
 
     def stop(self) -> None:
-        """Begin to end, or hurry."""
+        """Begin the shutdown; if it has begun, call `on_hurry`."""
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
         else:
@@ -278,7 +282,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets, or an error that says what to do. Before anything slow: a busy port is found at once."""
+    """Return bound sockets. Called before anything slow, so that a busy port is reported at once."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
@@ -298,7 +302,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def raise_file_limit(max_connections: int) -> int:
-    """As many files as the system lets us have. Returns how many connections fit."""
+    """Raise the limit of open files as far as needed and allowed. Returns how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_FILES
     if soft < wanted:

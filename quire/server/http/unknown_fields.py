@@ -1,7 +1,8 @@
-"""Which fields of a body nobody reads, at any depth."""
+"""Finds fields of a body that its type does not define, at any depth."""
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -9,28 +10,35 @@ import msgspec
 from msgspec import inspect
 
 
-def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> list[str]:
-    """Names like `messages[].cache_control`, each once, of what the struct and the structs in it do not know."""
-    found: dict[str, None] = {}
+def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> dict[str, list[str]]:
+    """Return the paths of unknown fields, such as `messages[2].cache_control`.
+
+    The keys are paths without numbers, `messages[].cache_control`. The values are the first occurrence, and for
+    tools every occurrence, because a tool may be ignored as a whole.
+    """
+    found: dict[str, list[str]] = {}
     _walk(value, _shape(kind), "", found)
-    return list(found)
+    return found
 
 
+_NUMBER = re.compile(r"\[\d+\]")
 Shape = dict[str, Any]  # field -> the shape of the structs in it, or None; "[]": the shape of a list's items
 
 
-def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, None]) -> None:
+def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, list[str]]) -> None:
     if shape is None:
         return
     if isinstance(value, list):
-        for item in value:
-            _walk(item, shape.get("[]"), path + "[]", found)
+        for i, item in enumerate(value):
+            _walk(item, shape.get("[]"), f"{path}[{i}]", found)
     elif isinstance(value, dict) and "{}" in shape:
         fields = shape["{}"]
         for name, item in value.items():
             full = f"{path}.{name}" if path else name
             if name not in fields:
-                found[full] = None
+                places = found.setdefault(_NUMBER.sub("[]", full), [])
+                if not places or full.startswith("tools["):
+                    places.append(full)
             elif fields[name] is not None:
                 _walk(item, fields[name], full, found)
 

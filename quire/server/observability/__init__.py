@@ -1,0 +1,1 @@
+"""Metrics, logs, health endpoints and the live view."""

@@ -1,4 +1,4 @@
-"""What operators and tools ask: health, readiness, metrics, versions, tokens."""
+"""Endpoints for operators: `/health`, `/ready`, `/version` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.request_context import RequestContext
 
-STATS_S = 2.0  # a worker in the middle of a long step answers later; then the last known figures do
+STATS_S = 2.0  # a worker in a long step answers later; the last known figures are used then
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,14 @@ class Version(msgspec.Struct):
     backend: str | None = None
     device: str | None = None
     dtype: str | None = None
-    scheduling: Scheduling | None = None  # None: no worker serves
+    scheduling: Scheduling | None = None  # None: no worker is running
 
 
 def status(models: Models) -> str:
-    """Of the server as a whole: "ok" means that tokens would move, in every model that is loaded. One that is not, or
-    is on its way, waits for its first request or serves it soon."""
+    """Return the status of the whole server.
+
+    "ok": every loaded model makes progress. A model that is unloaded or loading does not change the status.
+    """
     if not models.has_started:
         return "loading"
     found = {_status(model.service) for model in models if model.service is not None}
@@ -52,19 +54,19 @@ def _status(service: ModelService) -> str:
 
 
 async def health(context: RequestContext) -> Response:
-    """Alive: the engine's loop moves. Draining is healthy."""
+    """Liveness: the engine loop makes progress. A draining server is healthy."""
     found = status(context.models)
     return context.json(Health(found), 200 if found == "ok" else 503)
 
 
 async def ready(context: RequestContext) -> Response:
-    """Whether to send it traffic."""
+    """Readiness: the server accepts requests."""
     found = "draining" if context.models.is_draining else status(context.models)
     return context.json(Health(found), 200 if found == "ok" else 503)
 
 
 async def version(context: RequestContext) -> Response:
-    """Of one model, the default unless ?model= names another."""
+    """Return the version and one model's backend: the default model, or the one that ?model= names."""
     model = context.models.find(context.request.query_params.get("model"))
     if model.service is None or (facts := model.service.client.facts) is None:
         return context.json(Version(__version__, model.name))
@@ -79,15 +81,15 @@ async def metrics(context: RequestContext) -> Response:
 
 
 async def _take_metrics(model: Model) -> None:
-    model.metrics.take_seat(model.seat)
+    model.metrics.take_model_state(model.managed)
     if (service := model.service) is not None:
         stats = await current_stats(service)
-        if model.service is service:  # or it was unloaded meanwhile, and its last figures are taken
+        if model.service is service:  # otherwise it was unloaded meanwhile, and its final figures are taken
             model.metrics.take(stats, service.client)
 
 
 async def current_stats(service: ModelService) -> Stats | None:
-    """None: there is no worker, or it is too busy to say."""
+    """Ask the worker for its stats. None: there is no worker, or it does not answer in time."""
     try:
         return await asyncio.wait_for(service.client.stats(), STATS_S)
     except (TimeoutError, QuireError):

@@ -1,7 +1,7 @@
-"""Logs: one line a request, for people or as JSON. Never anyone's text, a key or a path of this machine.
+"""Logging: one line per request, as text or as JSON. Prompts, answers, keys and paths of this machine are not logged.
 
-Whatever a client sent is escaped, so that no value can look like a line of its own. A logger that says too much is cut
-short, so that a storm of bad requests cannot fill a disk.
+Values that a client sent are escaped, so that none can forge a log line. Each logger is rate limited, so that a flood
+of bad requests cannot fill a disk.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from quire.errors import InvalidRequest
 from quire.server.observability.request_record import RequestRecord
 
 LEVELS = ("debug", "info", "warning", "error")
-MAX_LINES_PER_S = 20  # of one logger, over one second
+MAX_LINES_PER_S = 20  # of one logger
 MAX_VALUE_CHARS = 200
 MAX_MESSAGE_CHARS = 4_000
 MAX_TRACE_LINES = 200
 MAX_KEYS = 1_000
 _OUR_FAULT = frozenset({"failed", "died", "internal"})
-_UNCOUNTED = "is_uncounted"  # attribute of a record that no limit holds back
-_FIELDS = "fields"  # attribute of a record: what a JSON line says besides its message
+_UNCOUNTED = "is_uncounted"  # attribute of a record that the rate limit does not count
+_FIELDS = "fields"  # attribute of a record: the fields of its JSON line
 
-# Control characters, line and paragraph separators, what turns text around on a terminal, and lone surrogates.
+# Control characters, line and paragraph separators, bidirectional controls, and lone surrogates.
 _HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("quire.server")
 
 
 def setup_logging(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
-    """To stderr unless told otherwise. May be called again: the last call counts."""
+    """Configure logging, to stderr by default. May be called again; the last call counts."""
     if level not in LEVELS:
         raise InvalidRequest(f"log_level = {level!r:.80} is not one of {', '.join(LEVELS)}")
     handler = LimitedHandler(stream or sys.stderr)
@@ -47,16 +47,18 @@ def setup_logging(level: str, *, as_json: bool, stream: TextIO | None = None) ->
         root.removeHandler(old)
         old.close()
     root.addHandler(handler)
-    root.setLevel(logging.WARNING)  # other people's libraries
+    root.setLevel(logging.WARNING)  # of libraries
     logging.getLogger("quire").setLevel(level.upper())
     for name in ("uvicorn", "uvicorn.error", "uvicorn.asgi", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.NOTSET)
-    # It tells of its own start at info, which `quire serve` tells better.
+    # uvicorn logs its start at INFO; `quire serve` prints its own.
     logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
-    logging.getLogger("uvicorn.access").setLevel(logging.CRITICAL + 1)  # query strings; ours is quire.request
+    logging.getLogger("uvicorn.access").setLevel(
+        logging.CRITICAL + 1
+    )  # it logs query strings; quire.request replaces it
 
 
 def log_request(record: RequestRecord) -> None:
@@ -64,7 +66,7 @@ def log_request(record: RequestRecord) -> None:
     if not _request_log.isEnabledFor(level):
         return
     fields = request_fields(record)
-    # What was served is bounded by what the model can do. What was not is bounded by nothing but the limit.
+    # The model's speed bounds the number of served requests. Only the rate limit bounds the others.
     extra = {_FIELDS: fields, _UNCOUNTED: record.finish in ("stop", "length")}
     _request_log.log(level, "%s", " ".join(f"{name}={_word(value)}" for name, value in fields.items()), extra=extra)
 
@@ -72,7 +74,7 @@ def log_request(record: RequestRecord) -> None:
 def log_refusal(
     request_id: str, endpoint: str, key_name: str | None, status: int, reason: str, param: str | None
 ) -> None:
-    """One line for a request that was not served. The field it was refused for is named, not what stood in it."""
+    """Log one line for a refused request. It names the field at fault, not the field's value."""
     if not _request_log.isEnabledFor(logging.INFO):
         return
     fields: dict[str, object] = {
@@ -89,7 +91,7 @@ def log_refusal(
 
 
 def request_fields(record: RequestRecord) -> dict[str, object]:
-    """What one line says, in order. What is not known is left out."""
+    """Return the fields of a request's log line, in order. Unknown ones are left out."""
     rate = record.tokens_per_s
     fields: dict[str, object] = {
         "request_id": record.request_id,
@@ -115,8 +117,8 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
     return {name: _cut(value) for name, value in fields.items() if value is not None}
 
 
-class Once:
-    """Says each thing once, and after MAX_KEYS things no more."""
+class LogOnce:
+    """Logs a warning once per key, for at most MAX_KEYS keys."""
 
     def __init__(self) -> None:
         self._keys: set[str] = set()
@@ -129,16 +131,16 @@ class Once:
         if len(self._keys) <= MAX_KEYS:
             _log.warning("%s", message)
         else:
-            _log.warning("%d different warnings of this kind were written: no more follow", MAX_KEYS)
+            _log.warning("%d different warnings of this kind were logged: no more follow", MAX_KEYS)
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes at most MAX_LINES_PER_S lines a second of each logger, and says how many it left out."""
+    """Writes at most MAX_LINES_PER_S lines per second and logger, and reports how many it left out."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
         self._clock = clock
-        self._windows: dict[str, _Window] = {}  # one a logger: their names are ours, never a client's
+        self._windows: dict[str, _Window] = {}  # one per logger; clients cannot choose logger names
 
     def emit(self, record: logging.LogRecord) -> None:  # under the handler's lock
         if getattr(record, _UNCOUNTED, False):
@@ -182,7 +184,7 @@ class _Window:
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-11-15T07:22:31.123Z INFO quire.request: ...`. A traceback is indented: no line of it can forge one."""
+    """`2026-11-15T07:22:31.123Z INFO quire.request: ...`. A traceback is indented, so that it cannot forge a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name}: {_escaped(_message(record))}"
@@ -191,7 +193,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line, in ASCII. A request's fields stand beside its message, not in it."""
+    """One ASCII JSON object per line. A request's fields are members of the object, not part of the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
@@ -208,7 +210,7 @@ class JsonFormatter(logging.Formatter):
 def _message(record: logging.LogRecord) -> str:
     try:
         text = record.getMessage()
-    except Exception:  # wrong arguments: the line is worth more than the error
+    except Exception:  # wrong format arguments must not lose the line
         text = str(record.msg)
     return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + " ..."
 
@@ -233,7 +235,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _word(value: object) -> str:
-    """A value of `name=value`: in quotes unless it is plainly one word."""
+    """Format the value of `name=value`: quoted unless it consists of plain characters."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):
@@ -246,5 +248,5 @@ def _cut(value: object) -> object:
 
 
 def _rounded(value: float | None) -> float | None:
-    """To a tenth of a millisecond."""
+    """Round to 0.1 ms."""
     return round(value, 4) if value is not None and math.isfinite(value) else None

@@ -1,6 +1,6 @@
-"""What a Prometheus server reads: vLLM's names under `quire:`, and what only quire knows. See docs/metrics.md.
+"""Prometheus metrics: vLLM's names under `quire:`, and quire's own. See docs/metrics.md.
 
-Belongs to the event loop: nothing here waits or locks for long, and `tokens` is called once a token.
+Belongs to the event loop. Nothing here blocks for long: `tokens` is called for every batch of new tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.errors import InvalidRequest
 from quire.server.errors import Kind
 from quire.server.observability.request_record import RequestRecord
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which says when this process began
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter's series
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COMPAT = ("vllm",)
-_OURS = "quire:"
+_PREFIX = "quire:"
 _ENGINE = "0"  # vLLM numbers its data-parallel engines; here there is one
 _LABELS = ("model_name", "engine")
 
@@ -61,58 +61,60 @@ class _HistogramSpec(NamedTuple):
 
 
 GAUGES = {
-    "num_requests_running": _Spec("Samples that are being computed."),
-    "num_requests_waiting": _Spec("Samples that wait for room."),
+    "num_requests_running": _Spec("Sequences that are running."),
+    "num_requests_waiting": _Spec("Sequences that are waiting."),
     "kv_cache_usage_perc": _Spec("Share of the KV blocks that requests or pins hold, 0 to 1."),
     "cache_config_info": _Spec(
-        "Always 1; its labels say what the engine was given.",
+        "Always 1; the labels hold the engine's cache settings.",
         ("block_size", "num_gpu_blocks", "cache_dtype", "kv_bytes", "max_num_seqs", "max_model_len"),
     ),
-    "kv_blocks": _Spec("KV blocks: free + cached + in_use are all; shared and pinned are in use.", ("state",)),
-    "queue_age_seconds": _Spec("How long the oldest request of a tier has waited.", ("tier",)),
-    "queue_requests": _Spec("Samples of a tier that wait.", ("tier",)),
-    "queue_tokens": _Spec("Tokens still to be computed for the samples of a tier that wait.", ("tier",)),
-    "engine_moving": _Spec("1 while the worker serves and its loop moves, else 0."),
-    "model_state": _Spec("1 for the state the model is in, 0 for the others.", ("state",)),
-    "model_bytes": _Spec("Memory that the model's weights and KV cache hold."),
-    "model_requests_waiting": _Spec("Requests that wait for the model to be loaded."),
+    "kv_blocks": _Spec(
+        "KV blocks by state: free + cached + in_use = all; in_use includes shared and pinned.", ("state",)
+    ),
+    "queue_age_seconds": _Spec("Waiting time of the oldest request of a tier.", ("tier",)),
+    "queue_requests": _Spec("Waiting sequences of a tier.", ("tier",)),
+    "queue_tokens": _Spec("Tokens to compute for the waiting sequences of a tier.", ("tier",)),
+    "engine_moving": _Spec("1 while the worker runs and its loop makes progress, else 0."),
+    "model_state": _Spec("1 for the model's current state, 0 for the others.", ("state",)),
+    "model_bytes": _Spec("Bytes of the model's weights and KV cache in memory."),
+    "model_requests_waiting": _Spec("Requests that wait for the model to load."),
 }
 COUNTERS = {
-    "prompt_tokens": _Spec("Prompt tokens of requests that are over, found in the cache or computed."),
-    "prompt_tokens_cached": _Spec("Prompt tokens of requests that are over, found in the prefix cache."),
-    "generation_tokens": _Spec("Tokens the model produced, counted with the step they came from."),
-    "request_success": _Spec("Requests that were taken and are over.", ("finished_reason",)),
-    "num_preemptions": _Spec("Running requests that had to give up their blocks."),
-    "prefix_cache_queries": _Spec("Prompt tokens looked for in the prefix cache."),
+    "prompt_tokens": _Spec("Prompt tokens of finished requests, cached or computed."),
+    "prompt_tokens_cached": _Spec("Prompt tokens of finished requests, found in the prefix cache."),
+    "generation_tokens": _Spec("Generated tokens, counted at each step."),
+    "request_success": _Spec("Accepted requests that have finished.", ("finished_reason",)),
+    "num_preemptions": _Spec("Preemptions: running requests whose blocks were freed for others."),
+    "prefix_cache_queries": _Spec("Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": _Spec("Prompt tokens found in the prefix cache."),
-    "kv_evictions": _Spec("Cached blocks that were given to someone else."),
+    "kv_evictions": _Spec("Cached blocks that were reused for other content."),
     "requests_rejected": _Spec("Requests answered with an error.", ("reason",)),
-    "invariant_violations": _Spec("Laws of the core found broken: bugs."),
-    "worker_restarts": _Spec("Workers started after the first."),
-    "model_loads": _Spec("Times the model was loaded."),
-    "model_load_failures": _Spec("Times it could not be."),
-    "model_unloads": _Spec("Times it was unloaded."),
+    "invariant_violations": _Spec("Violated invariants of the core. Each is a bug."),
+    "worker_restarts": _Spec("Restarts of the worker process."),
+    "model_loads": _Spec("Number of times the model was loaded."),
+    "model_load_failures": _Spec("Number of times the model could not be loaded."),
+    "model_unloads": _Spec("Number of times the model was unloaded."),
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": _HistogramSpec("From arrival to the first token.", _TTFT_S),
     "inter_token_latency_seconds": _HistogramSpec("From one token to the next.", _TOKEN_S),
     "request_time_per_output_token_seconds": _HistogramSpec("A request's mean time from token to token.", _TOKEN_S),
-    "e2e_request_latency_seconds": _HistogramSpec("From arrival to the end.", _REQUEST_S),
-    "request_queue_time_seconds": _HistogramSpec("How long requests waited before they began.", _REQUEST_S),
-    "request_prefill_time_seconds": _HistogramSpec("From the beginning to the first token.", _REQUEST_S),
+    "e2e_request_latency_seconds": _HistogramSpec("From arrival to the end of the request.", _REQUEST_S),
+    "request_queue_time_seconds": _HistogramSpec("Waiting time of requests before they started.", _REQUEST_S),
+    "request_prefill_time_seconds": _HistogramSpec("From the start to the first token.", _REQUEST_S),
     "request_decode_time_seconds": _HistogramSpec("From the first token to the last.", _REQUEST_S),
-    "request_inference_time_seconds": _HistogramSpec("From the beginning to the last token.", _REQUEST_S),
+    "request_inference_time_seconds": _HistogramSpec("From the start to the last token.", _REQUEST_S),
     "request_prompt_tokens": _HistogramSpec("Prompt tokens of a request.", _TOKENS),
-    "request_generation_tokens": _HistogramSpec("Tokens answered to a request.", _TOKENS),
-    "request_params_n": _HistogramSpec("Samples asked for with n.", _SAMPLES),
-    "request_params_max_tokens": _HistogramSpec("max_tokens, where it was given.", _TOKENS),
+    "request_generation_tokens": _HistogramSpec("Generated tokens of a request.", _TOKENS),
+    "request_params_n": _HistogramSpec("The parameter n of a request.", _SAMPLES),
+    "request_params_max_tokens": _HistogramSpec("The parameter max_tokens of requests that set it.", _TOKENS),
     "iteration_tokens_total": _HistogramSpec("Tokens computed in one step.", _STEP_TOKENS),
     "queue_wait_seconds": _HistogramSpec(
-        "How long requests of a tier waited before they began.", _REQUEST_S, ("tier",)
+        "Waiting time of a tier's requests before they started.", _REQUEST_S, ("tier",)
     ),
-    "step_seconds": _HistogramSpec("How long one step took.", _TOKEN_S),
+    "step_seconds": _HistogramSpec("Duration of one step.", _TOKEN_S),
 }
-# What vLLM has too: `compat="vllm"` says these a second time under `vllm:`.
+# Metrics that vLLM has too. `compat="vllm"` exports them a second time under `vllm:`.
 VLLM = frozenset(
     {
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
@@ -126,22 +128,23 @@ VLLM = frozenset(
 )
 
 TIERS = tuple(priority.name.lower() for priority in Priority)
-# Every value a label can have. Whatever else comes is "other": no request may make a new series.
+# All values that a label may have. Any other value becomes "other", so that no request can create a new series.
 OTHER = "other"
-FINISHES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours -> vLLM's words
+FINISHES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # quire's name -> vLLM's
 REASONS = frozenset(
     {
         *(kind.name.lower() for kind in Kind),
         *("queue_full", "queue_tokens", "queue_timeout", "body_bytes", "draining", "loading", "restarting", "internal"),
         *("load_failed", "model_too_large", "unloading", "watchers", "pulling", "download_failed"),
-        *("origin", "host", "unsupported_parameter", "unsupported_value"),
+        *("origin", "host", "unsupported_parameter", "unsupported_value", "request_not_found"),
+        *("uploads", "key_batches", "state_dir", "storage", "no_file", "no_batch"),
         *("key_max_requests", "key_requests_per_minute", "key_tokens_per_minute"),
     }
 )
 
 
 class Histogram:
-    """Like prometheus_client's, but takes `count` equal values at once and a fifth of the time, having no lock."""
+    """Like prometheus_client's, but has no lock, takes `count` equal values at once, and needs a fifth of the time."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -164,7 +167,7 @@ class Histogram:
 
 
 class _Histograms:
-    """One model's."""
+    """The histograms of one model."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         self.labels = labels
@@ -183,7 +186,7 @@ class _AllHistograms(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, spec in HISTOGRAMS.items():
-            family = HistogramMetricFamily(_OURS + name, spec.text, labels=(*_LABELS, *spec.labels))
+            family = HistogramMetricFamily(_PREFIX + name, spec.text, labels=(*_LABELS, *spec.labels))
             for model in self.models:
                 for values, histogram in model.all[name].items():
                     histogram.add_to(family, (*model.labels, *values))
@@ -191,7 +194,7 @@ class _AllHistograms(Collector):
 
 
 class _Mirror(Collector):
-    """The same series under another server's names, for dashboards that know those."""
+    """Exports the same series under another server's prefix, for existing dashboards."""
 
     def __init__(self, source: CollectorRegistry, prefix: str, names: frozenset[str]) -> None:
         self._source = source
@@ -199,20 +202,20 @@ class _Mirror(Collector):
         self._names = names
 
     def describe(self) -> list[Metric]:
-        return []  # known only when it is asked for: registering must not collect
+        return []  # registering must not collect
 
     def collect(self) -> Iterator[Metric]:
         for family in self._source.collect():
-            if (name := family.name.removeprefix(_OURS)) in self._names:
+            if (name := family.name.removeprefix(_PREFIX)) in self._names:
                 mirrored = Metric(self._prefix + name, family.documentation, family.type)
                 mirrored.samples = [
-                    sample._replace(name=self._prefix + sample.name.removeprefix(_OURS)) for sample in family.samples
+                    sample._replace(name=self._prefix + sample.name.removeprefix(_PREFIX)) for sample in family.samples
                 ]
                 yield mirrored
 
 
 class Exposition:
-    """The families, each with a series for every model."""
+    """The metric families of the server, each with one series per model."""
 
     def __init__(self, compat: str | None = None) -> None:
         if compat is not None and compat not in COMPAT:
@@ -223,18 +226,18 @@ class Exposition:
         if self._mirror is not None:
             self._mirror.register(_Mirror(registry, f"{compat}:", VLLM))
         self.gauges = {
-            name: Gauge(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
+            name: Gauge(_PREFIX + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
             for name, spec in GAUGES.items()
         }
         self.counters = {
-            name: Counter(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
+            name: Counter(_PREFIX + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
             for name, spec in COUNTERS.items()
         }
         self.histograms = _AllHistograms()
         registry.register(self.histograms)
 
     def render(self) -> tuple[bytes, str]:
-        """The text and its content type."""
+        """Return the text and its content type."""
         text = generate_latest(self._registry)
         if self._mirror is not None:
             text += generate_latest(self._mirror)
@@ -242,7 +245,7 @@ class Exposition:
 
 
 class Worker(Protocol):
-    """What is to be known of whoever runs the model."""
+    """The parts of an `EngineClient` that metrics read."""
 
     @property
     def num_restarts(self) -> int: ...
@@ -253,7 +256,7 @@ class Worker(Protocol):
 
 
 class Metrics:
-    """One model's. They outlive its workers and its loads."""
+    """The metrics of one model. They are kept across worker restarts and reloads."""
 
     def __init__(self, model_name: str, *, exposition: Exposition | None = None) -> None:
         self._labels = (model_name.encode("utf-8", "backslashreplace").decode(), _ENGINE)
@@ -264,14 +267,14 @@ class Metrics:
         exposition.histograms.models.append(self._histograms)
         self._config_labels: tuple[str, ...] | None = None
         self._last: Stats | None = None
-        self._num_restarts = 0  # that we counted
-        self._worker = 0  # num_restarts of the worker that the last stats are of
-        self._seat_counts: dict[str, int] = {}  # that we counted
+        self._num_restarts = 0  # already counted
+        self._worker = 0  # num_restarts at the last stats: identifies the worker
+        self._load_counts: dict[str, int] = {}  # already counted
         self._bind()
 
     def _bind(self) -> None:
-        """Every child once: they then are there from the first scrape on, at 0, and cost no look-up."""
-        self._finishes = {ours: self._count("request_success", theirs) for ours, theirs in FINISHES.items()}
+        """Create every series once: the first scrape then shows them at 0, and updates need no lookup."""
+        self._finishes = {finish: self._count("request_success", label) for finish, label in FINISHES.items()}
         self._other_finish = self._count("request_success", OTHER)
         self._rejections = {reason: self._count("requests_rejected", reason) for reason in sorted(REASONS)}
         self._other_rejection = self._count("requests_rejected", OTHER)
@@ -284,13 +287,13 @@ class Metrics:
         self._token = self._histograms.one("inter_token_latency_seconds")
         self._step = self._histograms.one("step_seconds")
         self._step_tokens = self._histograms.one("iteration_tokens_total")
-        self._rest()
+        self._reset_gauges()
         for name in ("model_bytes", "model_requests_waiting"):
             self._set(name, 0)
 
-    def _rest(self) -> None:
+    def _reset_gauges(self) -> None:
         for name in ("num_requests_running", "num_requests_waiting", "engine_moving"):
-            self._set(name, 0)  # true while it loads, and autoscalers want an answer
+            self._set(name, 0)  # correct while the model loads, and autoscalers need a value
 
     def _count(self, name: str, *values: str) -> Counter:
         return self._counters[name].labels(*self._labels, *values)
@@ -298,7 +301,7 @@ class Metrics:
     def _set(self, name: str, value: float, *values: str) -> None:
         self._gauges[name].labels(*self._labels, *values).set(value)
 
-    # While it happens
+    # Updated by events
 
     def stepped(self, stepped: Stepped) -> None:
         if stepped.num_tokens:
@@ -315,7 +318,7 @@ class Metrics:
         self._waits[priority].observe(queued_s)
 
     def tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens of one answer came `seconds` after the ones before: as if one by one."""
+        """Count tokens of one answer that arrived together, `seconds` after the previous ones, as evenly spaced."""
         if count > 0:
             self._token.observe(seconds / count, count)
 
@@ -337,17 +340,19 @@ class Metrics:
         if record.decode_s is not None:
             one("request_decode_time_seconds").observe(record.decode_s)
             one("request_inference_time_seconds").observe((record.prefill_s or 0.0) + record.decode_s)
-            num_steps = record.completion_tokens / (record.num_prompts * record.n) - 1  # answers grow side by side
+            num_steps = (
+                record.completion_tokens / (record.num_prompts * record.n) - 1
+            )  # answers are generated in parallel
             if num_steps > 0:
                 one("request_time_per_output_token_seconds").observe(record.decode_s / num_steps)
 
     def rejected(self, reason: str) -> None:
         self._rejections.get(reason, self._other_rejection).inc()
 
-    # When it is asked for
+    # Updated at each scrape
 
     def take(self, stats: Stats | None, worker: Worker) -> None:
-        """`stats` of None: the worker does not answer, so the last known ones stand."""
+        """Take the worker's stats. None: the worker did not answer, and the last known ones stay."""
         num_restarts = worker.num_restarts
         if stats is not None:
             self._take_totals(stats, num_restarts)
@@ -358,29 +363,29 @@ class Metrics:
         if worker.facts is not None:
             self._take_facts(worker.facts)
 
-    def take_seat(self, seat: ManagedModel) -> None:
-        """Where the model is, and how often it came and went."""
+    def take_model_state(self, managed: ManagedModel) -> None:
+        """Take the model's state, memory, waiters and load counts from the manager."""
         for state in ModelState:
-            self._set("model_state", float(state is seat.state), state.value)
-        self._set("model_bytes", seat.num_bytes)
-        self._set("model_requests_waiting", len(seat.waiters))
-        if seat.state is not ModelState.READY:
-            self._rest()
+            self._set("model_state", float(state is managed.state), state.value)
+        self._set("model_bytes", managed.num_bytes)
+        self._set("model_requests_waiting", len(managed.waiters))
+        if managed.state is not ModelState.READY:
+            self._reset_gauges()
         counts = {
-            "model_loads": seat.num_loads,
-            "model_load_failures": seat.num_failures,
-            "model_unloads": seat.num_unloads,
+            "model_loads": managed.num_loads,
+            "model_load_failures": managed.num_failures,
+            "model_unloads": managed.num_unloads,
         }
         for name, value in counts.items():
-            self._plain[name].inc(value - self._seat_counts.get(name, 0))
-        self._seat_counts = counts
+            self._plain[name].inc(value - self._load_counts.get(name, 0))
+        self._load_counts = counts
 
     def forget_worker(self) -> None:
-        """Another one counts from 0."""
+        """Prepare for a new worker, which counts from 0."""
         self._last, self._num_restarts, self._worker = None, 0, 0
 
     def _take_totals(self, stats: Stats, num_restarts: int) -> None:
-        """A worker counts from 0. A new one's counts are added to those of the ones before."""
+        """Add the worker's new counts. A new worker counts from 0, so its counts are added to the earlier ones."""
         last = self._last
         if last is not None and (num_restarts != self._worker or stats.num_steps < last.num_steps):
             last = None
@@ -408,7 +413,7 @@ class Metrics:
         capacity = ready.capacity
         values = (capacity.block_size, capacity.num_blocks - 1, ready.facts.dtype, ready.kv_bytes)
         labels = (*map(str, values), str(capacity.max_num_seqs), str(ready.max_model_len))
-        if self._config_labels not in (None, labels):  # another worker may have found room for another number of blocks
+        if self._config_labels not in (None, labels):  # a new worker may have a different number of blocks
             self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))
         self._config_labels = labels
         self._set("cache_config_info", 1, *labels)

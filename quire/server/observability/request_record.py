@@ -1,4 +1,4 @@
-"""What is known of one request when it is over: for metrics and logs. No text of anyone's."""
+"""The record of one finished request, for metrics and logs. Holds no prompt or answer text."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class RequestRecord:
     prompt_tokens: int  # of all prompts together
     cached_tokens: int
     completion_tokens: int
-    cache_reason: str | None  # why the first prompt's match went no further
-    queued_s: float | None  # None: never began
-    ttft_s: float | None  # from arrival to the first token; None: there was none
-    prefill_s: float | None  # from the beginning to the first token
+    cache_reason: str | None  # why the cache match of the first prompt ended
+    queued_s: float | None  # None: never started
+    ttft_s: float | None  # from arrival to the first token; None: no token
+    prefill_s: float | None  # from the start to the first token
     decode_s: float | None  # from the first token to the last
     e2e_s: float  # from arrival to the end
-    finish: str  # stop, length, cancelled (the client left), error, or the reason of a refusal
+    finish: str  # stop, length, cancelled (also by disconnecting), error, or the reason of a refusal
     error: str | None = None  # the kind of error, never its text
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of decode, all samples together."""
+        """Decode speed of all samples together."""
         if not self.decode_s or self.completion_tokens < 2:
             return None
         return (self.completion_tokens - 1) / self.decode_s

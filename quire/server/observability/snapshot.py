@@ -1,7 +1,7 @@
-"""What `/v1/watch` says, as clients see it, and how it is made of what the server knows.
+"""The JSON of `/v1/watch`, and how it is made from the state of the server.
 
-Everything is in every snapshot, so whoever misses one has missed nothing. Requests of other keys are counted and not
-shown, unless the key is an admin's.
+Every snapshot is complete, so a client that misses one loses nothing. Requests of other keys are only counted, except
+for an admin key.
 """
 
 from __future__ import annotations
@@ -9,50 +9,59 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from quire import __version__
-from quire.core.block_map import BlocksView, CellRun
+from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
 from quire.engine.worker.generation import Generation
-from quire.engine.worker.protocol import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
+from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
 from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.model_service import ModelService
 from quire.server.models import Model
-from quire.server.observability.activity import Ttft
+from quire.server.observability.activity import Finished, Ttft
 
-MAX_REQUESTS_SHOWN = 100  # a model
+MAX_REQUESTS_SHOWN = 100  # per model
+MAX_FINISHED_SHOWN = 32  # per model
 _NO_CACHE_STATS = CacheStats(**dict.fromkeys((field.name for field in fields(CacheStats)), 0))
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
-    """Blocks by what they are. Each is exactly one of these."""
+    """Numbers of blocks by state. Each block has exactly one state."""
 
-    free: Annotated[int, Meta(description="Contents worthless.")]
-    cached: Annotated[int, Meta(description="Held by nobody, findable until they are taken.")]
+    free: Annotated[int, Meta(description="No content that can be reused.")]
+    cached: Annotated[int, Meta(description="Not in use; the cached content can be reused.")]
     in_use: Annotated[int, Meta(description="Held by one request.")]
     shared: Annotated[int, Meta(description="Held by two requests or more.")]
     pinned: Annotated[int, Meta(description="Kept by a pin alone.")]
 
 
 class WatchedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool, block 1 first, in cells of neighbours."""
+    """The block pool as a map: block 1 first, each cell a range of adjacent blocks."""
 
     num_blocks: int
-    block_size: Annotated[int, Meta(description="Tokens a block.")]
+    block_size: Annotated[int, Meta(description="Tokens per block.")]
     blocks_per_cell: int
     cells: Annotated[
         tuple[CellRun, ...],
-        Meta(description="Runs of equal cells: how many, and of each the blocks cached, in use, shared and pinned."),
+        Meta(description="Runs of equal cells: how many, and the cached, used, shared and pinned blocks of each."),
     ]
     counts: BlockCounts
-    max_holders: Annotated[int, Meta(description="Requests that hold the block held by most.")]
-    num_pending: Annotated[int, Meta(description="Blocks that the map does not show as they are yet.")]
+    max_holders: Annotated[int, Meta(description="The largest number of requests that hold one block.")]
+    num_pending: Annotated[int, Meta(description="Blocks whose state in the map is not current yet.")]
+    held: Annotated[
+        tuple[HeldRun, ...],
+        Meta(
+            description="Runs of blocks that requests hold or pins keep: first block, number of blocks, number of "
+            "requests that hold each (0: pinned). Shared blocks only if more than 2,000 are held."
+        ),
+    ] = ()
 
 
 class WatchedTier(msgspec.Struct, frozen=True):
@@ -63,25 +72,45 @@ class WatchedTier(msgspec.Struct, frozen=True):
 
 
 class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    id: Annotated[str, Meta(description="As in the x-request-id of its answer.")]
-    key: Annotated[str, Meta(description="The name of the key it came with.")]
+    id: Annotated[str, Meta(description="The x-request-id of its response.")]
+    key: Annotated[str, Meta(description="The name of its API key.")]
     endpoint: str
     tier: str
-    is_running: Annotated[bool, Meta(description="It waits otherwise, for the first time or preempted.")]
+    is_running: Annotated[bool, Meta(description="False: it waits, before its start or after a preemption.")]
     num_samples: int
-    age_s: Annotated[float, Meta(description="Since it arrived.")]
+    age_s: Annotated[float, Meta(description="Time since its arrival.")]
     prompt_tokens: int
     cached_tokens: int
-    computed_tokens: Annotated[int, Meta(description="Of its contexts so far, cached ones included.")]
+    computed_tokens: Annotated[int, Meta(description="Computed tokens of its contexts so far, including cached ones.")]
     completion_tokens: int
     tokens_per_s: float
     num_blocks: int
 
 
-class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is loaded. Counts are since its process began; rates are those of the last interval.
+class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended. Contains no text."""
 
-    Before its process has said anything, counts are what the server itself knows of its requests.
+    id: Annotated[str, Meta(description="As in the x-request-id of its answer.")]
+    key: Annotated[str, Meta(description="The name of the key it came with.")]
+    endpoint: str
+    tier: str
+    num_samples: int
+    finished_at: Annotated[float, Meta(description="Seconds since 1970.")]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cache_reason: Annotated[str | None, Meta(description="Why the first prompt's match ended; null: it never ran.")]
+    ttft_s: Annotated[float | None, Meta(description="Arrival to first token; null: there was none.")]
+    duration_s: Annotated[float, Meta(description="Arrival to end.")]
+    tokens_per_s: Annotated[float | None, Meta(description="Of decoding, all samples together.")]
+    finish: Annotated[str, Meta(description="stop, length, cancelled or error.")]
+    error: Annotated[str | None, Meta(description="The kind of error.")]
+
+
+class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded model. Counts are totals since its process started; rates are those of the last interval.
+
+    Before the process has reported, counts are those of the requests that the server has submitted.
     """
 
     backend: str
@@ -90,10 +119,10 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     weight_bytes: int
     kv_bytes: int
-    is_moving: Annotated[bool, Meta(description="Nothing is asked of it, or it was heard of lately.")]
+    is_moving: Annotated[bool, Meta(description="The process is idle, or it reported recently.")]
     num_restarts: int
-    age_s: Annotated[float | None, Meta(description="Of what the process last said; null: nothing yet.")]
-    num_running: Annotated[int, Meta(description="Samples.")]
+    age_s: Annotated[float | None, Meta(description="Age of the process's last report; null: no report yet.")]
+    num_running: Annotated[int, Meta(description="Running sequences.")]
     num_waiting: int
     num_steps: int
     num_preemptions: int
@@ -104,13 +133,16 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     num_pins: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    num_ttft: Annotated[int, Meta(description="Requests of the last five minutes that the two times are of.")]
+    num_ttft: Annotated[int, Meta(description="Requests of the last five minutes behind the two percentiles.")]
     ttft_s_p50: float | None
     ttft_s_p95: float | None
     tiers: list[WatchedTier]
     blocks: WatchedBlocks | None
-    requests: Annotated[list[WatchedRequest], Meta(description="Those that run first, then those that wait.")]
-    num_other_requests: Annotated[int, Meta(description="Of other keys, or beyond the first hundred.")]
+    requests: Annotated[list[WatchedRequest], Meta(description="Running requests first, then waiting ones.")]
+    num_other_requests: Annotated[int, Meta(description="Requests of other keys, or beyond the first hundred.")]
+    finished: Annotated[
+        list[FinishedRequest], Meta(description="The last 32 that this key may see, newest first, since it was loaded.")
+    ] = []
 
 
 class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,26 +150,30 @@ class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...]
     state: str
     is_pinned: bool
-    num_bytes: Annotated[int, Meta(description="As held; its weights, if it is not loaded.")]
-    progress: Annotated[float | None, Meta(description="Of loading, 0 to 1.")]
+    num_bytes: Annotated[int, Meta(description="Weights and KV cache; weights only if not loaded.")]
+    progress: Annotated[float | None, Meta(description="Progress of loading, 0 to 1.")]
+    eta_s: Annotated[float | None, Meta(description="Seconds until it is loaded; null: not loading, or not known.")] = (
+        None
+    )
+    error: Annotated[str | None, Meta(description="Why the last load failed; for admins only.")] = None
     num_waiting: Annotated[int, Meta(description="Requests that wait for it to load.")]
     engine: WatchedEngine | None
 
 
 class WatchSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything at one moment."""
+    """The state of the whole server at one moment."""
 
     server: str = "quire"
     version: str = __version__
     at: Annotated[float, Meta(description="Seconds since 1970.")]
     tick: int
-    interval_ms: Annotated[int, Meta(description="As long as it took since the snapshot before.")]
+    interval_ms: Annotated[int, Meta(description="Time since the previous snapshot.")]
     key: str
     is_admin: bool
     is_draining: bool
     num_watchers: int
-    held_bytes: Annotated[int, Meta(description="Weights and KV of all models that are loaded.")]
-    budget_bytes: Annotated[int | None, Meta(description="What they may hold; null: no bound.")]
+    held_bytes: Annotated[int, Meta(description="Weights and KV caches of all loaded models.")]
+    budget_bytes: Annotated[int | None, Meta(description="Limit of held_bytes; null: no limit.")]
     models: list[WatchedModel]
 
 
@@ -147,7 +183,7 @@ class BlockHolder(msgspec.Struct, frozen=True):
 
 
 class BlocksAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Some blocks, looked at closely."""
+    """Details of a range of blocks."""
 
     model: str
     first: int
@@ -165,7 +201,7 @@ class HeldAnswer(msgspec.Struct, frozen=True):
 
     model: str
     id: str
-    ranges: Annotated[tuple[tuple[int, int], ...], Meta(description="First block, and how many from there on.")]
+    ranges: Annotated[tuple[tuple[int, int], ...], Meta(description="First block and number of blocks.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +212,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBuilder:
-    """One model at one moment, before anyone's view of it."""
+    """The data of one model at one tick; `view` makes what a key may see of it."""
 
     model: Model
     service: ModelService | None
@@ -186,7 +222,9 @@ class SnapshotBuilder:
     rates: Rates
     request_rates: dict[ActiveRequest, float]
     ttft: Ttft | None
-    works: tuple[ActiveRequest, ...]
+    active_requests: tuple[ActiveRequest, ...]
+    finished: tuple[Finished, ...] = ()  # newest first
+    eta_s: float | None = None
 
     def view(self, key: Key) -> WatchedModel:
         model = self.model
@@ -197,6 +235,8 @@ class SnapshotBuilder:
             is_pinned=model.is_pinned,
             num_bytes=model.num_bytes,
             progress=model.progress,
+            eta_s=None if self.eta_s is None else round(self.eta_s, 1),
+            error=str(error) if key.is_admin and (error := model.managed.error) is not None else None,
             num_waiting=model.num_waiting,
             engine=self._engine(key),
         )
@@ -206,7 +246,7 @@ class SnapshotBuilder:
         if service is None or (facts := service.client.facts) is None:
             return None
         if stats is None:
-            stats = _guessed(self.works)
+            stats = _stats_of(self.active_requests)
         requests = self._requests(key)
         return WatchedEngine(
             backend=facts.facts.backend,
@@ -238,28 +278,33 @@ class SnapshotBuilder:
             ],
             blocks=None if self.blocks is None else _blocks(self.blocks),
             requests=requests,
-            num_other_requests=len(self.works) - len(requests),
+            num_other_requests=len(self.active_requests) - len(requests),
+            finished=self._finished(key),
         )
 
+    def _finished(self, key: Key) -> list[FinishedRequest]:
+        shown = (one for one in self.finished if key.is_admin or one.record.key_name == key.name)
+        return [_finished(one) for one in islice(shown, MAX_FINISHED_SHOWN)]
+
     def _requests(self, key: Key) -> list[WatchedRequest]:
-        mine = [active for active in self.works if is_shown(active, key)]
+        mine = [active for active in self.active_requests if is_shown(active, key)]
         mine.sort(key=lambda active: (not active.is_started, active.caller.arrived_s))
         running = None if self.blocks is None else {one.request_id: one for one in self.blocks.running}
         shown = [self._request(active, running) for active in mine[:MAX_REQUESTS_SHOWN]]
         return sorted(shown, key=lambda one: not one.is_running)
 
     def _request(self, active: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
-        """`running`: by request id, as far as it was told; None: nothing has been told yet."""
+        """`running`: the worker's report by request id; None: no report yet."""
         usage = active.usage
         ids = [request_id for generation in active.generations for request_id in generation.request_ids]
         here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]
-        is_all_told = running is not None and len(running) < MAX_RUNNING_TOLD
+        is_complete = running is not None and len(running) < MAX_RUNNING_LISTED
         return WatchedRequest(
             id=active.request_id,
             key=active.caller.key.name,
             endpoint=active.caller.endpoint,
             tier=active.priority.name.lower(),
-            is_running=bool(here) or (active.is_started and not is_all_told),
+            is_running=bool(here) or (active.is_started and not is_complete),
             num_samples=active.request.params.n * len(active.requests),
             age_s=round(time.monotonic() - active.caller.arrived_s, 2),
             prompt_tokens=usage.prompt_tokens,
@@ -271,11 +316,32 @@ class SnapshotBuilder:
         )
 
 
-def _guessed(works: Sequence[ActiveRequest]) -> Stats:
-    """A worker that is in its first step has not answered yet. Its counts are zero, but there are requests."""
-    all_of_them = [(active, generation) for active in works for generation in active.generations]
-    waiting = [(active, generation) for active, generation in all_of_them if not generation.is_started]
-    num_running = sum(len(one.request_ids) for _, one in all_of_them if one.is_started)
+def _finished(finished: Finished) -> FinishedRequest:
+    record = finished.record
+    return FinishedRequest(
+        id=record.request_id,
+        key=record.key_name,
+        endpoint=record.endpoint,
+        tier=record.priority.name.lower(),
+        num_samples=record.n * record.num_prompts,
+        finished_at=round(finished.at, 2),
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=record.completion_tokens,
+        cache_reason=record.cache_reason,
+        ttft_s=None if record.ttft_s is None else round(record.ttft_s, 4),
+        duration_s=round(record.e2e_s, 3),
+        tokens_per_s=None if record.tokens_per_s is None else round(record.tokens_per_s, 1),
+        finish=record.finish,
+        error=record.error,
+    )
+
+
+def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
+    """Make stats from the submitted requests: a worker in its first step has not reported yet."""
+    submitted = [(active, generation) for active in active_requests for generation in active.generations]
+    waiting = [(active, generation) for active, generation in submitted if not generation.is_started]
+    num_running = sum(len(one.request_ids) for _, one in submitted if one.is_started)
     return Stats(
         0,
         cache=_NO_CACHE_STATS,
@@ -310,13 +376,14 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
         counts=BlockCounts(*blocks.totals),
         max_holders=blocks.max_holders,
         num_pending=blocks.num_pending,
+        held=blocks.held,
     )
 
 
-def blocks_answer(model: str, found: BlocksView, works: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
+def blocks_answer(model: str, found: BlocksView, active_requests: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
     owners = {
         request_id: active
-        for active in works
+        for active in active_requests
         for generation in active.generations
         for request_id in generation.request_ids
     }

@@ -1,7 +1,7 @@
-"""`/v1/watch`: everything at a glance, some times a second, for the page, `quire top` and scripts.
+"""Collects the snapshots of `/v1/watch` for the page, `quire top` and scripts.
 
-One clock looks for all who watch, and only while somebody does. Nothing is kept for a slow watcher: whoever is ready
-for the next snapshot gets the newest there is, so that a reader who falls behind sees fewer, and never old ones.
+One task collects for all watchers, and runs only while there are watchers. Snapshots are not queued: a watcher always
+gets the newest one, so a slow reader gets fewer snapshots and never old ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
+from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.protocol import Blocks, Stats
 from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest
@@ -27,29 +28,29 @@ from quire.server.observability.snapshot import (
 )
 
 MAX_WATCHERS = 16
-MAX_WATCHERS_A_KEY = 8  # that is no admin's: whoever does not read keeps a place, and must not keep them all
+MAX_WATCHERS_A_KEY = 8  # of a key that is not an admin key: watchers that do not read must not fill all places
 MAX_CELLS = 2000  # of a map: more than a screen shows
-PATIENCE_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
-ONCE_PATIENCE_S = 2.0
-MAX_ASKS = 256  # for a map that is not whole yet: a worker looks at a bounded number of blocks each time
+WAIT_S = 0.1  # for a worker's answer; during a long step it answers later, for a later snapshot
+ONCE_WAIT_S = 2.0
+MAX_ASKS = 256  # for a complete map: a worker visits a bounded number of blocks per answer
 
 log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Belongs to one event loop."""
+    """Collects snapshots at the shortest interval of its watchers. Belongs to one event loop."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._watchers: set[Watcher] = set()
-        self._reporters: dict[str, Reporter] = {}
+        self._reports: dict[str, ModelReport] = {}
         self._clock: asyncio.Task[None] | None = None
-        self._ticked = asyncio.Event()  # a new one for each tick
-        self._glances: list[SnapshotBuilder] = []
-        self._views: dict[str, bytes] = {}  # by the name of the key: made once a tick, whoever asks
-        self._at_s = 0.0  # when the last tick was
-        self._took_s = 0.0  # from the one before to it
-        self.tick = 0  # their number; 0: none since somebody began to watch
+        self._ticked = asyncio.Event()  # replaced at each tick
+        self._builders: list[SnapshotBuilder] = []
+        self._views: dict[str, bytes] = {}  # by key name, made once per tick
+        self._at_s = 0.0  # time of the last tick
+        self._took_s = 0.0  # time between the last two ticks
+        self.tick = 0  # number of ticks since the first watcher entered
 
     def enter(self, interval_s: float, key: Key) -> Watcher:
         if (num_all := len(self._watchers)) >= MAX_WATCHERS:
@@ -69,18 +70,18 @@ class Watch:
         if not self._watchers and self._clock is not None:
             self._clock.cancel()
             self._clock = None
-            for reporter in self._reporters.values():
-                reporter.close()
-            self._reporters = {}
+            for report in self._reports.values():
+                report.close()
+            self._reports = {}
 
     async def after(self, tick: int) -> int:
-        """Wait for a tick later than that one, and say which it is."""
+        """Wait for a later tick and return its number."""
         while self.tick <= tick:
             await self._ticked.wait()
         return self.tick
 
     def view(self, key: Key) -> bytes:
-        """The last tick, as this key may see it."""
+        """The last snapshot as this key may see it, as JSON."""
         if key.name not in self._views:
             snapshot = WatchSnapshot(
                 at=round(time.time(), 3),
@@ -92,7 +93,7 @@ class Watch:
                 num_watchers=len(self._watchers),
                 held_bytes=self._models.manager.num_bytes,
                 budget_bytes=self._models.manager.budget_bytes,
-                models=[glance.view(key) for glance in self._glances],
+                models=[builder.view(key) for builder in self._builders],
             )
             self._views[key.name] = msgspec.json.encode(snapshot)
         return self._views[key.name]
@@ -101,43 +102,43 @@ class Watch:
         while True:
             began_s = time.monotonic()
             try:
-                await self._look()
+                await self._collect()
             except Exception:
-                log.exception("a snapshot failed")
+                log.exception("collecting a snapshot failed")
             ticked, self._ticked = self._ticked, asyncio.Event()
             ticked.set()
             interval_s = min((watcher.interval_s for watcher in self._watchers), default=1.0)
             await asyncio.sleep(max(began_s + interval_s - time.monotonic(), 0.01))
 
-    async def _look(self) -> None:
+    async def _collect(self) -> None:
         models = list(self._models)
         for model in models:
-            if model.name not in self._reporters:
-                self._reporters[model.name] = Reporter(model)
-        reporters = [self._reporters[model.name] for model in models]
-        asking = {task for reporter in reporters if (task := reporter.request()) is not None}
+            if model.name not in self._reports:
+                self._reports[model.name] = ModelReport(model, self._models.manager)
+        reports = [self._reports[model.name] for model in models]
+        asking = {task for report in reports if (task := report.request()) is not None}
         if asking:
-            await asyncio.wait(asking, timeout=PATIENCE_S)
+            await asyncio.wait(asking, timeout=WAIT_S)
         now_s = time.monotonic()
         self._took_s = now_s - self._at_s if self.tick else 0.0
         self._at_s = now_s
-        self._glances = [reporter.glance(now_s) for reporter in reporters]
+        self._builders = [report.builder(now_s) for report in reports]
         self._views = {}
         self.tick += 1
 
     @property
     def has_reports(self) -> bool:
-        """Every worker that serves has answered at least once, with a map of all its blocks."""
-        return all(reporter.has_report for reporter in self._reporters.values())
+        """Whether every running worker has reported at least once, with a complete block map."""
+        return all(report.has_report for report in self._reports.values())
 
 
-def _too_many(who: str) -> ApiError:
-    text = f"{who} are here already, which is the limit"
+def _too_many(watchers: str) -> ApiError:
+    text = f"{watchers} are already connected, which is the limit"
     return ApiError(Kind.RATE_LIMITED, text, retry_after_s=5.0, reason="watchers")
 
 
 class Watcher:
-    """Someone who watches, until they leave."""
+    """One client of `/v1/watch`, until `leave`."""
 
     def __init__(self, watch: Watch, interval_s: float, key_name: str) -> None:
         self._watch = watch
@@ -147,17 +148,17 @@ class Watcher:
         self._due_s = 0.0
 
     async def next(self, key: Key) -> bytes:
-        """The newest snapshot, once an interval has passed since the last and there is one they have not seen."""
+        """Wait until an interval has passed and there is a new snapshot, and return it."""
         await asyncio.sleep(max(self._due_s - time.monotonic(), 0.0))
         self._last_tick = await self._watch.after(self._last_tick)
         now_s = time.monotonic()
-        # A tick that comes a little late must not cost every second one.
+        # A tick that is slightly late must not make the watcher skip every second tick.
         self._due_s = max(self._due_s, now_s - self.interval_s / 2) + 0.9 * self.interval_s
         return self._watch.view(key)
 
     async def once(self, key: Key) -> bytes:
-        """A snapshot with rates in it, which takes two ticks."""
-        until_s = time.monotonic() + ONCE_PATIENCE_S + self.interval_s
+        """Return one snapshot with rates, which needs two ticks."""
+        until_s = time.monotonic() + ONCE_WAIT_S + self.interval_s
         await self._watch.after(1)
         while not self._watch.has_reports and time.monotonic() < until_s:
             await self._watch.after(self._watch.tick)
@@ -167,17 +168,18 @@ class Watcher:
         self._watch.leave(self)
 
 
-class Reporter:
-    """What one model last said of itself, and how fast it moved since the time before."""
+class ModelReport:
+    """The last report of one model's worker, and the rates since the previous tick."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, manager: ModelManager) -> None:
         self._model = model
+        self._manager = manager
         self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self._blocks: Blocks | None = None
-        self._is_whole = False  # there has been a map of all blocks
-        self._said_s = 0.0
-        self._service: ModelService | None = None  # that all this is of
+        self._is_whole = False  # a complete block map was received
+        self._answered_s = 0.0
+        self._service: ModelService | None = None  # the service that all this belongs to
         self._at_s = 0.0
         self._totals = (0, 0)
         self._completions: dict[ActiveRequest, int] = {}
@@ -188,7 +190,7 @@ class Reporter:
         return service is None or service.client.facts is None or self._is_whole
 
     def request(self) -> asyncio.Task[None] | None:
-        """Ask the worker, unless it still owes an answer. None: there is none to ask."""
+        """Ask the worker for a report, unless an answer is pending. None: there is no worker."""
         service = self._model.service
         if service is not self._service:
             self.close()
@@ -198,11 +200,11 @@ class Reporter:
             self._forget()
             return None
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._hear(service))
+            self._asking = asyncio.create_task(self._ask(service))
         return self._asking
 
-    async def _hear(self, service: ModelService) -> None:
-        with suppress(QuireError):  # it has just died: what it said last stands until another is there
+    async def _ask(self, service: ModelService) -> None:
+        with suppress(QuireError):  # it has just died: its last report is kept until another worker runs
             for _ in range(MAX_ASKS):
                 stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))
                 self._take(stats, blocks)
@@ -210,11 +212,11 @@ class Reporter:
                     return
 
     def _take(self, stats: Stats | None, blocks: Blocks | None) -> None:
-        """A worker that computes answers once a step, and a first map takes many answers: until it is whole, what there
-        is of it is shown. Later ones are shown whole."""
+        """Store a report. A busy worker answers once per step, and the first block map takes many answers: it is shown
+        while it is incomplete. Later maps are shown only when complete."""
         if stats is None or blocks is None:
             return
-        self._stats, self._said_s = stats, time.monotonic()
+        self._stats, self._answered_s = stats, time.monotonic()
         if not (blocks.num_pending and self._is_whole):
             self._blocks, self._is_whole = blocks, not blocks.num_pending
 
@@ -222,14 +224,14 @@ class Reporter:
         self._stats = self._blocks = None
         self._is_whole = False
 
-    def glance(self, now_s: float) -> SnapshotBuilder:
-        """For the tick of now. Rates are those since the one before."""
+    def builder(self, now_s: float) -> SnapshotBuilder:
+        """Return the data for the current tick. Rates are those since the previous tick."""
         service = self._service
-        works = () if service is None else tuple(service.works)
+        active_requests = () if service is None else tuple(service.active_requests)
         totals = (0, 0)
         if service is not None:
-            totals = service.pulse.num_prefilled_tokens, service.pulse.num_generated_tokens
-        completions = {active: active.usage.completion_tokens for active in works}
+            totals = service.activity.num_prefilled_tokens, service.activity.num_generated_tokens
+        completions = {active: active.usage.completion_tokens for active in active_requests}
         span_s = now_s - self._at_s if self._at_s else 0.0
         rates, request_rates = Rates(), dict[ActiveRequest, float]()
         if span_s > 0:
@@ -244,12 +246,18 @@ class Reporter:
             service,
             self._stats,
             self._blocks,
-            now_s - self._said_s if self._stats is not None else None,
+            now_s - self._answered_s if self._stats is not None else None,
             rates,
             request_rates,
-            None if service is None else service.pulse.ttft(),
-            works,
+            None if service is None else service.activity.ttft(),
+            active_requests,
+            () if service is None else tuple(reversed(service.activity.recent)),
+            self._eta_s(),
         )
+
+    def _eta_s(self) -> float | None:
+        model = self._model
+        return self._manager.eta_s(model.managed, model.reading_s) if model.state is ModelState.LOADING else None
 
     def close(self) -> None:
         if self._asking is not None:

@@ -22,26 +22,26 @@ from quire.server.observability.snapshot import (
 from quire.server.observability.watch import Watcher
 from quire.server.request_context import RequestContext
 
-MAX_VIEWED = 4096  # blocks looked at closely
+MAX_VIEWED = 4096  # blocks per request of /v1/watch/blocks
 
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 
 
 class WatchQuery(msgspec.Struct, frozen=True):
-    interval_ms: Annotated[int, Meta(ge=100, le=60_000, description="Between snapshots.")] = 500
-    once: Annotated[bool, Meta(description="One snapshot as JSON instead of a stream, after an interval.")] = False
+    interval_ms: Annotated[int, Meta(ge=100, le=60_000, description="Time between snapshots.")] = 500
+    once: Annotated[bool, Meta(description="Return one snapshot as JSON instead of a stream.")] = False
 
 
 class BlocksQuery(msgspec.Struct, frozen=True):
-    first: Annotated[int, Meta(ge=1, le=2**31, description="The first block; they count from 1.")]
+    first: Annotated[int, Meta(ge=1, le=2**31, description="The first block, counted from 1.")]
     count: Annotated[int, Meta(ge=1, le=MAX_VIEWED)] = 1
-    model: Annotated[str | None, Meta(description="By default the first.")] = None
+    model: Annotated[str | None, Meta(description="By default the first model.")] = None
 
 
 class HeldQuery(msgspec.Struct, frozen=True):
-    id: Annotated[str, Meta(max_length=64, description="Of the request, as in the x-request-id of its answer.")]
-    model: Annotated[str | None, Meta(description="By default the first.")] = None
+    id: Annotated[str, Meta(max_length=64, description="The x-request-id of the request's response.")]
+    model: Annotated[str | None, Meta(description="By default the first model.")] = None
 
 
 async def watch(context: RequestContext) -> Response:
@@ -58,29 +58,29 @@ async def watch(context: RequestContext) -> Response:
 
 
 async def watch_blocks(context: RequestContext) -> Response:
-    """Who holds these blocks: asked when somebody points at them."""
+    """List the requests that hold these blocks. The page calls it on hover."""
     query = parse_query(context, BlocksQuery)
     model = context.models.find(query.model)
     found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
     if found is None or model.service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
-    return context.json(blocks_answer(model.name, found, tuple(model.service.works), context.key))
+    return context.json(blocks_answer(model.name, found, tuple(model.service.active_requests), context.key))
 
 
 async def watch_held(context: RequestContext) -> Response:
-    """Which blocks a request holds: asked when somebody points at it."""
+    """List the blocks that a request holds. The page calls it on hover."""
     query = parse_query(context, HeldQuery)
     model = context.models.find(query.model)
-    works = () if model.service is None else model.service.works
-    active = next((one for one in works if one.request_id == query.id and is_shown(one, context.key)), None)
+    active_requests = () if model.service is None else model.service.active_requests
+    active = next((one for one in active_requests if one.request_id == query.id and is_shown(one, context.key)), None)
     if active is None or model.service is None:
-        raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is no request of yours that is under way", param="id")
+        raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is not an open request of this key", param="id")
     ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)
     return context.json(HeldAnswer(model.name, active.request_id, await model.service.client.find_held(ids)))
 
 
 def parse_query(context: RequestContext, kind: type[Q]) -> Q:
-    """The part of the address behind `?`. What it has beside is nobody's."""
+    """Parse the URL's query parameters. Unknown ones are ignored."""
     given = dict(context.request.query_params)
     try:
         return msgspec.convert(given, kind, strict=False)
@@ -88,12 +88,12 @@ def parse_query(context: RequestContext, kind: type[Q]) -> Q:
         what, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`")
         if not name:
-            raise InvalidRequest(what.replace("Object missing required field", "the address lacks")) from None
+            raise InvalidRequest(what.replace("Object missing required field", "the query lacks")) from None
         raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
 
 
 class WatchStream(Response):
-    """Snapshots as server-sent events, until the client leaves. Sending waits for a slow reader, and keeps nothing."""
+    """Snapshots as server-sent events until the client disconnects. Nothing is queued for a slow reader."""
 
     def __init__(self, watcher: Watcher, key: Key, headers: Mapping[str, str]) -> None:
         headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -1,0 +1,1 @@
+"""Protocol codecs: OpenAI, Anthropic, Ollama and llama.cpp."""

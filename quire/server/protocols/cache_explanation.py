@@ -1,4 +1,4 @@
-"""What the cache gave a prompt, as clients see it: numbers, and a sentence for people."""
+"""JSON view of a cache explanation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.prefix import CacheExplanation, StopReason
+from quire.text.excerpt import Excerpt
 
-# What follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
+# Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
 _WHY = {
     StopReason.COMPLETE: ", all that can: the last one is always computed.",
     StopReason.DIVERGED: "; from token {at} on something else is cached: your prompt differs there.",
@@ -21,22 +22,33 @@ _WHY = {
 }
 
 
+class StoppedText(msgspec.Struct):
+    """The caller's own prompt around `stopped_at`, at most 40 characters on each side."""
+
+    before: str
+    after: str
+
+
 class CacheView(msgspec.Struct):
     matched_tokens: Annotated[int, Meta(description="Tokens of the prompt that come from the cache.")]
     matched_blocks: Annotated[int, Meta(description="Full blocks among them.")]
     prompt_tokens: int
-    stopped_at: Annotated[int | None, Meta(description="The first token not reused; null where all that can be are.")]
+    stopped_at: Annotated[int | None, Meta(description="The first token that is not reused; null if all are.")]
     reason: Annotated[
         str,
         Meta(
-            description="Why matching went no further.",
+            description="Why the cache match ended.",
             extra_json_schema={"enum": [reason.value for reason in StopReason]},
         ),
     ]
     message: str
+    stopped_text: Annotated[
+        StoppedText | None,
+        Meta(description="The text of this prompt before and from `stopped_at`; null: complete or off."),
+    ] = None
 
 
-def view(explanation: CacheExplanation, prompt_tokens: int) -> CacheView:
+def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerpt | None = None) -> CacheView:
     is_complete = explanation.reason is StopReason.COMPLETE
     return CacheView(
         matched_tokens=explanation.num_tokens,
@@ -44,12 +56,19 @@ def view(explanation: CacheExplanation, prompt_tokens: int) -> CacheView:
         prompt_tokens=prompt_tokens,
         stopped_at=None if is_complete else explanation.stopped_at,
         reason=explanation.reason.value,
-        message=_sentence(explanation, prompt_tokens),
+        message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text),
+        stopped_text=None if stopped_text is None else StoppedText(stopped_text.before, stopped_text.after),
     )
 
 
+def _quote(reason: StopReason, text: Excerpt | None) -> str:
+    if text is None or reason is not StopReason.DIVERGED:
+        return ""
+    return f' It diverges between "{text.before}" and "{text.after}".'
+
+
 def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
-    """True of what was and of what would be: a dry run says it too."""
+    """Worded so that it is true of a request and of a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
     why = _WHY[explanation.reason].format(at=f"{explanation.stopped_at:,}")

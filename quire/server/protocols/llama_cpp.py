@@ -1,4 +1,4 @@
-"""`/props`, `/slots` and `/apply-template`, as llama.cpp's server has them: what its tools ask before they begin."""
+"""`/props`, `/slots` and `/apply-template`, as in llama.cpp's server, for its tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SlotParams(msgspec.Struct, kw_only=True):
-    """How it samples unless a request says otherwise."""
+    """Default sampling parameters."""
 
     n_predict: int = -1
     temperature: float = 1.0
@@ -35,7 +35,7 @@ class SlotParams(msgspec.Struct, kw_only=True):
 
 
 class SlotDefaults(msgspec.Struct, kw_only=True):
-    n_ctx: Annotated[int, Meta(description="Tokens that one request may have, prompt and answer.")]
+    n_ctx: Annotated[int, Meta(description="Limit of prompt and answer together, in tokens.")]
     params: SlotParams
 
 
@@ -46,12 +46,12 @@ class Modalities(msgspec.Struct, kw_only=True):
 
 class Props(msgspec.Struct, kw_only=True):
     default_generation_settings: SlotDefaults
-    total_slots: Annotated[int, Meta(description="Requests computed at once; 0: the model is not loaded.")]
-    model_path: Annotated[str, Meta(description="The model's name: where it lies is not told.")]
+    total_slots: Annotated[int, Meta(description="Sequences that can run at once; 0: the model is not loaded.")]
+    model_path: Annotated[str, Meta(description="The model's name; its path is not shown.")]
     chat_template: str
     build_info: str
     modalities: Modalities
-    is_sleeping: Annotated[bool, Meta(description="It is not loaded, and will be when it is asked.")]
+    is_sleeping: Annotated[bool, Meta(description="The model is not loaded; a request loads it.")]
 
 
 class NextToken(msgspec.Struct, kw_only=True):
@@ -60,7 +60,7 @@ class NextToken(msgspec.Struct, kw_only=True):
 
 
 class Slot(msgspec.Struct, kw_only=True):
-    """Token counts, of the caller's own requests only. Slots of other keys show only that they are busy."""
+    """A running request. Requests of other keys have no token counts."""
 
     id: int
     n_ctx: int
@@ -75,11 +75,12 @@ class RenderedPrompt(msgspec.Struct):
 
 
 async def props(context: RequestContext) -> Response:
-    """Of one model, the default unless ?model= names another. Loads nothing."""
+    """Describe the default model, or the one that ?model= names. Loads nothing."""
     model = context.models.find(context.request.query_params.get("model"))
     facts = await facts_of(model)
     given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given["repeat_penalty"] = facts.defaults.repetition_penalty
+    given["n_predict"] = model.config.default_max_tokens
     params = SlotParams(**{name: value for name, value in given.items() if value is not None})
     n_ctx = model.max_model_len or (0 if facts.spec is None else facts.spec.max_model_len)
     return context.json(
@@ -96,17 +97,21 @@ async def props(context: RequestContext) -> Response:
 
 
 async def slots(context: RequestContext) -> Response:
-    """quire has no fixed slots: the first of them stand for the requests that run now, in the order they came."""
+    """List the running requests in order of arrival as the first slots. quire has no fixed slots."""
     model = context.models.find(context.request.query_params.get("model"))
-    works = [] if model.service is None else sorted(model.service.works, key=lambda active: active.caller.arrived_s)
-    running = [active for active in works if active.is_started]
+    ordered = (
+        []
+        if model.service is None
+        else sorted(model.service.active_requests, key=lambda active: active.caller.arrived_s)
+    )
+    running = [active for active in ordered if active.is_started]
     count = max(_num_slots(model), len(running))
     n_ctx = model.max_model_len or 0
     return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])
 
 
 async def apply_template(context: RequestContext) -> Response:
-    """The prompt that /v1/chat/completions would make of the same body, as text."""
+    """Return the prompt text that /v1/chat/completions would make from the same body."""
     body = await context.body(ChatCompletionRequest)
     (chat,) = parse_chat(body).prompts
     assert isinstance(chat, ChatRequest)

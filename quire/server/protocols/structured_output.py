@@ -1,4 +1,4 @@
-"""Relates schemas to request fields: keywords that are not enforced, and the field whose grammar does not compile.
+"""Maps errors and unenforced keywords of schemas to the request fields that hold the schemas.
 
 Knows no protocol.
 """
@@ -20,22 +20,23 @@ from quire.text.tools import Tool
 
 T = TypeVar("T")
 
-MAX_FREED_ALONE = 2  # tools; then all that are not strict are freed at once, for every try compiles anew
+MAX_FREED_ALONE = 2  # then all tools that are not strict are freed at once: every attempt compiles again
 MAX_PATH_CHARS = 300
-MAX_SCHEMA_CHARS = 512 * 1024  # of all tools, with descriptions: they are looked at on the event loop
-# What a compiler says, between where it stopped and its picture of that place.
-_SAID = re.compile(
+MAX_SCHEMA_CHARS = 512 * 1024  # of all tools with descriptions: they are processed on the event loop
+# The compiler's message, without the position before it and the source excerpt after it.
+_COMPILER_MESSAGE = re.compile(
     r"(?:grammar: )?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$"
 )
 
 
-def with_unenforced(request: InferenceRequest, words_field: str | None) -> InferenceRequest:
-    """The ask with the paths of all schema keywords that its answer is not held to.
+def with_unenforced(request: InferenceRequest, format_field: str | None) -> InferenceRequest:
+    """Add the paths of all schema keywords that are not enforced.
 
-    `words_field`: what the shape of words was asked for by. Raises ApiError for a strict tool that cannot be held.
+    `format_field`: the field that constrains the answer's text. Raises ApiError for a strict tool whose schema cannot
+    be enforced.
     """
     grammar = request.params.grammar
-    names = [] if grammar is None else [f"{words_field}.{path}" for path in grammar.unenforced]
+    names = [] if grammar is None else [f"{format_field}.{path}" for path in grammar.unenforced]
     tools = _callable_tools(request)
     num_chars = sum(len(str(tool.parameters)) for tool in tools)
     if num_chars > MAX_SCHEMA_CHARS:
@@ -47,15 +48,20 @@ def with_unenforced(request: InferenceRequest, words_field: str | None) -> Infer
 
 def _unenforced_of(tool: Tool) -> list[str]:
     try:
-        return [f"{tool.schema_path}.{one.path}" for one in held_parameters(tool).unenforced]
+        return [f"{_indexed(tool.schema_path)}.{one.path}" for one in held_parameters(tool).unenforced]
     except SchemaNotHeld as error:
         raise shape_error(tool.schema_path, error) from None
 
 
+def _indexed(path: str) -> str:
+    """`tools[0].input_schema` of Anthropic's `tools.0.input_schema`: headers have one style for all protocols."""
+    return re.sub(r"^tools\.(\d+)", r"tools[\1]", path)
+
+
 async def answer_in_shape(
-    request: InferenceRequest, words_field: str | None, respond: Callable[[InferenceRequest], Awaitable[T]]
+    request: InferenceRequest, format_field: str | None, respond: Callable[[InferenceRequest], Awaitable[T]]
 ) -> T:
-    """Answer; where the schema of a tool that is not strict cannot be compiled, answer with any arguments for it."""
+    """Call `respond`. If the schema of a tool that is not strict does not compile, retry without that schema."""
     num_tries = 0
     while True:
         try:
@@ -70,10 +76,10 @@ async def answer_in_shape(
                 request = freed
                 continue
             tool = _guilty_tool(request, str(error))
-            is_of_words = tool is None and guilty_tool(str(error)) is not None
-            freed = None if is_of_words else _freed(request, tool, is_alone=num_tries < MAX_FREED_ALONE)
+            is_format = tool is None and guilty_tool(str(error)) is not None
+            freed = None if is_format else _freed(request, tool, is_alone=num_tries < MAX_FREED_ALONE)
             if freed is None:
-                field = words_field or "tools" if tool is None else tool.schema_path
+                field = format_field or "tools" if tool is None else tool.schema_path
                 raise shape_error(field, error) from None
             request = freed
             num_tries += 1
@@ -83,13 +89,13 @@ def shape_error(field: str, error: InvalidRequest) -> ApiError:
     if isinstance(error, SchemaNotHeld):
         field = f"{field}.{error.path}"[:MAX_PATH_CHARS]
         return ApiError(Kind.INVALID, f"{field} cannot be enforced: {error.why}", param=field)
-    found = _SAID.match(str(error))
+    found = _COMPILER_MESSAGE.match(str(error))
     what = str(error) if found is None else found["what"]
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
 def _guilty_tool(request: InferenceRequest, error: str) -> Tool | None:
-    """The tool whose schema the compiler speaks of."""
+    """Return the tool whose schema the compiler's message names."""
     number, tools = guilty_tool(error), _callable_tools(request)
     return None if number is None or number >= len(tools) else tools[number]
 
@@ -100,7 +106,7 @@ def _callable_tools(request: InferenceRequest) -> Sequence[Tool]:
 
 
 def _freed(request: InferenceRequest, guilty: Tool | None, *, is_alone: bool) -> InferenceRequest | None:
-    """The ask with one tool freed of its schema, or with all that are not strict. None: there is nothing to free."""
+    """Drop the schema of one tool, or of all tools that are not strict. None: there is no such tool."""
     chat = request.prompts[0]
     if not isinstance(chat, ChatRequest):
         return None
@@ -115,5 +121,5 @@ def _freed_of(request: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequ
     if not isinstance(chat, ChatRequest) or not freed:
         return None
     tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
-    names = (*request.unenforced, *(tool.schema_path for tool in freed))
+    names = (*request.unenforced, *(_indexed(tool.schema_path) for tool in freed))
     return replace(request, prompts=(replace(chat, tools=tools),), unenforced=names)

@@ -1,0 +1,1 @@
+"""The web page and the API documentation page."""

@@ -1,7 +1,7 @@
-"""The page at `/docs`: one file that shows `openapi.json`, which it looks for beside itself.
+"""The page at `/docs`: one HTML file that fetches `openapi.json` from the same folder and shows it.
 
-It loads nothing else and runs nothing else: the policy below names its one script and its one style by their digests.
-Serve it without asking for a key: a browser cannot bring one, and the page tells nothing before it was given one.
+It loads and runs nothing else: its Content-Security-Policy names its script and its style by their digests. The page
+needs no key: a browser cannot send one on navigation, and the page shows nothing of the server before it has a key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.server.web.static import static_headers
 
 
 def _digests(tag: str, page: str) -> str:
-    """Of what stands between the tags, to the letter: that is what a browser digests."""
+    """Return the CSP digests of the exact text between the tags, which is what a browser hashes."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
 

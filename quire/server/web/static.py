@@ -1,10 +1,10 @@
-"""What goes with files that are served as they are: a browser may run these, speak to this server, and nothing else."""
+"""Headers of static files. A browser may run these files and connect to this server only."""
 
 from __future__ import annotations
 
 
 def static_headers(*, scripts: str, styles: str, images: str) -> dict[str, str]:
-    """The sources a page may take each from, in the words of a Content-Security-Policy."""
+    """Return the headers. The arguments are Content-Security-Policy sources."""
     policy = [
         "default-src 'none'",
         f"script-src {scripts}",

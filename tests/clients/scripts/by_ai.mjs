@@ -1,4 +1,4 @@
-// The fixed script of checks.py, by the AI SDK. The argument names the provider.
+// The checks of checks.py with the AI SDK. The argument names the provider.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -10,7 +10,7 @@ const baseURL = `${QUIRE_URL}/v1`;
 const providers = {
   "openai-compatible": () =>
     createOpenAICompatible({ name: "quire", baseURL, includeUsage: true, supportsStructuredOutputs: true }),
-  openai: () => createOpenAI({ baseURL, apiKey: "none" }), // by /v1/responses
+  openai: () => createOpenAI({ baseURL, apiKey: "none" }), // with /v1/responses
   anthropic: () => createAnthropic({ baseURL, apiKey: "none" }),
 };
 const oneCall = {

@@ -1,4 +1,4 @@
-"""aider, from its command line, in a folder of its own. What an edit says is forced: a small model cannot write one."""
+"""aider's command line, in its own folder. The text of the edit is forced: a small model cannot write one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import checks
 
-_KEPT = tempfile.TemporaryDirectory(prefix="aider-")  # until this ends
+_KEPT = tempfile.TemporaryDirectory(prefix="aider-")  # removed at exit
 FOLDER = Path(_KEPT.name)
 LINE = "print('hello from quire')"
 EDIT = f"hello.py\n```\n{LINE}\n```\n"
@@ -21,7 +21,7 @@ QUIET = ("--yes-always", "--no-pretty", "--no-fancy-input", "--map-tokens", "0",
 
 
 def aider(prompt: str, *options: str, model: str = checks.MODEL, more: dict[str, Any] | None = None) -> str:
-    """What it prints."""
+    """Run aider and return its output."""
     settings = {
         "name": f"openai/{model}",
         "edit_format": "whole",
@@ -29,7 +29,7 @@ def aider(prompt: str, *options: str, model: str = checks.MODEL, more: dict[str,
         "extra_params": {"max_tokens": 64, **(more or {})},
     }
     path = FOLDER / "settings.yml"
-    path.write_text(json.dumps([settings]))  # which is YAML too
+    path.write_text(json.dumps([settings]))  # JSON is valid YAML
     aider = str(Path(sys.executable).with_name("aider"))
     command = [aider, "--model", f"openai/{model}", "--model-settings-file", str(path), *PLAIN, *QUIET]
     given = {"OPENAI_API_BASE": f"{checks.URL}/v1", "OPENAI_API_KEY": "none", "HOME": str(FOLDER)}
@@ -47,18 +47,18 @@ def aider(prompt: str, *options: str, model: str = checks.MODEL, more: dict[str,
 
 
 def chat() -> object:
-    told = aider(checks.QUESTION, "--chat-mode", "ask")
-    answer, is_counted, _ = told.rpartition("Repo-map: disabled")[2].partition("Tokens:")
-    checks.expect(is_counted and answer.strip() and "litellm." not in answer, told[-400:])
+    output = aider(checks.QUESTION, "--chat-mode", "ask")
+    answer, is_counted, _ = output.rpartition("Repo-map: disabled")[2].partition("Tokens:")
+    checks.expect(is_counted and answer.strip() and "litellm." not in answer, output[-400:])
     return answer.strip()
 
 
 def edit() -> object:
-    """A whole file, in a stream, by `structured_outputs` of quire."""
+    """A whole file, streamed, forced by quire's `structured_outputs`."""
     more = {"extra_body": {"structured_outputs": {"choice": [EDIT]}}}
-    told = aider("Write hello.py.", "hello.py", more=more)
+    output = aider("Write hello.py.", "hello.py", more=more)
     text = (FOLDER / "hello.py").read_text()
-    checks.expect(text.strip() == LINE, (text, told[-300:]))
+    checks.expect(text.strip() == LINE, (text, output[-300:]))
     return f"hello.py: {text}"
 
 

@@ -1,4 +1,4 @@
-"""Claude Code in print mode, with a home and a folder of its own."""
+"""Claude Code in print mode, with its own home and folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import forcing
 
 CLAUDE = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "claude"
 TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
-_KEPT = tempfile.TemporaryDirectory(prefix="claude-")  # until this ends
+_KEPT = tempfile.TemporaryDirectory(prefix="claude-")  # removed at exit
 FOLDER = Path(_KEPT.name)
-# The answer is bounded by a schema: a small model may not find an end, and a cut answer is asked for again.
+# A schema bounds the answer: a small model may not stop, and Claude Code retries a truncated answer.
 SHORT = {
     "type": "object",
     "properties": {"answer": {"type": "string", "maxLength": 40}},
     "required": ["answer"],
     "additionalProperties": False,
 }
-WORD = "heron-1729"  # what the tool finds, and nobody else knows
+WORD = "heron-1729"  # only the tool can find it
 
 
 def claude(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> dict[str, Any]:
-    """What it prints at the end."""
+    """Run Claude Code and return its result."""
     settings = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "none",
@@ -66,7 +66,7 @@ def chat() -> object:
 
 
 def tool() -> object:
-    """A turn with the Bash tool: called by the server's stream, run by Claude Code, its result sent back."""
+    """A turn with the Bash tool: the model calls it, Claude Code runs it and sends its result back."""
     (FOLDER / "word.txt").write_text(WORD)
     forced = forcing.Forced("Bash", {"command": "cat word.txt", "description": "Read the word"})
     with forcing.proxy(checks.URL, forced) as (url, passed):

@@ -1,4 +1,4 @@
-"""`codex exec` with a home of its own: nothing is configured but the provider and the model."""
+"""`codex exec` with its own home, in which only the provider and the model are configured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import forcing
 
 CODEX = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "codex"
 TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
-_KEPT = tempfile.TemporaryDirectory(prefix="codex-")  # until this ends
+_KEPT = tempfile.TemporaryDirectory(prefix="codex-")  # removed at exit
 FOLDER = Path(_KEPT.name)
-WORD = "heron-1729"  # what the tool finds, and nobody else knows
+WORD = "heron-1729"  # only the tool can find it
 CONFIG = """
 model = "{model}"
 model_provider = "quire"
@@ -26,7 +26,7 @@ base_url = "{url}/v1"
 wire_api = "responses"
 stream_idle_timeout_ms = {timeout_ms}
 """
-# The answer is bounded by a schema: a small model may not find an end.
+# A schema bounds the answer: a small model may not stop.
 SHORT = {
     "type": "object",
     "properties": {"answer": {"type": "string", "maxLength": 40}},
@@ -72,7 +72,7 @@ def chat() -> object:
 
 
 def tool() -> object:
-    """A turn with its shell: called by the server's stream, run by Codex, its output sent back."""
+    """A turn with the shell tool: the model calls it, Codex runs it and sends its output back."""
     (FOLDER / "word.txt").write_text(WORD)
     with forcing.proxy(checks.URL, forcing.Forced("exec_command", {"cmd": "cat word.txt"})) as (url, passed):
         text = answer_of(codex(url, "Read the word in word.txt.", *shaped()))
@@ -85,9 +85,9 @@ def tool() -> object:
 
 def error() -> object:
     done = codex(checks.URL, checks.QUESTION, model=checks.NO_MODEL)
-    told = done.stdout + done.stderr
-    checks.expect(done.returncode != 0, told[-300:])
-    return checks.expect_no_model(told)[-150:]
+    output = done.stdout + done.stderr
+    checks.expect(done.returncode != 0, output[-300:])
+    return checks.expect_no_model(output)[-150:]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DSPy: a prediction, a stream, a call of a tool, a typed answer by a schema. Its models are told what they can."""
+"""DSPy: a prediction, a stream, a tool call and a typed answer with a schema. `Model` declares the features."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Forecast(dspy.Signature):  # type: ignore[misc]
 
 
 class Model(dspy.LM):  # type: ignore[misc]
-    """It knows of models by name what they can do, and takes one it does not know for one that cannot."""
+    """DSPy derives features from a model's name, and assumes none for an unknown name."""
 
     supports_function_calling = True
     supports_response_schema = True
@@ -67,7 +67,7 @@ def stream() -> object:
 
 
 def tool() -> object:
-    """The adapter's own calls are text; here the protocol's are asked for, and one is required."""
+    """The adapter's default calls are text. This uses calls of the protocol, and requires one."""
     extra: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     adapter = dspy.ChatAdapter(use_native_function_calling=True)
     with dspy.context(lm=model(**extra), adapter=adapter):
@@ -85,7 +85,7 @@ def schema() -> object:
 def error() -> object:
     try:
         model(checks.NO_MODEL)(checks.QUESTION)
-    except Exception as problem:  # LiteLLM's
+    except Exception as problem:  # of LiteLLM
         return checks.expect_no_model(str(problem))
     raise AssertionError("no error")
 

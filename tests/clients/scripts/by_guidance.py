@@ -1,4 +1,4 @@
-"""guidance: its remote models, `OpenAI` by response_format and `VLLMModel` by grammars of llguidance."""
+"""guidance's remote models: `OpenAI` with response_format, and `VLLMModel` with llguidance grammars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def asked(one: Any, content: str, answer: Any) -> Any:
 
 
 def chat() -> object:
-    """Its words always come in a stream. A temperature of 0 it leaves out."""
+    """It always streams, and omits a temperature of 0."""
     text = asked(model(), checks.QUESTION, gen("text", temperature=0.01, max_tokens=64))["text"]
     checks.expect(checks.ANSWER in text, text)
     return text
@@ -36,7 +36,7 @@ def schema() -> object:
 
 
 def grammar() -> object:
-    """A grammar with captures, as it sends it to vLLM."""
+    """A grammar with captures, as sent to vLLM."""
     answer = "The capital is " + select(["Paris", "Berlin"], name="city") + gen("rest", regex=r", in [A-Z][a-z]{3,9}\.")
     found = asked(model(VLLMModel), checks.QUESTION, answer)
     checks.expect(found["city"] in ("Paris", "Berlin") and found["rest"].startswith(", in "), str(found))

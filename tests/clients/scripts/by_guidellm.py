@@ -1,4 +1,4 @@
-"""guidellm: a short benchmark of each endpoint, in streams. It counts tokens by the default model's tokenizer."""
+"""guidellm: a short streaming benchmark of each endpoint. It counts tokens with the default model's tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import checks
 
 NUM_REQUESTS = 4
-_KEPT = tempfile.TemporaryDirectory(prefix="guidellm-")  # until this ends
+_KEPT = tempfile.TemporaryDirectory(prefix="guidellm-")  # removed at exit
 FOLDER = Path(_KEPT.name)
 
 

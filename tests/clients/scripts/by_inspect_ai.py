@@ -18,7 +18,7 @@ from inspect_ai.util import JSONSchema
 CONFIG: dict[str, Any] = {"temperature": 0, "max_tokens": 64, "max_retries": 0}
 
 
-# Its schemas have no bounds, and a small model finds no end to a number: the values are listed.
+# The values are listed, because its schemas have no bounds and a small model may write endless numbers.
 CAPITAL = JSONSchema(
     type="object",
     properties={
@@ -58,7 +58,7 @@ WEATHER = tool(get_weather)
 
 
 def chat() -> object:
-    """A whole evaluation of one question, by chat completions and by messages."""
+    """A whole evaluation of one question, with chat completions and with messages."""
     task = Task(dataset=[Sample(input=checks.QUESTION, target=checks.ANSWER)], solver=generate(), scorer=includes())
     models = [model(), model(provider="anthropic", url=checks.URL)]
     with tempfile.TemporaryDirectory(prefix="inspect-") as folder:

@@ -1,4 +1,4 @@
-"""Instructor: pydantic models as answers, by tools, by schemas and in partial streams, over both protocols."""
+"""Instructor: pydantic models as answers, with tools, schemas and partial streams, over both protocols."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def given(content: str, model: str = checks.MODEL) -> dict[str, Any]:
 def tool() -> object:
     found = BY_TOOLS.chat.completions.create(response_model=Weather, **given(checks.WEATHER))
     options = given(checks.WEATHER)
-    del options["temperature"]  # the client has none any more
+    del options["temperature"]  # no longer supported by the client
     client = instructor.from_anthropic(ANTHROPIC, mode=instructor.Mode.TOOLS)
     other = client.messages.create(response_model=Weather, **options)
     return f"{checks.expect_city(found.model_dump())}; by /v1/messages {checks.expect_city(other.model_dump())}"
@@ -56,7 +56,7 @@ def stream() -> object:
 def error() -> object:
     try:
         BY_SCHEMA.chat.completions.create(response_model=Capital, **given(checks.QUESTION, checks.NO_MODEL))
-    except Exception as problem:  # it wraps what the client raised
+    except Exception as problem:  # wraps the client's exception
         return checks.expect_no_model(str(problem))
     raise AssertionError("no error")
 

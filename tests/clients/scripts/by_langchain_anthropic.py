@@ -1,4 +1,4 @@
-"""The fixed script, by LangChain's client of Anthropic's protocol."""
+"""The checks with LangChain's client of Anthropic's protocol."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tool() -> object:
 
 
 def schema() -> object:
-    """Its way to a shape is a tool that must be called."""
+    """It implements structured output as a required tool call."""
     shaped = model().with_structured_output(
         {"title": "capital", "description": "Tell of a capital.", **checks.CAPITAL_SCHEMA}, method="function_calling"
     )
@@ -59,7 +59,7 @@ def error() -> object:
 
 
 def usage() -> object:
-    """This protocol counts what it keeps, so the text is marked to be kept."""
+    """Cached tokens are reported for marked text only, so the text is marked."""
     marked = {"type": "text", "text": checks.LONG, "cache_control": {"type": "ephemeral"}}
     counts = [
         model().invoke([("user", [marked])]).usage_metadata["input_token_details"]["cache_read"] for _ in range(2)

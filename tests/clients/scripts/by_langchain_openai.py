@@ -1,4 +1,4 @@
-"""The fixed script, by LangChain's client of OpenAI's protocol."""
+"""The checks with LangChain's client of OpenAI's protocol."""
 
 from __future__ import annotations
 

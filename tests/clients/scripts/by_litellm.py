@@ -1,4 +1,4 @@
-"""The fixed script, by LiteLLM."""
+"""The checks with LiteLLM."""
 
 from __future__ import annotations
 

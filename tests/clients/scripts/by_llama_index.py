@@ -1,4 +1,4 @@
-"""LlamaIndex's `OpenAILike`: its chat, streams, tools and structured answers."""
+"""LlamaIndex's `OpenAILike`: chat, streams, tools and structured answers."""
 
 from __future__ import annotations
 

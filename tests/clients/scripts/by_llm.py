@@ -1,4 +1,4 @@
-"""The fixed script, by the `llm` command of its own environment, with a folder of its own for what it keeps."""
+"""The checks with the `llm` command, which has its own environment and folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import checks
 
-_KEPT = tempfile.TemporaryDirectory(prefix="llm-")  # until this ends
+_KEPT = tempfile.TemporaryDirectory(prefix="llm-")  # removed at exit
 FOLDER = Path(_KEPT.name)
 FUNCTION = """
 def get_weather(city: str) -> str:
@@ -41,7 +41,7 @@ def ask(content: str, *options: str, model: str = "quire", status: int = 0) -> s
 
 
 def models() -> object:
-    """It lists what it was told of; the server's own list is read by nobody here."""
+    """It lists the configured models and does not read the server's list."""
     text = llm("models", "list").stdout
     checks.expect("quire" in text, text)
     return "as configured"
@@ -62,7 +62,7 @@ def stream() -> object:
 
 
 def tool() -> object:
-    """It cannot require a call: whether there is one is the model's choice, and both are an answer."""
+    """It cannot require a call, so an answer without one is accepted too."""
     done = ask(checks.WEATHER, "--functions", FUNCTION, "--td", "--chain-limit", "2")
     is_called = "get_weather" in done.stderr
     return "called" if is_called else "not called: this client cannot require it"
@@ -92,7 +92,7 @@ def configure() -> None:
         {"model_id": "quire-responses", "model_name": checks.MODEL, "responses": True, **common},
         {"model_id": "nothing", "model_name": checks.NO_MODEL, **common},
     ]
-    (FOLDER / "extra-openai-models.yaml").write_text(json.dumps(rows))  # which is YAML too
+    (FOLDER / "extra-openai-models.yaml").write_text(json.dumps(rows))  # JSON is valid YAML
 
 
 if __name__ == "__main__":

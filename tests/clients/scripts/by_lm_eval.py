@@ -1,6 +1,6 @@
 """EleutherAI's lm-eval: `local-completions` with the server's tokenizer, on tasks of four questions in a local file.
 
-Log-likelihoods come from `echo`, `logprobs` and prompts of token ids; answers end at a stop string.
+Log-likelihoods use `echo`, `logprobs` and prompts of token ids; answers end at a stop string.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import checks
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-_KEPT = tempfile.TemporaryDirectory(prefix="lm-eval-")  # until this ends
+_KEPT = tempfile.TemporaryDirectory(prefix="lm-eval-")  # removed at exit
 FOLDER = Path(_KEPT.name)
 ROWS = [
     {"question": "The capital of France is", "choices": [" Paris", " Berlin", " bread"], "answer": 0},
@@ -46,7 +46,7 @@ GENERATE = COMMON | {
 
 
 def evaluate(task: str) -> dict[str, Any]:
-    """Its results and samples."""
+    """Run a task and return its results and samples."""
     settings = {
         "model": checks.MODEL,
         "base_url": f"{checks.URL}/v1/completions",
@@ -80,5 +80,5 @@ def generate() -> object:
 if __name__ == "__main__":
     (FOLDER / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for task in (CHOICE, GENERATE):
-        (FOLDER / f"{task['task']}.yaml").write_text(json.dumps(task))  # which is YAML too
+        (FOLDER / f"{task['task']}.yaml").write_text(json.dumps(task))  # JSON is valid YAML
     checks.run("lm-eval", {check.__name__: check for check in (loglikelihood, generate)})

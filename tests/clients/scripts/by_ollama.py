@@ -1,4 +1,4 @@
-"""Ollama's Python client, by Ollama's own API."""
+"""Ollama's Python client, with Ollama's API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stream() -> object:
 
 
 def tool() -> object:
-    """The protocol cannot require a call: whether there is one is the model's choice, and both are an answer."""
+    """The protocol cannot require a call, so an answer without one is accepted too."""
     calls = ask(checks.WEATHER, tools=[TOOL]).message.tool_calls or []
     for call in calls:
         checks.expect(call.function.name == "get_weather", call)

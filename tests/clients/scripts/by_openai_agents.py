@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK, by /v1/responses (its default) and by chat completions."""
+"""OpenAI's Agents SDK, with /v1/responses (its default) and with chat completions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stream() -> object:
 
 
 def tool() -> object:
-    """A whole turn: the first answer must be a call, and the client itself asks again with its result."""
+    """A whole turn: the first answer must be a call, and the client sends a second request with its result."""
     asked: list[str] = []
 
     def get_weather(city: Annotated[str, Field(max_length=24)]) -> str:
@@ -89,7 +89,7 @@ def error() -> object:
 
 
 def usage() -> object:
-    """With a shape, since an answer that is cut is an error to this client."""
+    """With a schema, since this client treats a truncated answer as an error."""
     one = agent("responses", output_type=Capital)
     found = [ask(one, checks.LONG).context_wrapper.usage.input_tokens_details for _ in range(2)]
     return checks.expect_cached(*(details.cached_tokens for details in found))

@@ -1,4 +1,4 @@
-"""Outlines: a model of OpenAI's protocol, with answers by pydantic types; and as vLLM's, by a choice and a regex."""
+"""Outlines: an OpenAI model with pydantic types, and a vLLM model with a choice and a regex."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stream() -> object:
 
 
 def schema() -> object:
-    """By OpenAI's response_format; a choice and a regex by the fields that vLLM takes."""
+    """OpenAI's response_format, and vLLM's fields for a choice and a regex."""
     told = checks.expect_capital(model()(checks.QUESTION, Capital, **SETTINGS))
     as_vllm = outlines.from_vllm(CLIENT, checks.MODEL)
     choice = as_vllm(checks.QUESTION, Literal["Paris", "Berlin"], **SETTINGS)
@@ -49,7 +49,7 @@ def schema() -> object:
 def error() -> object:
     try:
         model(checks.NO_MODEL)(checks.QUESTION, **SETTINGS)
-    except Exception as problem:  # it may wrap what the client raised
+    except Exception as problem:  # may wrap the client's exception
         return checks.expect_no_model(str(problem))
     raise AssertionError("no error")
 

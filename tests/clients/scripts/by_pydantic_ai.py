@@ -52,7 +52,7 @@ def stream() -> object:
 
 
 def tool() -> object:
-    """An output tool, which the client requires."""
+    """Structured output by a required tool call."""
     output = ToolOutput(Weather, name="get_weather")
     agents = {name: Agent(model, output_type=output, model_settings=SETTINGS) for name, model in MODELS.items()}
     found = {name: agent.run_sync(checks.WEATHER).output.model_dump() for name, agent in agents.items()}

@@ -1,4 +1,4 @@
-"""smolagents: `OpenAIModel`, and a `ToolCallingAgent` whose every step must be a call."""
+"""smolagents: `OpenAIModel`, and a `ToolCallingAgent`, which requires a call in every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smolagents import ChatMessage, MessageRole, OpenAIModel, Tool, ToolCallingA
 class GetWeather(Tool):  # type: ignore[misc]
     name = "get_weather"
     description = "The weather of a city."
-    inputs = {"city": {"type": "string", "description": "Its name."}}  # noqa: RUF012 - as its base class wants it
+    inputs = {"city": {"type": "string", "description": "Its name."}}  # noqa: RUF012 - required by its base class
     output_type = "string"
 
     def forward(self, city: str) -> str:
@@ -40,7 +40,7 @@ def stream() -> object:
 
 
 def tool() -> object:
-    """A call by the model, and one step of an agent: it runs a tool or gives an answer, both by a call."""
+    """A tool call of the model, and one step of an agent, which runs a tool or answers, both with a call."""
     one = model(parallel_tool_calls=False)
     (call,) = one(asked(checks.WEATHER), tools_to_call_from=[GetWeather()]).tool_calls
     checks.expect(call.function.name == "get_weather", call)

@@ -1,7 +1,7 @@
-"""The fixed script that every client runs, each in its own words. Standard library only: it runs in their environments.
+"""The checks that every client runs. Standard library only, because it runs in the clients' environments.
 
-A client makes functions named as `CHECKS`, or as its row in tests/clients/table.py has it, and calls `run`. What a
-check prints is a line of JSON for the runner.
+A client script defines functions named as in `CHECKS`, or as in its row in tests/clients/table.py, and calls `run`,
+which prints one line of JSON per check for the runner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHECKS = ("models", "chat", "stream", "tool", "schema", "error", "usage")
 
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
-# Long enough to fill blocks of the cache, which hold 32 tokens each.
+# Long enough to fill cache blocks, which have 32 tokens each.
 LONG = os.environ.get("QUIRE_LONG") or f"Here are numbers: {', '.join(map(str, range(60)))}. Say one of them."
 WEATHER = "What is the weather in Paris?"
 CITY_SCHEMA: dict[str, Any] = {
@@ -46,7 +46,7 @@ def expect(is_true: object, what: object) -> None:
 
 
 def expect_city(arguments: str | Mapping[str, Any]) -> str:
-    """What a call of get_weather brought."""
+    """Check the arguments of a get_weather call."""
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     expect(set(found) == {"city"} and isinstance(found["city"], str), found)
     return f"get_weather({found['city']})"
@@ -60,7 +60,7 @@ def expect_capital(text: str | Mapping[str, Any]) -> str:
 
 
 def expect_no_model(message: str) -> str:
-    """The error names what was asked for, and what there is."""
+    """Check that the error names the requested and the available model."""
     expect(NO_MODEL in message and MODEL in message, message)
     return message
 
@@ -71,7 +71,7 @@ def expect_cached(num_first: int, num_second: int) -> str:
 
 
 def run(client: str, checks: Mapping[str, Callable[[], object]]) -> None:
-    """Every one of them, in order; one that fails does not keep the others."""
+    """Run all checks in order. A failure does not skip the others."""
     wanted = os.environ.get("QUIRE_CHECKS", "").split() or CHECKS
     assert tuple(checks) == tuple(wanted), f"{client} runs {tuple(checks)}"
     for name, check in checks.items():

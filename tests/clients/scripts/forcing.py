@@ -1,8 +1,8 @@
-"""A proxy that decides for a small model when an agent's tools are called. Standard library only.
+"""A proxy that forces a small model to call an agent's tool exactly once. Standard library only.
 
-The first request that offers the tool gets a `tool_choice` that names it, and the tool's schema is narrowed to one
-value, so that the grammar leaves nothing to the model. Every other request gets the choice `none`: left to itself, the
-model goes on calling tools and never ends. Nothing else of a request is changed.
+The first request that offers the tool gets a `tool_choice` that names it, and a tool schema with a single value, so
+that the grammar determines the call. Every other request gets the choice `none`, because the model would call tools
+endlessly. Nothing else in a request is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIMEOUT_S = 3600.0
 
 
 class Passed(NamedTuple):
-    """A request that went through."""
+    """A forwarded request."""
 
     path: str
     body: dict[str, Any]
@@ -34,13 +34,13 @@ class Forced(NamedTuple):
 
 
 def has_result(body: Mapping[str, Any]) -> bool:
-    """Whether the conversation holds a tool's result already."""
+    """Whether the conversation contains a tool's result."""
     found = json.dumps(body)
     return '"tool_result"' in found or '"function_call_output"' in found
 
 
 def force(path: str, body: dict[str, Any], forced: Forced | None) -> bool:
-    """Narrow the request to a call of the tool, if it offers it and no call has been made; else allow none."""
+    """Force a call of the tool if it is offered and was not called yet; otherwise forbid calls."""
     offered = body.get("tools") or []
     tools = [tool for tool in offered if forced is not None and tool.get("name") == forced.tool]
     if forced is None or not tools or has_result(body):
@@ -58,7 +58,7 @@ def force(path: str, body: dict[str, Any], forced: Forced | None) -> bool:
 
 @contextlib.contextmanager
 def proxy(url: str, forced: Forced | None) -> Iterator[tuple[str, list[Passed]]]:
-    """Its address, and what passes through it."""
+    """Run the proxy. Yields its URL and the list of forwarded requests."""
     passed: list[Passed] = []
     host, _, port = url.removeprefix("http://").partition(":")
 

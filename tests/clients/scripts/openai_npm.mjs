@@ -1,4 +1,4 @@
-// The fixed script of checks.py, by OpenAI's client for Node.js.
+// The checks of checks.py with OpenAI's client for Node.js.
 import OpenAI from "openai";
 
 const { QUIRE_URL, QUIRE_MODEL: model } = process.env;

@@ -1,4 +1,4 @@
-"""An answer's pieces as blocks of content: whole, or as the events of a stream."""
+"""Converts the pieces of an answer to content blocks, or to the events of a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 
 
 class BlockWriter:
-    """One block is open at a time: a piece of another kind ends it. An answer without any has one of no text."""
+    """Makes the events of a stream. One block is open at a time, and a piece of another kind ends it.
+
+    An answer without pieces has one empty text block.
+    """
 
     def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
@@ -109,7 +112,7 @@ def use_id(call_id: str) -> str:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Of a call that was cut off, nothing: half of its JSON is none. A stream has the half."""
+    """Parse a call's arguments. A call that was cut off has none; a stream has sent the incomplete JSON."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError):

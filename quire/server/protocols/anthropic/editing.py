@@ -1,7 +1,7 @@
-"""`context_management`: old tool results and thoughts are cleared from a conversation before it is answered. Pure.
+"""`context_management`: clears old tool results and reasoning from a conversation before it is answered. Pure.
 
-Two kinds of edits are known; the others are ignored, and named in the response header. What counts tokens is given to
-`apply`: an edit may depend on how long the conversation is, and its answer says how many tokens it cleared.
+Two kinds of edits are supported; others are ignored and named in a response header. `apply` takes a function that
+counts tokens: an edit may depend on the length of the conversation, and the response reports how many were cleared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CountTokens = Callable[[ChatRequest], Awaitable[int]]
 class Edited:
     chat: ChatRequest
     applied: tuple[AppliedEdit, ...] = ()
-    num_original_tokens: int | None = None  # known where an edit had to count
+    num_original_tokens: int | None = None  # None: no edit had to count
 
 
 def ignored_edits(body: CountTokensRequest) -> tuple[str, ...]:
@@ -46,14 +46,14 @@ def ignored_edits(body: CountTokensRequest) -> tuple[str, ...]:
 
 
 async def apply(management: ContextManagement | None, chat: ChatRequest, count: CountTokens) -> Edited:
-    """The conversation without what the edits clear, and what they cleared. Checks all of them first."""
+    """Check all edits, then apply them. Returns the edited conversation and the applied edits."""
     edits = _edits(management)
     seen: set[str] = set()
     for i, edit in enumerate(edits):
         path = f"context_management.edits[{i}]"
         _check(edit, path)
-        if edit.type in seen:  # each counts the whole conversation
-            raise _wrong(f"{path}.type", edit.type, "there already, and once is enough")
+        if edit.type in seen:  # each edit tokenises the whole conversation
+            raise _wrong(f"{path}.type", edit.type, "used twice")
         seen.add(edit.type)
     done = Edited(chat)
     for edit in edits:
@@ -84,7 +84,7 @@ async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
 
 
 def clear_thinking(messages: Sequence[Message], num_kept: int | None) -> tuple[list[Message], int]:
-    """Without the thoughts of all turns but the last `num_kept` that have some. None: all are kept."""
+    """Clear the reasoning of all turns that have some, except the last `num_kept`. None: keep all."""
     with_thoughts = [i for i, message in enumerate(messages) if message.thought]
     cleared = set() if num_kept is None else set(with_thoughts[: max(0, len(with_thoughts) - num_kept)])
     found = [replace(message, thought="") if i in cleared else message for i, message in enumerate(messages)]
@@ -92,7 +92,7 @@ def clear_thinking(messages: Sequence[Message], num_kept: int | None) -> tuple[l
 
 
 def clear_tool_uses(messages: Sequence[Message], edit: ContextEdit) -> tuple[list[Message], int]:
-    """With a placeholder for the results of all calls but the last ones."""
+    """Replace the results of all calls except the last ones with a placeholder."""
     excluded = set(edit.exclude_tools or ())
     results = {message.tool_call_id for message in messages if message.role is Role.TOOL and message.text != CLEARED}
     calls = [
@@ -131,7 +131,7 @@ def _is_triggered(edit: ContextEdit, messages: Sequence[Message], num_tokens: in
 
 
 def _kept_thoughts(edit: ContextEdit) -> int | None:
-    """None: all."""
+    """Number of turns whose reasoning is kept. None: all."""
     if isinstance(edit.keep, str):
         return None
     return DEFAULT_KEPT_THOUGHTS if edit.keep is None else edit.keep.value

@@ -1,4 +1,4 @@
-"""Errors in the words of Anthropic's API, as its SDK maps them to exceptions."""
+"""Errors in the format of Anthropic's API, as its SDK maps them to exceptions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 from quire.server.errors import ApiError, Dialect, Kind
 
-# 503 for a server that starts or ends: the SDK retries both, and what stands between knows 503 and not 529.
-_WORDS: dict[Kind, tuple[int, str]] = {
+# 503 for a server that starts or stops: the SDK retries 503 and 529, and proxies know only 503.
+_TYPES: dict[Kind, tuple[int, str]] = {
     Kind.INVALID: (400, "invalid_request_error"),
     Kind.TOO_LONG: (400, "invalid_request_error"),
     Kind.AUTHENTICATION: (401, "authentication_error"),
@@ -22,6 +22,7 @@ _WORDS: dict[Kind, tuple[int, str]] = {
     Kind.UNAVAILABLE: (503, "overloaded_error"),
     Kind.FAILED: (500, "api_error"),
     Kind.DIED: (500, "api_error"),
+    Kind.CANCELLED: (499, "api_error"),
 }
 
 
@@ -36,11 +37,11 @@ class ErrorAnswer(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
 
 
 def _status(error: ApiError) -> int:
-    return _WORDS[error.kind][0]
+    return _TYPES[error.kind][0]
 
 
 def _body(error: ApiError, request_id: str) -> bytes:
-    detail = ErrorDetail(_WORDS[error.kind][1], _message(error))
+    detail = ErrorDetail(_TYPES[error.kind][1], _message(error))
     return msgspec.json.encode(ErrorAnswer(detail, request_id))
 
 
@@ -49,12 +50,12 @@ def _event(error: ApiError, request_id: str) -> bytes:
 
 
 def _message(error: ApiError) -> str:
-    """The body has no place for the field but its message."""
+    """Only the message can name the field."""
     text = error.message
     if error.param is not None and error.param not in text:
         text = f"{error.param}: {text}"
     if error.kind is Kind.TOO_LONG:
-        text = f"prompt is too long: {text}"  # clients look for these words, to shorten the conversation
+        text = f"prompt is too long: {text}"  # clients look for this text and shorten the conversation
     return text.encode(errors="replace").decode()  # an error must never fail
 
 

@@ -1,7 +1,7 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol.
 
-Two things are as a careful reader of the SDK would want them, where Anthropic's API leaves it open: an answer without
-text still has its one, empty, text block, and max_tokens = 0 fills the cache and answers with no block at all.
+Anthropic's API leaves two cases open. Here, an answer without text has one empty text block, and max_tokens = 0 fills
+the cache and returns no block.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from quire.server.protocols.anthropic.parsing import (
     grammar_of,
     shape_field,
     shows_thoughts,
-    to_ask,
+    to_inference_request,
 )
 from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
+    ANTHROPIC_MODELS,
     AnswerBlock,
     AppliedEdits,
     CacheCreation,
@@ -58,13 +59,12 @@ if TYPE_CHECKING:
     from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
-ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()
 
 
 async def messages(context: RequestContext) -> Response:
     body = await context.body(MessagesRequest)
-    request = to_ask(body)
+    request = to_inference_request(body)
     edited = await _edited(context, body, request.prompts[0])
     request = replace(request, model=_served_name(context, body.model), prompts=(edited.chat,))
     return await answer_in_shape(request, shape_field(body), partial(_respond, context, body, edited))
@@ -84,12 +84,12 @@ async def _respond(
 
 
 async def count_tokens(context: RequestContext) -> Response:
-    """What `messages` would bill for the same conversation: the three kinds of input tokens together."""
+    """Count the input tokens that `messages` would report for the same conversation: the sum of the three kinds."""
     body = await context.body(CountTokensRequest)
     refuse_unsupported(body)
-    grammar_of(body)  # a body that would be refused is not counted either
+    grammar_of(body)  # raises for a body that `messages` would refuse
     found = conversation(body)
-    context.note(IGNORED, found.ignored)
+    context.note_ignored(found.ignored)
     edited = await _edited(context, body, found.chat)
     service = await context.use(_served_name(context, body.model))
     num_tokens = len(await service.encode(edited.chat))
@@ -100,7 +100,7 @@ async def count_tokens(context: RequestContext) -> Response:
 
 
 def _served_name(context: RequestContext, name: str) -> str | None:
-    """Agents made for Anthropic's models ask for them by name: the default model answers, and the header says so."""
+    """Use the default model for the names of Anthropic's models, which agents send. The header names the field."""
     if name in context.models.names or not name.startswith(ANTHROPIC_MODELS):
         return name
     context.note(IGNORED, ("model",))
@@ -108,7 +108,7 @@ def _served_name(context: RequestContext, name: str) -> str | None:
 
 
 async def _edited(context: RequestContext, body: CountTokensRequest, chat: Prompt) -> Edited:
-    """The conversation after `context_management`. Counts tokens only where an edit could clear something."""
+    """Apply `context_management`. Counts tokens only if an edit could clear something."""
     assert isinstance(chat, ChatRequest)
 
     async def count(chat: ChatRequest) -> int:
@@ -118,14 +118,14 @@ async def _edited(context: RequestContext, body: CountTokensRequest, chat: Promp
 
 
 def hour_tokens(service: ModelService, active: ActiveRequest) -> int:
-    """How many tokens of the prompt are kept for an hour; the others of `pinned_tokens` are kept for five minutes."""
+    """Number of prompt tokens pinned for an hour; the others of `pinned_tokens` are pinned for five minutes."""
     request = active.requests[0]
     pins = tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"])
     return service.pinned_tokens(replace(request, pins=pins)) if pins else 0
 
 
 class Reply:
-    """What is said about one work, as it goes or at its end."""
+    """Encodes the response to one request, as a stream or as a whole."""
 
     def __init__(
         self,
@@ -144,12 +144,13 @@ class Reply:
 
     def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
         parser = self._active.new_parser()
-        content = blocks_of([*parser.push(text), *parser.finish()], shows_thoughts=self._shows_thoughts)
+        pieces = [*parser.push(text), *parser.finish(is_cut=finish is FinishReason.LENGTH)]
+        content = blocks_of(pieces, shows_thoughts=self._shows_thoughts)
         end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
         return self._message(content if self._max_tokens else [], end, self._cache())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """In the order the SDK enforces. The first waits until the prompt runs: then the cache's part is known."""
+        """Yield the events in the SDK's order. The first waits until the prompt runs: its cache hit is known then."""
         await self._active.wait_start()
         yield event(MessageStart(self._message([])))
         parser = self._active.new_parser()
@@ -161,9 +162,9 @@ class Reply:
             last = batch[-1][1]
             if last.finish_reason is not None:
                 finish, stop = last.finish_reason, last.stop
-                pieces += parser.finish()
-            if self._max_tokens and (news := blocks.take(pieces)):
-                yield b"".join(map(event, news))
+                pieces += parser.finish(is_cut=finish is FinishReason.LENGTH)
+            if self._max_tokens and (new_events := blocks.take(pieces)):
+                yield b"".join(map(event, new_events))
         reason = self._stop(finish, stop, has_calls=blocks.has_calls)
         end = MessageDelta(reason, self._delta_usage(), self._edits, self._cache())
         last_events = [*(blocks.end() if self._max_tokens else ()), end, MessageStop()]
@@ -221,10 +222,10 @@ class Reply:
         explanation = self._active.cache
         if not self._active.request.wants_cache or explanation is None:
             return UNSET
-        return view(explanation, self._active.usage.prompt_tokens)
+        return view(explanation, self._active.usage.prompt_tokens, self._active.cache_text)
 
 
-def event(news: Event) -> bytes:
-    name = news.__struct_config__.tag
+def event(value: Event) -> bytes:
+    name = value.__struct_config__.tag
     assert isinstance(name, str)
-    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(news) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(value) + b"\n\n"

@@ -10,13 +10,14 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from quire.engine.params import GenerationParams
+from quire.engine.params import GenerationParams, check_temperature
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Breakpoint, InferenceRequest, priority_of
+from quire.server.inference_request import Breakpoint, InferenceRequest, ThinkingField, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
-from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
+from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
+    MAX_TEMPERATURE,
     ROLES,
     Block,
     CacheControl,
@@ -27,6 +28,7 @@ from quire.server.protocols.anthropic.types import (
     ToolParam,
 )
 from quire.server.protocols.structured_output import shape_error, with_unenforced
+from quire.server.protocols.support import unsupported
 from quire.text.grammar import Grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
@@ -39,12 +41,12 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.REQU
 _THINKING = {"enabled": True, "adaptive": None, "disabled": False}
 _PART = re.compile(r"\[(\d+)\]")
 
-# Turns of one role that follow one another are one turn, as in Anthropic's API: many templates know no other. Two
-# questions are set apart; an answer goes on where it stopped.
+# Consecutive turns of one role are merged into one, as in Anthropic's API, because many templates require alternating
+# roles. User texts are separated; an assistant's text continues the previous one.
 _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 
 
-def to_ask(body: MessagesRequest) -> InferenceRequest:
+def to_inference_request(body: MessagesRequest) -> InferenceRequest:
     refuse_unsupported(body)
     chat, breakpoints, ignored = conversation(body)
     request = InferenceRequest(
@@ -56,15 +58,28 @@ def to_ask(body: MessagesRequest) -> InferenceRequest:
         cache_salt=body.cache_salt or "",
         breakpoints=breakpoints,
         wants_cache=bool(body.cache),
-        ignored=ignored,
+        ignored=(*ignored, *_ignored(body)),
+        thinking_fields=_thinking_fields(body, chat),
     )
     return with_unenforced(request, shape_field(body))
 
 
+def _ignored(body: MessagesRequest) -> tuple[str, ...]:
+    has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
+    return ("thinking.budget_tokens",) if has_budget else ()
+
+
+def _thinking_fields(body: MessagesRequest, chat: ChatRequest) -> tuple[ThinkingField, ...]:
+    found = [] if chat.reasoning_effort is None else [ThinkingField("output_config.effort", None)]
+    if body.thinking is not None:
+        found.insert(0, ThinkingField("thinking", _THINKING[body.thinking.type] is not False))
+    return tuple(found)
+
+
 class Conversation(NamedTuple):
-    chat: ChatRequest  # what the model reads, one part a block
-    breakpoints: tuple[Breakpoint, ...]  # after which parts its cache is to be kept
-    ignored: tuple[str, ...]  # tools and edits that are left out
+    chat: ChatRequest  # one part per block
+    breakpoints: tuple[Breakpoint, ...]  # parts after which the cache is kept
+    ignored: tuple[str, ...]  # tools and edits without effect
 
 
 def conversation(body: CountTokensRequest) -> Conversation:
@@ -85,10 +100,10 @@ def conversation(body: CountTokensRequest) -> Conversation:
     is_prefill = messages[-1].role is Role.ASSISTANT
     if is_prefill and messages[-1].tool_calls:
         last = len(body.messages) - 1
-        raise InvalidRequest(f"messages.{last}: tool_use is the last that was said: its tool_result must follow")
+        raise InvalidRequest(f"messages.{last}: tool_use has no result: its tool_result must follow")
     configs = [body.output_config, *(message.output_config for message in body.messages)]
     effort = next((config.effort for config in reversed(configs) if config is not None and config.effort), None)
-    with _in_their_words():
+    with _anthropic_paths():
         tools, choice, ignored = _tools(body, turns.references)
         chat = ChatRequest(
             messages,
@@ -111,20 +126,20 @@ def _without_billing(system: str | list[Block] | None) -> str | list[Block] | No
 
 
 def shape_field(body: CountTokensRequest) -> str | None:
-    """Where the shape of the answer is asked for."""
+    """The field that constrains the answer's format."""
     if body.output_config is not None and body.output_config.format is not None:
         return "output_config.format.schema"
     return None if body.output_format is None else "output_format.schema"
 
 
 def shows_thoughts(body: CountTokensRequest) -> bool:
-    """Whoever did not ask for thoughts gets none."""
+    """Whether the response includes the reasoning: only if it was requested."""
     return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
 
 
 @contextmanager
-def _in_their_words() -> Iterator[None]:
-    """Errors of tools, which are checked behind the protocol, with the protocol's paths."""
+def _anthropic_paths() -> Iterator[None]:
+    """Rewrite paths in errors about tools, which protocol-independent code raises, to Anthropic's form."""
     try:
         yield
     except InvalidRequest as error:
@@ -146,7 +161,7 @@ def _wants_thought(body: CountTokensRequest) -> bool | None:
 
 
 def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
-    """`references`: names of deferred tools that were found."""
+    """`references`: names of deferred tools that tool results have referenced."""
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
@@ -159,16 +174,16 @@ def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
             if is_forced:
                 text = f"tool_choice.name = {tool.name!r:.80} is not supported: this server runs no tools"
                 raise unsupported("tool_choice.name", text)
-            ignored.append(f"tools.{i}.{tool.type}")
+            ignored.append(f"tools[{i}].{tool.type}")
         elif not tool.defer_loading or is_forced or tool.name in references:
             tools.append(_tool(tool, f"tools.{i}"))
     return _Tools(tuple(tools), choice, tuple(ignored))
 
 
 class _Tools(NamedTuple):
-    tools: tuple[Tool, ...]  # those the model is shown
+    tools: tuple[Tool, ...]  # shown to the model
     choice: ToolChoice
-    ignored: tuple[str, ...]  # those a server would run
+    ignored: tuple[str, ...]  # tools that Anthropic's server would run
 
 
 def _choice(body: CountTokensRequest) -> ToolChoice:
@@ -195,7 +210,7 @@ def _tool(tool: ToolParam, path: str) -> Tool:
 
 @dataclass(slots=True)
 class _Turn:
-    """A message that may still grow."""
+    """A message under construction."""
 
     role: Role
     parts: list[Part] = field(default_factory=list)
@@ -217,7 +232,7 @@ class _Turns:
     def __init__(self) -> None:
         self.turns: list[_Turn] = []
         self.breakpoints: list[Breakpoint] = []
-        self.references: set[str] = set()  # deferred tools that results name
+        self.references: set[str] = set()  # deferred tools that results reference
 
     def add(self, role: Role, content: str | list[Block], path: str) -> None:
         if isinstance(content, str):
@@ -244,7 +259,7 @@ class _Turns:
         self.references |= {part.tool_name for part in parts if part.type == "tool_reference" and part.tool_name}
 
     def _begin(self, role: Role, *, has_text: bool) -> _Turn:
-        """A turn to go on with: the last one, if it is of this role."""
+        """Return the last turn if it has this role, else a new one."""
         if not self.turns or self.turns[-1].role is not role:
             self.turns.append(_Turn(role))
         elif self.turns[-1].parts and has_text and _BETWEEN[role]:
@@ -252,7 +267,7 @@ class _Turns:
         return self.turns[-1]
 
     def keep(self, control: CacheControl) -> None:
-        """Up to the last part there is. A place that is marked already stays as it is."""
+        """Add a breakpoint after the last part. An existing one at this place is not changed."""
         last = len(self.turns) - 1
         at = (last, len(self.turns[last].parts) - 1)
         has_content = at[1] >= 0 or bool(self.turns[last].calls)
@@ -260,7 +275,7 @@ class _Turns:
             self.breakpoints.append(Breakpoint(*at, TTL_S[control.ttl]))
 
     def keep_tools(self, control: CacheControl) -> None:
-        """Templates write tools into the system's turn, before its text or behind it: all of it is kept."""
+        """Add a breakpoint for the tools. Templates put them into the system turn, so the whole turn is kept."""
         if self.turns:
             self.keep(control)
         else:
@@ -273,7 +288,7 @@ def _fill(turn: _Turn, block: Block, path: str) -> None:
         case "thinking" if is_assistant:
             turn.thoughts.append(block.thinking or "")
         case "redacted_thinking" if is_assistant:
-            pass  # it holds no text for this model
+            pass  # it has no readable text
         case "tool_use" if is_assistant:
             turn.calls.append(_call(block, path))
         case _:
@@ -336,12 +351,13 @@ def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
         where = path.replace(".schema", ".type")
         raise unsupported(where, f"{where} = {given.type!r:.80} is not supported: only json_schema is")
     try:
-        return json_schema_grammar(_given(given.schema, path), strict=False)
+        return json_schema_grammar(_given(given.schema, path), strict=bool(given.strict))
     except InvalidRequest as error:
         raise shape_error(path, error) from None
 
 
 def _params(body: MessagesRequest) -> GenerationParams:
+    check_temperature(body.temperature, MAX_TEMPERATURE)
     try:
         return GenerationParams(
             temperature=body.temperature,
@@ -350,7 +366,7 @@ def _params(body: MessagesRequest) -> GenerationParams:
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
             seed=body.seed,
-            max_tokens=body.max_tokens or 1,  # one is computed in any case; of 0, none is shown
+            max_tokens=body.max_tokens or 1,  # at least one token is computed; with 0 it is not returned
             stop=tuple(body.stop_sequences or ()),
             ignore_eos=bool(body.ignore_eos),
             grammar=grammar_of(body),

@@ -1,24 +1,26 @@
-"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and what answers them.
+"""Request and response bodies of `/v1/messages` and `/v1/messages/count_tokens`, and stream events.
 
-Everything a client may leave out it may also send as null. What a field may hold beyond its type is checked when the
-body becomes an `InferenceRequest`.
+Every optional field may be null. Values are checked when the body is converted to an `InferenceRequest`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY
 from quire.server.protocols.anthropic.support import refused
 from quire.server.protocols.cache_explanation import CacheView
+from quire.server.protocols.shape_fields import with_shape_fields
 from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
+ANTHROPIC_MODELS = "claude-"  # what the names of Anthropic's own models begin with
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ROLES = ("user", "assistant", "system")
+MAX_TEMPERATURE = 1  # as in Anthropic's API
 TOOL_NAME = f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$"
 
 
@@ -26,7 +28,7 @@ def _bounds(**schema: Any) -> Meta:
     return Meta(extra_json_schema=schema)
 
 
-def _says(description: str, **schema: Any) -> Meta:
+def _described(description: str, **schema: Any) -> Meta:
     return Meta(description=description, extra_json_schema=schema)
 
 
@@ -34,76 +36,85 @@ def _says(description: str, **schema: Any) -> Meta:
 
 
 class CacheControl(Struct, frozen=True):
-    """Keep the prompt's cache up to here."""
+    """Keep the cache of the prompt up to here."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class ResultPart(Struct, frozen=True):
-    type: Annotated[str, _says("text, or tool_reference: a tool that was found.", enum=["text", "tool_reference"])]
+    type: Annotated[
+        str, _described("text, or tool_reference: a tool that a search found.", enum=["text", "tool_reference"])
+    ]
     text: str | None = None
-    tool_name: Annotated[str | None, _says("Of a tool_reference: a deferred tool, which is shown from now on.")] = None
+    tool_name: Annotated[str | None, _described("Of a tool_reference: the deferred tool.")] = None
 
 
 class Block(Struct, frozen=True):
-    """One block of content, of any type: those that cannot be read are refused by name, which a union cannot do."""
+    """A content block of any type. Not a union, so that an unsupported type is refused by name."""
 
-    type: Annotated[str, _says("text; an assistant's may be thinking and tool_use, a user's tool_result.", enum=BLOCKS)]
+    type: Annotated[
+        str, _described("text; also thinking and tool_use of an assistant, tool_result of a user.", enum=BLOCKS)
+    ]
     text: str | None = None
     cache_control: CacheControl | None = None
     thinking: str | None = None
-    signature: Annotated[Any, _says("Accepted, without effect: nothing is signed here.")] = None
-    data: Annotated[Any, _says("Of redacted_thinking. Accepted, without effect.")] = None
-    id: Annotated[str | None, _says("Of a tool_use.")] = None
-    name: Annotated[str | None, _says("Of the tool that was called.")] = None
-    input: Annotated[dict[str, Any] | None, _says("What it was called with.")] = None
-    tool_use_id: Annotated[str | None, _says("The call that a tool_result answers.")] = None
-    content: Annotated[str | list[ResultPart] | None, _says("Of a tool_result.")] = None
-    is_error: Annotated[bool | None, _says("The tool failed, and the content says why.")] = None
+    signature: Annotated[Any, _described("Accepted, without effect: quire signs nothing.")] = None
+    data: Annotated[Any, _described("Of redacted_thinking. Accepted, without effect.")] = None
+    id: Annotated[str | None, _described("Of a tool_use.")] = None
+    name: Annotated[str | None, _described("The name of the called tool.")] = None
+    input: Annotated[dict[str, Any] | None, _described("The arguments of the call.")] = None
+    tool_use_id: Annotated[str | None, _described("The call that a tool_result answers.")] = None
+    content: Annotated[str | list[ResultPart] | None, _described("Of a tool_result.")] = None
+    is_error: Annotated[bool | None, _described("The tool failed; the content is its error.")] = None
 
 
 class OutputFormat(Struct, frozen=True, kw_only=True):
     type: Annotated[str, _bounds(enum=["json_schema"])]
     schema: dict[str, Any] | None = None
+    strict: Annotated[
+        bool | None,
+        _described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+    ] = None
 
 
 class OutputConfig(Struct, frozen=True, kw_only=True):
-    effort: Annotated[str | None, _says("A hint, for templates that know it.")] = None
-    format: Annotated[OutputFormat | None, _says("What the answer must look like.")] = None
+    effort: Annotated[str | None, _described("A hint for templates that support it.")] = None
+    format: Annotated[OutputFormat | None, _described("The format of the answer.")] = None
 
 
 class MessageParam(Struct, frozen=True):
-    role: Annotated[str, _says("Who speaks. An assistant's last message is continued.", enum=ROLES)]
+    role: Annotated[str, _described("If the last message is an assistant's, the answer continues it.", enum=ROLES)]
     content: str | list[Block]
-    output_config: Annotated[OutputConfig | None, _says("From here on: only its effort counts.")] = None
+    output_config: Annotated[OutputConfig | None, _described("Applies from here on; only effort has an effect.")] = None
 
 
 class ToolParam(Struct, frozen=True, kw_only=True):
     type: Annotated[
-        str | None, _says("Others than the client's own are left out, and named in a header.", enum=["custom", None])
+        str | None,
+        _described("Tools of other types are left out and named in a header.", enum=["custom", None]),
     ] = None
     name: Annotated[str | None, _bounds(pattern=TOOL_NAME)] = None
     description: str | None = None
-    input_schema: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
+    input_schema: Annotated[dict[str, Any] | None, _described("A JSON schema of an object.")] = None
     strict: Annotated[
         bool | None,
-        _says("Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+        _described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
     cache_control: CacheControl | None = None
-    defer_loading: Annotated[bool | None, _says("Not shown to the model until a tool_reference names it.")] = None
+    defer_loading: Annotated[bool | None, _described("Not shown to the model until a tool_reference names it.")] = None
 
 
 class ToolChoiceParam(Struct, frozen=True, kw_only=True):
     type: Annotated[str, _bounds(enum=["auto", "any", "tool", "none"])]
-    name: Annotated[str | None, _says("With tool: which.")] = None
+    name: Annotated[str | None, _described("With type tool: its name.")] = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingParam(Struct, frozen=True, kw_only=True):
     type: Annotated[str, _bounds(enum=["enabled", "adaptive", "disabled"])]
-    budget_tokens: Annotated[int | None, _says("Accepted, without effect.")] = None
-    display: Annotated[str | None, _says("omitted: think, and leave it out of the answer.")] = None
+    budget_tokens: Annotated[int | None, _described("Accepted, without effect.")] = None
+    display: Annotated[str | None, _described("omitted: leave the reasoning out of the response.")] = None
 
 
 class Amount(Struct, frozen=True, kw_only=True):
@@ -112,37 +123,45 @@ class Amount(Struct, frozen=True, kw_only=True):
 
 
 class ContextEdit(Struct, frozen=True, kw_only=True):
-    """clear_thinking_20251015 or clear_tool_uses_20250919; others are ignored, and named in a header."""
+    """clear_thinking_20251015 or clear_tool_uses_20250919; others are ignored and named in a header."""
 
     type: str
-    keep: Annotated[Amount | str | None, _says('How many of the last ones stay. "all": of thoughts, every one.')] = None
-    trigger: Annotated[Amount | None, _says("Clear tool uses when there is more. Unless given: 100,000 tokens.")] = None
-    clear_at_least: Annotated[Amount | None, _says("Clear nothing where less would be cleared.")] = None
-    exclude_tools: Annotated[list[str] | None, _says("Tools whose results stay.")] = None
-    clear_tool_inputs: Annotated[bool | list[str] | None, _says("Clear what they were called with, too.")] = None
+    keep: Annotated[Amount | str | None, _described('How many of the last ones are kept. "all": all reasoning.')] = None
+    trigger: Annotated[Amount | None, _described("Clear tool uses above this amount. Default: 100,000 tokens.")] = None
+    clear_at_least: Annotated[Amount | None, _described("Clear nothing if less than this would be cleared.")] = None
+    exclude_tools: Annotated[list[str] | None, _described("Tools whose results are kept.")] = None
+    clear_tool_inputs: Annotated[bool | list[str] | None, _described("Clear the arguments of the calls too.")] = None
 
 
 class ContextManagement(Struct, frozen=True, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
-class CountTokensRequest(Struct, frozen=True, kw_only=True):
+if TYPE_CHECKING:
+
+    class _ShapeFields(Struct, frozen=True, kw_only=True): ...
+else:
+    _ShapeFields = with_shape_fields("_ShapeFields", refused, frozen=True)
+
+
+class CountTokensRequest(_ShapeFields, frozen=True, kw_only=True):
     """A conversation."""
 
     model: str
-    messages: Annotated[list[MessageParam], _says("The conversation.", minItems=1, maxItems=MAX_MESSAGES)]
+    messages: Annotated[list[MessageParam], _described("The conversation.", minItems=1, maxItems=MAX_MESSAGES)]
     system: str | list[Block] | None = None
-    cache_control: Annotated[CacheControl | None, Meta(description="As if it stood at the last block.")] = None
+    cache_control: Annotated[CacheControl | None, Meta(description="Like cache_control at the last block.")] = None
     compaction: Annotated[Any, refused("compaction")] = None
     container: Annotated[Any, refused("container")] = None
-    context_management: Annotated[ContextManagement | None, _says("What is cleared before the answer.")] = None
+    context_management: Annotated[ContextManagement | None, _described("Edits of the conversation.")] = None
     diagnostics: Annotated[Any, refused("diagnostics")] = None
     fallback_credit_token: Annotated[Any, refused("fallback_credit_token")] = None
     fallbacks: Annotated[Any, refused("fallbacks")] = None
+    format: Annotated[Any, refused("format")] = None
     inference_geo: Annotated[Any, refused("inference_geo")] = None
     mcp_servers: Annotated[Any, refused("mcp_servers")] = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[OutputFormat | None, _says("The older place of output_config.format.")] = None
+    output_format: Annotated[OutputFormat | None, _described("The older form of output_config.format.")] = None
     speed: Annotated[Any, refused("speed")] = None
     thinking: ThinkingParam | None = None
     thread: Annotated[Any, refused("thread")] = None
@@ -153,17 +172,17 @@ class CountTokensRequest(Struct, frozen=True, kw_only=True):
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """A conversation to answer."""
 
-    max_tokens: Annotated[int, _says("The longest answer. 0: fill the cache, answer nothing.", minimum=0)]
+    max_tokens: Annotated[int, _described("The longest answer, in tokens. 0: only fill the cache.", minimum=0)]
     metadata: Annotated[dict[str, Any] | None, Meta(description="Accepted, without effect.")] = None
     service_tier: Annotated[
         Literal["auto", "standard_only"] | None, Meta(description="Accepted, without effect: see `priority`.")
     ] = None
-    stop_sequences: Annotated[list[str] | None, _says("Strings that end the answer.", maxItems=MAX_STOPS)] = None
+    stop_sequences: Annotated[list[str] | None, _described("Strings that end the answer.", maxItems=MAX_STOPS)] = None
     stream: bool | None = None
-    temperature: Annotated[float, _bounds(minimum=0, maximum=100)] | None = None
+    temperature: Annotated[float, _bounds(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
     top_k: Annotated[int, _bounds(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
     top_p: Annotated[float, _bounds(exclusiveMinimum=0, maximum=1)] | None = None
-    # Ours
+    # quire's own
     cache: bool | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
@@ -184,7 +203,7 @@ class TextBlock(Struct, frozen=True, tag_field="type", tag="text"):
 
 class ThinkingBlock(Struct, frozen=True, tag_field="type", tag="thinking"):
     thinking: str
-    signature: str = ""  # nothing is signed here
+    signature: str = ""  # quire signs nothing
 
 
 class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
@@ -205,7 +224,7 @@ class DeltaUsage(Struct, frozen=True, kw_only=True):
     """The three kinds of input tokens add up to the prompt."""
 
     input_tokens: int
-    cache_creation_input_tokens: int  # of what cache_control keeps, what was not there yet
+    cache_creation_input_tokens: int  # kept by cache_control and not cached before
     cache_read_input_tokens: int
     output_tokens: int
 
@@ -240,7 +259,7 @@ class MessageResponse(Struct, frozen=True, kw_only=True, tag_field="type", tag="
     stop_reason: StopReason | None  # null only in message_start
     stop_sequence: str | None
     usage: MessageUsage
-    context_management: AppliedEdits | UnsetType = UNSET  # where it was asked for
+    context_management: AppliedEdits | UnsetType = UNSET  # set if the request has context_management
     cache: CacheView | UnsetType = UNSET
 
 
@@ -253,7 +272,7 @@ class TokenCount(Struct, frozen=True):
     context_management: OriginalTokens | UnsetType = UNSET
 
 
-# Events, in the order in which they come
+# Events, in their order in a stream
 
 
 class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):

@@ -1,4 +1,4 @@
-"""`/api/tags`, `/api/show`, `/api/ps` and `/api/version`: which models there are and what they are."""
+"""`/api/tags`, `/api/show`, `/api/ps` and `/api/version`: lists and describes models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
 
-API_VERSION = "0.12.11"  # the first Ollama whose API has logprobs, the newest field that is spoken here
+API_VERSION = "0.12.11"  # the first Ollama with logprobs, the newest field that quire implements
 NEVER = "9999-12-31T23:59:59Z"
 _PARAMETERS = {
     "temperature": "temperature",
@@ -41,7 +41,7 @@ _PARAMETERS = {
 
 
 async def tags(context: RequestContext) -> Response:
-    """An entry for every name a model has."""
+    """List the models, with one entry per name."""
     entries: list[ListedModel] = []
     for model in context.models:
         facts = await facts_of(model)
@@ -77,7 +77,7 @@ async def show(context: RequestContext) -> Response:
 
 
 async def ps(context: RequestContext) -> Response:
-    """The models in memory."""
+    """List the loaded models."""
     entries: list[LoadedModel] = []
     for model in context.models:
         if model.state not in (ModelState.READY, ModelState.UNLOADING):
@@ -105,19 +105,19 @@ async def version(context: RequestContext) -> Response:
 
 
 def given_name(model: str | None, name: str | None) -> str:
-    """`model`, or its older form."""
+    """Return `model`, or its older form `name`."""
     if not (given := model or name):
         raise ApiError(Kind.INVALID, "model is missing", param="model")
     return given
 
 
 def _expires_at(model: Model) -> str:
-    seat = model.seat
-    if seat.idle_unload_s is None or seat.is_pinned:
+    managed = model.managed
+    if managed.idle_unload_s is None or managed.is_pinned:
         return NEVER
-    left_s = seat.idle_unload_s  # a busy one has all of it still to come
-    if seat.idle_timer is not None:
-        left_s = seat.idle_timer.when() - asyncio.get_running_loop().time()
+    left_s = managed.idle_unload_s  # a busy model: its idle time has not started
+    if managed.idle_timer is not None:
+        left_s = managed.idle_timer.when() - asyncio.get_running_loop().time()
     return rfc3339(time.time() + max(0.0, left_s))
 
 
@@ -134,14 +134,14 @@ def _details(facts: ModelFacts) -> ModelDetails:
 
 
 def _human(count: int) -> str:
-    """As Ollama writes it: 134.52M, 8.0B."""
+    """Format a count as Ollama does: 134.52M, 8.0B."""
     if count >= 10**9:
         return f"{count / 1e9:.1f}B"
     return f"{count / 1e6:.2f}M" if count >= 10**6 else f"{count / 1e3:.2f}K"
 
 
 def _capabilities(facts: ModelFacts) -> list[str]:
-    """Tools work with every template: where it knows none, the model is told of them in words."""
+    """Tools work with every template: a template without tool support gets them as text in the prompt."""
     found = ["completion"]
     if facts.template is not None:
         found.append("tools")
@@ -151,7 +151,7 @@ def _capabilities(facts: ModelFacts) -> list[str]:
 
 
 def _parameters(facts: ModelFacts) -> str:
-    found = {theirs: getattr(facts.defaults, ours) for ours, theirs in _PARAMETERS.items()}
+    found = {ollama_name: getattr(facts.defaults, name) for name, ollama_name in _PARAMETERS.items()}
     return "\n".join(f"{name:<30} {value}" for name, value in found.items() if value is not None)
 
 
@@ -163,7 +163,7 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
         "general.architecture": arch,
         "general.basename": model.root,
         "general.parameter_count": facts.num_parameters,
-        # What this server gives it, which may be less than the model was made for: clients size their prompts by it.
+        # The context that this server gives the model, which may be shorter: clients size their prompts by it.
         f"{arch}.context_length": model.max_model_len or spec.max_model_len,
         f"{arch}.embedding_length": spec.hidden_size,
         f"{arch}.block_count": spec.num_layers,

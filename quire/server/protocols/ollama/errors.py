@@ -1,4 +1,4 @@
-"""Errors in Ollama's words: one string, and a status."""
+"""Errors in Ollama's format: one string and a status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from quire.server.errors import ApiError, Dialect, Kind
 
-# 503 for a full queue, which is what Ollama says of its own; 429 is for a key that has used up its share.
+# 503 for a full queue, as in Ollama; 429 for a key that has reached its limit.
 _STATUS = {
     Kind.INVALID: 400,
     Kind.TOO_LONG: 400,
@@ -22,6 +22,7 @@ _STATUS = {
     Kind.UNAVAILABLE: 503,
     Kind.FAILED: 500,
     Kind.DIED: 500,
+    Kind.CANCELLED: 499,
 }
 
 
@@ -36,7 +37,7 @@ def _status(error: ApiError) -> int:
 
 
 def _body(error: ApiError, _request_id: str) -> bytes:
-    """The body has no place for the field but its message."""
+    """Encode the error. Only the message can name the field."""
     text = error.message
     if error.param is not None and error.param not in text:
         text = f"{error.param}: {text}"
@@ -47,5 +48,5 @@ def _event(error: ApiError, request_id: str) -> bytes:
     return _body(error, request_id) + b"\n"
 
 
-# Every reader of JSON lines skips a space; most fail at an empty line.
+# Readers of JSON lines skip a space; most fail on an empty line.
 OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-ndjson", keep_alive=b" ")

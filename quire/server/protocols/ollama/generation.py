@@ -1,6 +1,6 @@
 """`POST /api/chat` and `/api/generate`: Ollama's protocol around one `InferenceRequest` and one `ActiveRequest`.
 
-Answers stream unless `stream` is false: lines of JSON, the last one with the figures.
+Answers are streamed as lines of JSON unless `stream` is false. The last line has the counts and durations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET
 
+from quire.core.request import FinishReason
 from quire.engine.outputs import Completion, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
@@ -40,7 +41,7 @@ from quire.server.protocols.ollama.types import (
     OllamaLogprob,
 )
 from quire.server.protocols.openai.encoding import cache_view, finish_reason, finite, token_text
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
@@ -60,7 +61,7 @@ async def chat(context: RequestContext) -> Response:
     body = await context.body(OllamaChatRequest)
     model = find_model(context.models, body.model)
     if not body.messages:
-        return await _move(context, body, model, chat_answer)
+        return await _load_or_unload(context, body, model, chat_answer)
     return await _generate(context, body, replace(parse_chat(body), model=model.name), chat_answer)
 
 
@@ -68,11 +69,11 @@ async def generate(context: RequestContext) -> Response:
     body = await context.body(OllamaGenerateRequest)
     model = find_model(context.models, body.model)
     if not body.prompt:
-        return await _move(context, body, model, generate_answer)
+        return await _load_or_unload(context, body, model, generate_answer)
     request = replace(parse_generate(body), model=model.name)
     if body.context:
         service = await context.use(model.name)
-        with in_their_words(NAMES):
+        with protocol_field_names(NAMES):
             prompt = (*body.context, *await service.encode(request.prompts[0]))
         request = replace(request, prompts=(prompt,))
     return await _generate(context, body, request, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
@@ -96,34 +97,34 @@ async def _generate(
         one = (await context.result(active))[0].completions[0]
         return context.json(reply.whole(one))
 
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         return await answer_in_shape(request, shape_field(body), respond)
 
 
-async def _move(context: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
-    """Load the model, or unload it: what a request without a prompt is for."""
+async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
+    """Load or unload the model, as a request without a prompt does."""
     if keep_alive_s(body.keep_alive) == 0:
         if not context.key.is_admin:
-            text = "keep_alive = 0 without a prompt unloads the model for everyone"
+            text = "keep_alive = 0 without a prompt unloads the model"
             raise ApiError(
-                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin's", param="keep_alive"
+                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin key", param="keep_alive"
             )
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
         await context.wait_for(context.models.begin(context.models.unload(model)))
-        return context.json(make(Said(), _head(body.model, done=True, done_reason="unload")))
+        return context.json(make(AnswerPart(), _head(body.model, done=True, done_reason="unload")))
     if body.keep_alive is not None:
         context.note(IGNORED, ["keep_alive"])
     await context.use(model.name)
-    return context.json(make(Said(), _head(body.model, done=True, done_reason="load")))
+    return context.json(make(AnswerPart(), _head(body.model, done=True, done_reason="load")))
 
 
-# Out
+# Responses
 
 
 @dataclass(slots=True)
-class Said:
-    """What is new in an answer, or all of it."""
+class AnswerPart:
+    """A part of an answer, or the whole answer."""
 
     words: str = ""
     thought: str = ""
@@ -133,49 +134,49 @@ class Said:
         return bool(self.words or self.thought or self.calls)
 
 
-MakeAnswer = Callable[[Said, dict[str, Any]], OllamaAnswer]
+MakeAnswer = Callable[[AnswerPart, dict[str, Any]], OllamaAnswer]
 
 
-def chat_answer(said: Said, head: dict[str, Any]) -> OllamaChatAnswer:
-    message = OllamaAnswerMessage(said.words, thinking=said.thought or UNSET, tool_calls=said.calls or UNSET)
+def chat_answer(part: AnswerPart, head: dict[str, Any]) -> OllamaChatAnswer:
+    message = OllamaAnswerMessage(part.words, thinking=part.thought or UNSET, tool_calls=part.calls or UNSET)
     return OllamaChatAnswer(message=message, **head)
 
 
-def generate_answer(said: Said, head: dict[str, Any]) -> OllamaGenerateAnswer:
-    return OllamaGenerateAnswer(response=said.words, thinking=said.thought or UNSET, **head)
+def generate_answer(part: AnswerPart, head: dict[str, Any]) -> OllamaGenerateAnswer:
+    return OllamaGenerateAnswer(response=part.words, thinking=part.thought or UNSET, **head)
 
 
-class Gatherer:
-    """Puts an answer's pieces together. The protocol has calls as a whole, arguments as an object: they wait for that.
+class AnswerCollector:
+    """Collects the pieces of an answer. A tool call is held until it is complete: its arguments are sent as an object.
 
-    A call that was cut off is left out: half of its arguments are none, and a client would run it without them. The
-    answer's `done_reason` says that it was cut.
+    A call that was cut off is left out: its arguments are not valid JSON, and a client would run it without them. The
+    answer's `done_reason` reports the cut.
     """
 
     def __init__(self) -> None:
         self._call: CallStart | None = None
         self._arguments = ""
 
-    def take(self, pieces: Iterable[Piece], *, is_last: bool) -> Said:
-        said = Said()
+    def take(self, pieces: Iterable[Piece], *, is_last: bool) -> AnswerPart:
+        part = AnswerPart()
         for piece in pieces:
             match piece:
                 case CallArguments(_, text):
                     self._arguments += text
                     continue
                 case CallStart():
-                    self._end_call(said)
+                    self._end_call(part)
                     self._call = piece
                 case Words(text):
-                    self._end_call(said)
-                    said.words += text
+                    self._end_call(part)
+                    part.words += text
                 case Thought(text):
-                    said.thought += text
+                    part.thought += text
         if is_last:
-            self._end_call(said)
-        return said
+            self._end_call(part)
+        return part
 
-    def _end_call(self, said: Said) -> None:
+    def _end_call(self, part: AnswerPart) -> None:
         call, self._call = self._call, None
         text, self._arguments = self._arguments, ""
         if call is None:
@@ -184,38 +185,39 @@ class Gatherer:
             arguments = msgspec.json.decode(text, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
             return
-        said.calls.append(OllamaAnswerCall(call.call_id, AnswerFunction(call.number, call.name, arguments)))
+        part.calls.append(OllamaAnswerCall(call.call_id, AnswerFunction(call.number, call.name, arguments)))
 
 
 class Reply:
-    """What is said about one work, as it goes or at its end."""
+    """Encodes the response to one request, as a stream or as a whole."""
 
     def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
         self._active = active
-        self._model = model  # as the client calls it
+        self._model = model  # the name that the client used
         self._make = make
         self._has_context = has_context
 
     async def lines(self) -> AsyncIterator[bytes]:
-        parser, gatherer = self._active.new_parser(), Gatherer()
+        parser, collector = self._active.new_parser(), AnswerCollector()
         reason = "stop"
         async for batch in self._active.batches():
             pieces = parser.push("".join(delta.text for _, delta in batch))
             last = batch[-1][1]
             if last.finish_reason is not None:
                 reason = finish_reason(last.finish_reason, last.error)
-                pieces += parser.finish()
-            said = gatherer.take(pieces, is_last=last.finish_reason is not None)
+                pieces += parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
+            part = collector.take(pieces, is_last=last.finish_reason is not None)
             entries = [entry for _, delta in batch for entry in delta.logprobs]
-            if said or entries:
-                yield _encode(self._make(said, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
-        yield _encode(self._make(Said(), self._end(reason))) + b"\n"
+            if part or entries:
+                yield _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
+        yield _encode(self._make(AnswerPart(), self._end(reason))) + b"\n"
 
     def whole(self, one: Completion) -> OllamaAnswer:
         parser = self._active.new_parser()
-        said = Gatherer().take([*parser.push(one.text), *parser.finish()], is_last=True)
+        pieces = [*parser.push(one.text), *parser.finish(is_cut=one.finish_reason is FinishReason.LENGTH)]
+        part = AnswerCollector().take(pieces, is_last=True)
         end = self._end(finish_reason(one.finish_reason, one.error))
-        return self._make(said, end | {"logprobs": _logprobs(one.logprobs or ())})
+        return self._make(part, end | {"logprobs": _logprobs(one.logprobs or ())})
 
     def _end(self, reason: str) -> dict[str, Any]:
         active = self._active
@@ -247,7 +249,7 @@ def rfc3339(at_s: float) -> str:
 
 
 def _ns(seconds: float | None) -> int:
-    """At least 1: clients divide by it, and an answer of one token has no time between its tokens."""
+    """Nanoseconds, at least 1: clients divide by it, and an answer of one token has a decode time of 0."""
     return max(1, int((seconds or 0.0) * 1e9))
 
 

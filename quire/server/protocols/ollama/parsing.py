@@ -1,4 +1,4 @@
-"""From a body of `/api/chat` or `/api/generate` to an `InferenceRequest`. Pure: what needs the model is `unmet`."""
+"""Parses a body of `/api/chat` or `/api/generate` into an `InferenceRequest`. Pure, except `unmet`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest, Prompt, priority_of
-from quire.server.protocols.ollama.support import IGNORED_OPTIONS, refuse_unsupported
+from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
 from quire.server.protocols.ollama.types import (
     THINK_LEVELS,
     OllamaBody,
@@ -25,8 +25,9 @@ from quire.server.protocols.ollama.types import (
     OllamaTool,
     OllamaToolCall,
 )
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import shape_error, with_unenforced
+from quire.server.protocols.support import refuse_unsupported
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from quire.server.models import Model, Models
 
 DEFAULT_TAG = ":latest"
-NO_BOUND = (0, -1, -2)  # of num_predict: Ollama's runner takes all of them for none
-# Ours -> theirs, where an error of ours begins with a field.
+NO_BOUND = (0, -1, -2)  # values of num_predict without a limit, as in Ollama's runner
+# quire's field -> Ollama's field, in errors that begin with a field.
 NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -47,7 +48,7 @@ NAMES = {
         for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
     },
 }
-_EFFORTS = {level: level for level in THINK_LEVELS} | {"max": "high"}  # templates know three words
+_EFFORTS = {level: level for level in THINK_LEVELS} | {"max": "high"}  # templates have three levels
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|ms|s|m|h)", re.ASCII)
 _DURATION = re.compile(rf"-?(?:{_PART.pattern})+", re.ASCII)
@@ -55,7 +56,9 @@ _MAX_DURATION_CHARS = 32
 
 
 def find_model(models: Models, name: str) -> Model:
-    """By its name, or without Ollama's default tag. Raises ApiError in the words that Ollama's clients look for."""
+    """Find a model by its name, with or without Ollama's default tag. Ollama's clients look for "not found"."""
+    if not name:
+        return models.default
     for known in (name, name.removesuffix(DEFAULT_TAG)):
         if known in models.names:
             return models.find(known)
@@ -64,12 +67,13 @@ def find_model(models: Models, name: str) -> Model:
 
 
 def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
-    """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
+    """Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
+    _refuse_unsupported(body)
     messages = parse_messages(body.messages or ())
     is_prefill = messages[-1].role is Role.ASSISTANT
     if is_prefill and messages[-1].tool_calls:
         last = len(messages) - 1
-        raise InvalidRequest(f"messages[{last}].tool_calls is the last that was said: a tool's message must follow")
+        raise InvalidRequest(f"messages[{last}].tool_calls has no result: a tool's message must follow")
     chat = ChatRequest(
         messages,
         add_generation_prompt=not is_prefill,
@@ -82,13 +86,13 @@ def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
 
 
 def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
-    """`context` is left to the handler: the prompt behind it has to be tokenised first."""
-    refuse_unsupported(body)
+    """Parse the body without `context`: the handler adds it after it has tokenised the prompt."""
+    _refuse_unsupported(body)
     prompt = body.prompt or ""
     if body.raw:
         if body.system or body.context:
             other = "system" if body.system else "context"
-            raise InvalidRequest(f"raw and {other} exclude each other: a raw prompt is taken as it is")
+            raise InvalidRequest(f"raw and {other} exclude each other: a raw prompt is used unchanged")
         return _inference_request(body, prompt)
     check_tokens("context", body.context or ())
     messages = [Message(Role.USER, (Part(prompt),))]
@@ -100,12 +104,12 @@ def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
 
 
 def shape_field(body: OllamaBody) -> str | None:
-    """What asks for a shape of the answer."""
+    """The field that constrains the answer's format."""
     return "format" if body.format else None
 
 
 def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> list[str]:
-    """What was asked for and this model does not have, to be named: clients send both whatever the model is."""
+    """Fields that this model cannot satisfy, for the header. Clients send them to every model."""
     found: list[str] = []
     if body.think and (is_raw or service.text.template.reasoning is None):
         found.append("think")
@@ -115,11 +119,11 @@ def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> l
 
 
 def keep_alive_s(value: str | float | None) -> float | None:
-    """Seconds, or a duration as Go writes it: "5m", "1h30m". Below 0: for ever."""
+    """Parse seconds or a Go duration such as "5m" or "1h30m". Negative: no limit."""
     if value is None or isinstance(value, int | float):
         return math.inf if value is not None and value < 0 else value
     if value.removeprefix("-").isdecimal() and len(value) <= _MAX_DURATION_CHARS:
-        value += "s"  # a number in quotes
+        value += "s"  # a number as a string
     if len(value) > _MAX_DURATION_CHARS or not _DURATION.fullmatch(value):
         raise InvalidRequest(f"keep_alive = {value!r:.80} is neither seconds nor a duration like 5m or 1h30m")
     if value.startswith("-"):
@@ -129,13 +133,14 @@ def keep_alive_s(value: str | float | None) -> float | None:
 
 def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     options = body.options or OllamaOptions()
-    refuse_unsupported(options, "options.")
+    _refuse_unsupported(options, "options.")
     keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         request = InferenceRequest(
             model=body.model,
             prompts=(prompt,),
             params=_params(body, options),
+            is_unbounded=options.num_predict in NO_BOUND,
             is_streaming=body.stream is not False,
             priority=priority_of(body.priority),
             cache_salt=body.cache_salt or "",
@@ -143,6 +148,10 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
             ignored=tuple(_ignored(body, options)),
         )
         return with_unenforced(request, shape_field(body))
+
+
+def _refuse_unsupported(part: object, prefix: str = "") -> None:
+    refuse_unsupported(part, UNSUPPORTED, prefix, shown=(int, float))
 
 
 def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
@@ -232,9 +241,10 @@ def _tools(given: Sequence[OllamaTool]) -> tuple[Tool, ...]:
 
 
 class _OpenCalls:
-    """Finds the call that a tool's message answers. Many clients send back no ids: then the name says it, or the order.
+    """Finds the call that a tool's message answers: by id, else by name, else in order. Many clients send no ids.
 
-    Calls without an id get one by their place in the conversation: the same at every turn, or nothing would be cached.
+    A call without an id gets one from its position in the conversation. It is the same at every turn, or the prefix
+    cache would not match.
     """
 
     def __init__(self) -> None:
@@ -274,7 +284,7 @@ def parse_messages(given: Sequence[OllamaMessage]) -> tuple[Message, ...]:
 
 
 def _message(given: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
-    refuse_unsupported(given, f"{path}.")
+    _refuse_unsupported(given, f"{path}.")
     name = given.role.lower()
     if name not in list(Role):
         raise InvalidRequest(f"{path}.role = {given.role!r:.80} is not one of {', '.join(Role)}")

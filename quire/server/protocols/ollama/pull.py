@@ -1,6 +1,6 @@
-"""`POST /api/pull`, admin only: fetch a model to this machine's disk, and say how far it is.
+"""`POST /api/pull`, admin only: downloads a model to this machine's disk and reports the progress.
 
-What is fetched is not served before the server is started with it: a server's models are those of its start.
+A downloaded model is not served until the server is restarted with it: the models of a server are fixed at its start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _is_pulling = threading.Lock()  # one at a time: parallel downloads would share 
 
 
 async def pull_model(context: RequestContext) -> Response:
-    """Fetch a model. If the client leaves, the download goes on, and a later pull finds what it fetched."""
+    """Download a model. If the client disconnects, the download continues, and a later pull finds the files."""
     body = await context.body(PullRequest)
     given = given_name(body.model, body.name)
     name = given.removesuffix(DEFAULT_TAG)
@@ -43,10 +43,10 @@ async def pull_model(context: RequestContext) -> Response:
         last = PullProgress(status="success")
         return Lines(context.headers, _one(last)) if is_streaming else context.json(last)
     if find_known(name) is None and (is_path(name) or HubName.parse(name) is None):
-        text = f"model = {given!r:.200} is neither a name that quire knows nor org/name of the hub"
+        text = f"model = {given!r:.200} is neither a known model name nor an org/name of the hub"
         raise ApiError(Kind.NO_MODEL, text, param="model")
     if not _is_pulling.acquire(blocking=False):
-        text = "another model is being pulled: one is fetched at a time"
+        text = "another model is being downloaded: only one download runs at a time"
         raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
     pulling = Pulling(name)
     if is_streaming:
@@ -56,24 +56,24 @@ async def pull_model(context: RequestContext) -> Response:
 
 
 class Pulling:
-    """One download, in a thread of its own that does not keep the process alive."""
+    """One download in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        """The lock is held, and given back by the thread."""
+        """The caller holds the lock; the thread releases it."""
         self._name = name
         self._known = find_known(name)
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[PullProgress | QuireError | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[PullProgress | QuireError | None] = asyncio.Queue()
         self._last = ("", -1)
         threading.Thread(target=self._run, name=f"pull {name}", daemon=True).start()
 
     async def progress(self) -> AsyncIterator[PullProgress]:
         yield PullProgress(status="pulling manifest")
-        while (news := await self._news.get()) is not None:
-            if isinstance(news, QuireError):
-                raise ApiError(Kind.FAILED, f"pull: {news}", reason="download_failed")
-            yield news
-        note = f"it is on this machine's disk now; start the server with it to serve it: quire serve {self._name}"
+        while (update := await self._queue.get()) is not None:
+            if isinstance(update, QuireError):
+                raise ApiError(Kind.FAILED, f"pull: {update}", reason="download_failed")
+            yield update
+        note = f"the model is on this machine's disk; restart the server with it to serve it: quire serve {self._name}"
         yield PullProgress(status="success", note=note)
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -85,32 +85,32 @@ class Pulling:
 
     def _run(self) -> None:
         try:
-            # The hub's library draws bars on this process's terminal where progress is asked for.
+            # With a progress callback, the hub's library would draw bars on this process's terminal.
             pull(self._name, self._take if self._known is not None else None)
-            self._say(None)
+            self._put(None)
         except QuireError as error:
-            self._say(error)
+            self._put(error)
         except Exception as error:
-            self._say(QuireError(f"{type(error).__name__}: {error}"))
+            self._put(QuireError(f"{type(error).__name__}: {error}"))
         finally:
             _is_pulling.release()
 
     def _take(self, what: str, num_done: int, num_bytes: int) -> None:
-        """Called for every megabyte: a line for each hundredth is enough."""
+        """Called for every megabyte; puts one update per percent."""
         step = what, 100 * num_done // max(num_bytes, 1)
         if step == self._last:
             return
         self._last = step
         digest: str | UnsetType = UNSET if self._known is None else f"sha256:{self._known.sha256}"
-        self._say(PullProgress(status=f"{what} {self._name}", digest=digest, total=num_bytes, completed=num_done))
+        self._put(PullProgress(status=f"{what} {self._name}", digest=digest, total=num_bytes, completed=num_done))
 
-    def _say(self, news: PullProgress | QuireError | None) -> None:
-        with suppress(RuntimeError):  # the server has ended meanwhile
-            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+    def _put(self, update: PullProgress | QuireError | None) -> None:
+        with suppress(RuntimeError):  # the server has stopped meanwhile
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, update)
 
 
 class Lines(Response):
-    """Lines of JSON as they come, of what is no generation."""
+    """A stream of JSON lines that is not a generation."""
 
     def __init__(self, headers: Mapping[str, str], lines: AsyncIterator[bytes]) -> None:
         headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -119,7 +119,7 @@ class Lines(Response):
         self._lines = lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive  # writing to a client that has left does nothing
+        del scope, receive  # writing to a disconnected client does nothing
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for line in self._lines:
             await send({"type": "http.response.body", "body": line, "more_body": True})

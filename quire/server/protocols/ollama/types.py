@@ -1,19 +1,20 @@
-"""The bodies and answers of Ollama's protocol. /openapi.json is made of these.
+"""Request and response bodies of Ollama's API. /openapi.json is made from these.
 
-Every optional field may be null. Bounds stand here for the schema only; they are checked where the values are used,
-whose messages name field and value.
+Every optional field may be null. Bounds here are for the schema only. They are checked where the values are used, with
+messages that name the field and the value.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID
-from quire.engine.params import MAX_LOGPROBS
+from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.ollama.support import ignored, refused
+from quire.server.protocols.shape_fields import with_shape_fields
 from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOLS
@@ -21,15 +22,15 @@ from quire.text.tools import MAX_TOOLS
 THINK_LEVELS = ("low", "medium", "high", "max")
 
 
-def _says(description: str, **schema: Any) -> Meta:
+def _described(description: str, **schema: Any) -> Meta:
     return Meta(description=description, extra_json_schema=schema)
 
 
 KeepAlive = Annotated[
     str | float | None,
-    _says(
-        "Only 0 does something, without a prompt and with an admin key: it unloads the model. "
-        "Otherwise the server decides how long a model stays."
+    _described(
+        "0 without a prompt and with an admin key unloads the model. "
+        "Other values have no effect: the server decides how long a model stays loaded."
     ),
 ]
 
@@ -38,26 +39,34 @@ KeepAlive = Annotated[
 
 
 class OllamaOptions(Struct, kw_only=True):
-    """`options`: how to sample, and settings that only Ollama's own runner has."""
+    """`options`: sampling parameters, and settings of Ollama's own runner."""
 
-    num_predict: Annotated[int | None, _says("The longest answer, in tokens; 0, -1 and -2: no bound.", minimum=-2)] = (
-        None
-    )
-    temperature: Annotated[float | None, _says("0: always the most probable token.", minimum=0, maximum=100)] = None
-    top_k: Annotated[int | None, _says("0 or less: all of them.", maximum=MAX_TOKEN_ID)] = None
+    num_predict: Annotated[
+        int | None,
+        _described(
+            "The longest answer, in tokens; 0, -1, -2: no limit but the context. Unless given: --default-max-tokens.",
+            minimum=-2,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, _described("0: always the most probable token.", minimum=0, maximum=MAX_TEMPERATURE)
+    ] = None
+    top_k: Annotated[int | None, _described("0 or less: all tokens.", maximum=MAX_TOKEN_ID)] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
     repeat_penalty: Annotated[
-        float | None, _says("Above 1: divides the logit of tokens that prompt or answer have.")
+        float | None, _described("Above 1: divides the logit of tokens that occur in the prompt or the answer.")
     ] = None
     repeat_last_n: Annotated[
-        int | None, _says("0: no penalties. Any other value: they look at the whole context.", minimum=-1)
+        int | None, _described("0: no penalties. Any other value: penalties apply to the whole context.", minimum=-1)
     ] = None
     presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
-    seed: Annotated[int | None, _says("The same seed draws the same answer; -1: any.")] = None
+    seed: Annotated[int | None, _described("The same seed gives the same answer; -1: random.")] = None
     stop: str | Annotated[list[str], Meta(extra_json_schema={"maxItems": MAX_STOPS})] | None = None
-    num_ctx: Annotated[int | None, _says("A model has the context it is served with, and no other.")] = None
+    num_ctx: Annotated[int | None, _described("Accepted, without effect: the server sets the context of a model.")] = (
+        None
+    )
 
     mirostat: Annotated[Any, refused("mirostat")] = None
     typical_p: Annotated[Any, refused("typical_p")] = None
@@ -84,7 +93,7 @@ class OllamaOptions(Struct, kw_only=True):
 
 class OllamaCalledFunction(Struct, kw_only=True):
     name: str
-    arguments: Annotated[dict[str, Any] | None, _says("An object, not its text.")] = None
+    arguments: Annotated[dict[str, Any] | None, _described("An object, not a JSON string.")] = None
     index: int | None = None
 
 
@@ -96,20 +105,20 @@ class OllamaToolCall(Struct, kw_only=True):
 
 class OllamaMessage(Struct, kw_only=True):
     role: Annotated[
-        str, _says("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
+        str, _described("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
     ]
     content: str | None = None
-    thinking: Annotated[str | None, _says("What an assistant thought before it answered.")] = None
-    tool_calls: Annotated[list[OllamaToolCall] | None, _says("What an assistant called.")] = None
-    tool_name: Annotated[str | None, _says("In a tool's message: the function it answers.")] = None
-    tool_call_id: Annotated[str | None, _says("In a tool's message: the call it answers.")] = None
+    thinking: Annotated[str | None, _described("The assistant's reasoning before its answer.")] = None
+    tool_calls: Annotated[list[OllamaToolCall] | None, _described("The assistant's tool calls.")] = None
+    tool_name: Annotated[str | None, _described("In a tool's message: the function it answers.")] = None
+    tool_call_id: Annotated[str | None, _described("In a tool's message: the call it answers.")] = None
     images: Annotated[Any, refused("images")] = None
 
 
 class OllamaFunction(Struct, kw_only=True):
     name: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9_-]{1,64}$"})]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
+    parameters: Annotated[dict[str, Any] | None, _described("A JSON schema of an object.")] = None
 
 
 class OllamaTool(Struct, kw_only=True):
@@ -117,22 +126,33 @@ class OllamaTool(Struct, kw_only=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
 
 
-class OllamaBody(Struct, kw_only=True):
-    """What both ways to ask have in common."""
+if TYPE_CHECKING:
 
-    model: Annotated[str, _says("As /api/tags lists it; the tag `latest` may be left out or added.")]
-    stream: Annotated[bool | None, _says("A line of JSON for each part of the answer: unless it is false.")] = None
+    class _ShapeFields(Struct, kw_only=True): ...
+else:
+    _ShapeFields = with_shape_fields("_ShapeFields", refused)
+
+
+class OllamaBody(_ShapeFields, kw_only=True):
+    """Fields that chat and generate share."""
+
+    model: Annotated[str, _described("A name listed by /api/tags; the tag `latest` is optional.")]
+    stream: Annotated[bool | None, _described("True or null: one JSON line per part of the answer.")] = None
     format: Annotated[str, Meta(extra_json_schema={"enum": ["", "json"]})] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
-    think: Annotated[bool | str | None, _says(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")] = (
+    think: Annotated[
+        bool | str | None, _described(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")
+    ] = None
+    truncate: Annotated[bool | None, _described("Accepted, without effect: a prompt that is too long is refused.")] = (
         None
     )
-    truncate: Annotated[bool | None, _says("A prompt that is too long is refused, whatever this says.")] = None
-    shift: Annotated[bool | None, _says("An answer ends where the context is full, whatever this says.")] = None
+    shift: Annotated[bool | None, _described("Accepted, without effect: an answer ends when the context is full.")] = (
+        None
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
-    # Ours
+    # quire's own
     cache: bool | None = None
     cache_salt: str | None = None
     priority: str | int | None = None
@@ -148,11 +168,11 @@ class OllamaChatRequest(OllamaBody, kw_only=True):
 class OllamaGenerateRequest(OllamaBody, kw_only=True):
     """A question to answer. Without a prompt the model is only loaded."""
 
-    prompt: Annotated[str | None, _says("A user's message; with raw, the whole prompt.")] = None
+    prompt: Annotated[str | None, _described("A user's message; with raw, the whole prompt.")] = None
     system: str | None = None
-    raw: Annotated[bool | None, _says("Continue the prompt as it stands, without the model's template.")] = None
+    raw: Annotated[bool | None, _described("Continue the prompt without the chat template.")] = None
     context: Annotated[
-        list[int] | None, _says("What an earlier answer gave as `context`: the conversation so far, as token ids.")
+        list[int] | None, _described("The `context` of an earlier response: the conversation so far, as token ids.")
     ] = None
     suffix: Annotated[Any, refused("suffix")] = None
     template: Annotated[Any, refused("template")] = None
@@ -161,15 +181,15 @@ class OllamaGenerateRequest(OllamaBody, kw_only=True):
 
 class ShowRequest(Struct, kw_only=True):
     model: str | None = None
-    name: Annotated[str | None, _says("The older form of model.")] = None
-    verbose: Annotated[bool | None, _says("Accepted, without effect.")] = None
+    name: Annotated[str | None, _described("The older form of model.")] = None
+    verbose: Annotated[bool | None, _described("Accepted, without effect.")] = None
 
 
 class PullRequest(Struct, kw_only=True):
-    model: Annotated[str | None, _says("A name that quire knows, or org/name of the hub.")] = None
-    name: Annotated[str | None, _says("The older form of model.")] = None
+    model: Annotated[str | None, _described("A known model name, or an org/name of the hub.")] = None
+    name: Annotated[str | None, _described("The older form of model.")] = None
     stream: bool | None = None
-    insecure: Annotated[bool | None, _says("Accepted, without effect.")] = None
+    insecure: Annotated[bool | None, _described("Accepted, without effect.")] = None
 
 
 # Answers
@@ -209,7 +229,7 @@ class OllamaAnswerMessage(Struct):
 
 
 class OllamaAnswer(Struct, kw_only=True):
-    """The whole answer, and with `stream` each part of it. The last one has the figures; durations in nanoseconds."""
+    """The whole answer, or one part of a stream. Durations, in the last part, are in nanoseconds."""
 
     model: str
     created_at: str
@@ -217,12 +237,12 @@ class OllamaAnswer(Struct, kw_only=True):
     done_reason: DoneReason | UnsetType = UNSET
     logprobs: list[OllamaLogprob] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
-    load_duration: Annotated[int, _says("Waiting for the model to be loaded.")] | UnsetType = UNSET
-    prompt_eval_count: Annotated[int, _says("Tokens of the prompt, cached ones included.")] | UnsetType = UNSET
+    load_duration: Annotated[int, _described("Time spent waiting for the model to load.")] | UnsetType = UNSET
+    prompt_eval_count: Annotated[int, _described("Prompt tokens, including cached ones.")] | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
-    cache: CacheView | UnsetType = UNSET  # ours
+    cache: CacheView | UnsetType = UNSET  # quire's own
 
 
 class OllamaChatAnswer(OllamaAnswer, kw_only=True):
@@ -232,7 +252,7 @@ class OllamaChatAnswer(OllamaAnswer, kw_only=True):
 class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
     response: str
     thinking: str | UnsetType = UNSET
-    context: Annotated[list[int], _says("Prompt and answer as token ids; not with raw.")] | UnsetType = UNSET
+    context: Annotated[list[int], _described("Prompt and answer as token ids; not with raw.")] | UnsetType = UNSET
 
 
 class ModelDetails(Struct, kw_only=True):
@@ -248,8 +268,8 @@ class ListedModel(Struct, kw_only=True):
     name: str
     model: str
     modified_at: str
-    size: Annotated[int, _says("Bytes of its files.")]
-    digest: Annotated[str, _says("Changes with name, size and time of the files; it is not of their content.")]
+    size: Annotated[int, _described("Size of the model's files in bytes.")]
+    digest: Annotated[str, _described("Digest of the files' name, size and modification time, not of their content.")]
     details: ModelDetails
     capabilities: list[str]
 
@@ -261,11 +281,11 @@ class ListedModels(Struct, kw_only=True):
 class LoadedModel(Struct, kw_only=True):
     name: str
     model: str
-    size: Annotated[int, _says("Weights and KV cache in memory, in bytes.")]
-    size_vram: Annotated[int, _says("The same on a GPU, else 0.")]
+    size: Annotated[int, _described("Weights and KV cache in memory, in bytes.")]
+    size_vram: Annotated[int, _described("The same if the model is on a GPU, else 0.")]
     digest: str
     details: ModelDetails
-    expires_at: Annotated[str, _says("When --idle-unload would unload it; the year 9999: never.")]
+    expires_at: Annotated[str, _described("When --idle-unload would unload it; the year 9999: never.")]
     context_length: int
 
 
@@ -274,8 +294,8 @@ class LoadedModels(Struct, kw_only=True):
 
 
 class ShownModel(Struct, kw_only=True):
-    parameters: Annotated[str, _says("The defaults of its makers, a line each.")]
-    template: Annotated[str, _says("Jinja, not Go: it is the model's own.")]
+    parameters: Annotated[str, _described("Default sampling parameters of the model, one per line.")]
+    template: Annotated[str, _described("The model's own chat template, in Jinja (not Go).")]
     details: ModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]
@@ -285,7 +305,7 @@ class ShownModel(Struct, kw_only=True):
 
 
 class OllamaVersion(Struct, kw_only=True):
-    version: Annotated[str, _says("Of the Ollama whose API is spoken here: clients compare it.")]
+    version: Annotated[str, _described("The Ollama version whose API is implemented; clients compare it.")]
     quire: str
 
 
@@ -294,4 +314,4 @@ class PullProgress(Struct, kw_only=True):
     digest: str | UnsetType = UNSET
     total: int | UnsetType = UNSET
     completed: int | UnsetType = UNSET
-    note: Annotated[str, _says("With success: what is left to be done before the model is served.")] | UnsetType = UNSET
+    note: Annotated[str, _described("With success: how to serve the model.")] | UnsetType = UNSET

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET
 
+from quire.core.request import FinishReason
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
@@ -18,7 +19,6 @@ from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
-    bill,
     cache_view,
     events,
     finish_reason,
@@ -26,18 +26,21 @@ from quire.server.protocols.openai.encoding import (
     head_of,
     stop_reason,
     token_text,
+    usage_body,
 )
 from quire.server.protocols.openai.parsing import (
     NAMES,
-    ask_of,
     cache_ttl_s,
-    in_their_words,
+    has_continuous_usage,
+    has_no_budget,
     includes_usage,
+    make_request,
     params_of,
-    says_usage_always,
+    protocol_field_names,
+    thinking_fields,
     ttl_s,
 )
-from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.openai.tools import parse_calls, parse_tools, shape_field
 from quire.server.protocols.openai.types import (
     AnswerHead,
@@ -58,6 +61,7 @@ from quire.server.protocols.openai.types import (
     TopLogprob,
 )
 from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
+from quire.server.protocols.support import refuse_unsupported, unsupported
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 
@@ -80,7 +84,7 @@ _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 async def chat_completions(context: RequestContext) -> Response:
     body = await context.body(ChatCompletionRequest)
     request = parse_chat(body)
-    with in_their_words(_names(body)):
+    with protocol_field_names(_names(body)):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
@@ -92,7 +96,7 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
             head,
             request,
             include_usage=includes_usage(body),
-            has_running_usage=says_usage_always(body),
+            has_running_usage=has_continuous_usage(body),
             new_parser=active.new_parser,
         )
         return await context.stream(active, events(active, encoder))
@@ -104,26 +108,28 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
     )
 
 
-# In
+# Parsing
 
 
 def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
-    """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
-    refuse_unsupported(body)
+    """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
+    refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, CHAT_UNSUPPORTED)
-    with in_their_words(_names(body)):
+    with protocol_field_names(_names(body)):
         chat, ignored = conversation_of(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        request = ask_of(body, (chat,), params, _breakpoints(body))
+        request = make_request(body, (chat,), params, _breakpoints(body))
         request = replace(
-            request, ignored=(*request.ignored, *ignored), switches_thinking=body.enable_thinking is not None
+            request,
+            ignored=(*request.ignored, *ignored),
+            thinking_fields=thinking_fields(body, "reasoning_effort", body.reasoning_effort),
         )
         return with_unenforced(request, shape_field(body))
 
 
 def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str, ...]]:
-    """And the tools that are left out of it."""
+    """Return the conversation, and the names of the tools that are left out of it."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     tools, choice, ignored = parse_tools(body)
@@ -134,7 +140,7 @@ def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str
         body.chat_template_kwargs or {},
         tools,
         choice,
-        wants_thought=False if body.reasoning_effort == "none" else body.enable_thinking,
+        wants_thought=False if body.reasoning_effort == "none" or has_no_budget(body) else body.enable_thinking,
         reasoning_effort=body.reasoning_effort,
     )
     return chat, ignored
@@ -174,7 +180,7 @@ def _breakpoints(body: ChatCompletionRequest) -> tuple[Breakpoint, ...]:
 def _message(given: ChatMessage, path: str) -> Message:
     for field in ("function_call", "audio"):
         if getattr(given, field) is not None:
-            raise unsupported(f"{path}.{field}", UNSUPPORTED[field].say(f"{path}.{field}"))
+            raise unsupported(f"{path}.{field}", UNSUPPORTED[field].message(f"{path}.{field}"))
     if given.role == "function":
         text = f"{path}.role = 'function' is not supported: it is the older form of tool"
         raise unsupported(f"{path}.role", text, is_value=True)
@@ -212,25 +218,25 @@ def _part(part: ContentPart, path: str) -> Part:
         if part.type not in _OTHER_PARTS:
             raise InvalidRequest(f"{shown} is not one of text, refusal")
         what = _OTHER_PARTS[part.type]
-        raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read here", is_value=True)
+        raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read", is_value=True)
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise InvalidRequest(f"{path}.{part.type} is missing")
     return Part(text)
 
 
-# Out
+# Encoding
 
 NewParser = Callable[[], AnswerParser]
 
 
 class ChatChoices:
-    """First who speaks, then what, then why it ended: a chunk each."""
+    """Chunks of chat choices: first the role, then the content, then the finish reason."""
 
     def __init__(self, new_parser: NewParser) -> None:
         self._new_parser = new_parser
         self._parsers: dict[int, AnswerParser] = {}
-        self._arguments: dict[int, str] = {}  # of the last call, for choices that called a tool
+        self._arguments: dict[int, str] = {}  # of the last tool call of each choice
 
     def begin(self, index: int) -> ChatChunkChoice:
         self._parsers[index] = self._new_parser()
@@ -240,14 +246,14 @@ class ChatChoices:
         parser = self._parsers[index]
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += parser.finish()
+            pieces += parser.finish(is_cut=delta.finish_reason is FinishReason.LENGTH)
         for piece in pieces:
             if isinstance(piece, CallStart):
                 self._arguments[index] = ""
             elif isinstance(piece, CallArguments):
                 self._arguments[index] += piece.text
         chunks = [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
-        if delta.logprobs:  # of whatever the tokens became
+        if delta.logprobs:  # the tokens may have become text, reasoning or a call
             chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
             chunks[0].logprobs = _chat_logprobs(delta.logprobs)
         return chunks
@@ -286,7 +292,8 @@ def whole_chat(
     choices: list[ChatChoice] = []
     for one in (one for output in outputs for one in output.completions):
         parser = new_parser()
-        message = _answer_message([*parser.push(one.text), *parser.finish()])
+        is_cut = one.finish_reason is FinishReason.LENGTH
+        message = _answer_message([*parser.push(one.text), *parser.finish(is_cut=is_cut)])
         logprobs = None if one.logprobs is None else _chat_logprobs(one.logprobs)
         arguments = message.tool_calls[-1].function.arguments if message.tool_calls else None
         reason = _reason(finish_reason(one.finish_reason, one.error), arguments)
@@ -294,7 +301,7 @@ def whole_chat(
     return ChatCompletion(
         **msgspec.structs.asdict(head),
         choices=choices,
-        usage=bill(usage, num_thought_tokens),
+        usage=usage_body(usage, num_thought_tokens),
         cache=UNSET if cache is None else cache,
     )
 
@@ -326,7 +333,7 @@ def _answer_message(pieces: Sequence[Piece]) -> ChatAnswerMessage:
 
 
 def _reason(finish_reason: str, last_arguments: str | None) -> str:
-    """An answer that was cut off says so, whatever it called; a stop string may cut it in the middle of a call."""
+    """tool_calls if the last call is complete; an answer that was cut off, also by a stop string, keeps its reason."""
     is_called = finish_reason == "stop" and last_arguments is not None and _is_json(last_arguments)
     return "tool_calls" if is_called else finish_reason
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt as it stands, several at once, token ids too."""
+"""POST /v1/completions: prompts without a chat template, as text or token ids, several per request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from quire.server.inference_request import MAX_PROMPTS, InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
-    bill,
     cache_view,
     events,
     finish_reason,
@@ -26,16 +25,17 @@ from quire.server.protocols.openai.encoding import (
     head_of,
     stop_reason,
     token_text,
+    usage_body,
 )
 from quire.server.protocols.openai.parsing import (
     NAMES,
-    ask_of,
-    in_their_words,
+    has_continuous_usage,
     includes_usage,
+    make_request,
     params_of,
-    says_usage_always,
+    protocol_field_names,
 )
-from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.openai.tools import shape_field
 from quire.server.protocols.openai.types import (
     DEFAULT_COMPLETION_TOKENS,
@@ -46,6 +46,7 @@ from quire.server.protocols.openai.types import (
     CompletionRequest,
 )
 from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
+from quire.server.protocols.support import refuse_unsupported, unsupported
 from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 async def completions(context: RequestContext) -> Response:
     body = await context.body(CompletionRequest)
     request = parse_completion(body)
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
@@ -73,13 +74,13 @@ async def _respond(context: RequestContext, body: CompletionRequest, request: In
             request,
             echoes,
             include_usage=includes_usage(body),
-            has_running_usage=says_usage_always(body),
+            has_running_usage=has_continuous_usage(body),
             has_ids=bool(body.return_token_ids),
         )
         return await context.stream(active, events(active, encoder))
     outputs = await context.result(active)
     make = partial(whole_completion, head, outputs, active.usage, cache_view(active), echoes, tokenizer)
-    # Scores of a long prompt are tens of thousands of values: others are served meanwhile.
+    # In a thread: the scores of a long prompt are tens of thousands of values.
     answer = make() if request.params.prompt_logprobs is None else await asyncio.to_thread(make)
     if body.return_token_ids:
         for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
@@ -87,16 +88,16 @@ async def _respond(context: RequestContext, body: CompletionRequest, request: In
     return context.json(answer)
 
 
-# In
+# Parsing
 
 
 def parse_completion(body: CompletionRequest) -> InferenceRequest:
-    """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
-    refuse_unsupported(body)
+    """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
+    refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
     if body.best_of not in (None, 1, body.n or 1):
         raise unsupported(
-            "best_of", f"best_of = {body.best_of} is not supported: only 1 and n are, without a choice among answers"
+            "best_of", f"best_of = {body.best_of} is not supported: only 1 and n are, because answers are not ranked"
         )
     scores_prompt = bool(body.echo) and body.logprobs is not None
     if scores_prompt and body.stream:
@@ -104,7 +105,7 @@ def parse_completion(body: CompletionRequest) -> InferenceRequest:
     max_tokens = body.max_tokens
     if max_tokens is None and body.n_predict is None:
         max_tokens = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         prompts = _prompts(body.prompt)
         params = params_of(
             body,
@@ -113,7 +114,7 @@ def parse_completion(body: CompletionRequest) -> InferenceRequest:
             prompt_logprobs=body.logprobs if scores_prompt else None,
             may_be_empty=True,
         )
-        return with_unenforced(ask_of(body, prompts, params), shape_field(body))
+        return with_unenforced(make_request(body, prompts, params), shape_field(body))
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
@@ -121,35 +122,35 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
         return (given,)
     if given and isinstance(given[0], int):
         kinds = {type(entry) for entry in given}
-        if kinds != {int}:  # said without the entry: it may be text
+        if kinds != {int}:  # the message does not repeat the entry: it may be text
             at = next(i for i, entry in enumerate(given) if type(entry) is not int)
             raise InvalidRequest(f"prompt[{at}] is a {type(given[at]).__name__}, not a token id")
-        check_tokens("prompt", given)  # type: ignore[arg-type]  # says which entry is none
+        check_tokens("prompt", given)  # type: ignore[arg-type]  # raises with the position
         return (tuple(given),)  # type: ignore[arg-type]
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt has {len(given)} entries, not 1 to {MAX_PROMPTS}")
     prompts: list[Prompt] = []
     for i, entry in enumerate(given):
         if isinstance(entry, int):
-            raise InvalidRequest(f"prompt[{i}] is a token id among prompts: put its ids into a list of their own")
+            raise InvalidRequest(f"prompt[{i}] is a token id among prompts: put the token ids into a list of their own")
         if isinstance(entry, list):
             check_tokens(f"prompt[{i}]", entry)
         prompts.append(entry if isinstance(entry, str) else tuple(entry))
     return tuple(prompts)
 
 
-# Out
+# Encoding
 
 
 class Echo(NamedTuple):
-    """A prompt as an answer repeats it."""
+    """A prompt as `echo` repeats it."""
 
     text: str
-    hidden: frozenset[int] = frozenset()  # tokens that are left out of it
+    hidden: frozenset[int] = frozenset()  # special tokens that the text does not contain
 
 
 def echo_of(prompt: Prompt, tokenizer: Tokenizer, request: InferenceRequest) -> Echo:
-    """A text is repeated as it came, token ids by their text."""
+    """Text is repeated unchanged; token ids are decoded."""
     if isinstance(prompt, str):
         return Echo(prompt)
     assert isinstance(prompt, tuple)
@@ -159,25 +160,25 @@ def echo_of(prompt: Prompt, tokenizer: Tokenizer, request: InferenceRequest) -> 
 
 
 def token_offsets(echo: Echo, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Where the text of each token of a prompt begins. Tokens that are not in the text have no width there: hidden
-    ones, and BOS where the model's tokenizer adds it."""
-    words = Detokenizer(tokenizer, skip_special=False, keep_prefix_space=True)
+    """Return the position in the text of each prompt token. Tokens that are not in the text have no width: hidden
+    ones, and a BOS that the tokenizer adds."""
+    detokenizer = Detokenizer(tokenizer, skip_special=False, keep_prefix_space=True)
     offsets: list[int] = []
     at = 0
     for token_id in token_ids:
         offsets.append(at)
         if token_id in echo.hidden:
             continue
-        piece = words.push((token_id,))
+        piece = detokenizer.push((token_id,))
         if not echo.text.startswith(piece, at):
-            piece = piece.removeprefix(" ")  # some models write one before the first word
+            piece = piece.removeprefix(" ")  # some tokenizers add one before the first word
         if echo.text.startswith(piece, at) or token_id not in tokenizer.special_ids:
             at = min(at + len(piece), len(echo.text))  # a normaliser may have changed the text
     return offsets
 
 
 class CompletionChoices:
-    """The text, then why it ended. With echo, the prompt first."""
+    """Chunks of completion choices: with echo the prompt first, then the text, then the finish reason."""
 
     def __init__(self, n: int, echoes: Sequence[Echo] | None, *, has_ids: bool = False) -> None:
         self._n = n
@@ -243,7 +244,10 @@ def whole_completion(
             text = echo.text + one.text
             choices.append(CompletionChoice(len(choices), text, logprobs, reason, stop_reason(one.stop)))
     return Completion(
-        **msgspec.structs.asdict(head), choices=choices, usage=bill(usage), cache=UNSET if cache is None else cache
+        **msgspec.structs.asdict(head),
+        choices=choices,
+        usage=usage_body(usage),
+        cache=UNSET if cache is None else cache,
     )
 
 
@@ -257,14 +261,14 @@ def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer)
             entry = TokenLogprob(token_id, data.decode("utf-8", "replace"), data, 0.0, 0)
         entries.append(replace(entry, offset=offset))
     found = _old_logprobs(entries, 0)
-    found.token_logprobs[0] = found.top_logprobs[0] = None  # nothing comes before the first, so nothing was expected
+    found.token_logprobs[0] = found.top_logprobs[0] = None  # the first token has no context to be predicted from
     return found
 
 
 def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
-    """The four lists of before chat. The chosen token is among its alternatives even where it is not of the best.
+    """Make the four lists of the completions API. The chosen token is always among its alternatives.
 
-    `start`: characters of the text before the first offset.
+    `start`: number of characters before the first offset.
     """
     return CompletionLogprobs(
         tokens=[token_text(entry) for entry in entries],

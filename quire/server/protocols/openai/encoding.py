@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: what chat and plain completions have in common."""
+"""Encodes answers in OpenAI's format: the parts that chat and completions share."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
 DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0  # OpenAI's word for never; JSON has none for minus infinity
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 TIERS = {Priority.HIGH: "priority", Priority.NORMAL: "default", Priority.LOW: "flex"}
 _encode = msgspec.json.Encoder().encode
 
 
 class Choices(Protocol):
-    """How one kind of answer says what happened to choice `index`."""
+    """Makes the chunks of choice `index` for one kind of answer."""
 
     def begin(self, index: int) -> Struct | None: ...
     def grow(self, index: int, delta: Delta) -> Sequence[Struct]:
-        """What came; with the last delta, also what was held back until then."""
+        """Chunks of this delta; with the last delta, also of text that was held back."""
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> Struct: ...
 
 
 class StreamEncoder:
-    """One stream's chunks as server-sent events. A choice is prompt * n + sample.
+    """Encodes the chunks of one stream as server-sent events. The index of a choice is prompt * n + sample.
 
-    The chunk that ends the last choice waits for last(): it may have to carry what the cache gave.
+    The chunk that ends the last choice is held until last(): it may carry the cache explanation.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StreamEncoder:
         num_prompts: int,
         include_usage: bool,
         has_running_usage: bool = False,  # in every chunk
-        has_ids: bool = False,  # tokens are news, text or not
+        has_ids: bool = False,  # chunks have token ids, also without text
     ) -> None:
         self._head = head
         self._choices = choices
@@ -70,14 +70,14 @@ class StreamEncoder:
         self._has_ids = has_ids
         self._begun: set[int] = set()
         self._held: Struct | None = None
-        # All that changes from chunk to chunk is one choice: the rest is encoded once.
+        # Only the choice differs between chunks: the rest is encoded once.
         self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def chunks(self, batch: Sequence[tuple[int, Delta]], usage: Usage | None = None) -> bytes:
-        """Events for all that came, in one piece; empty where there is nothing to say yet.
+        """Encode a batch of deltas; empty if there is nothing to send yet.
 
-        `usage`: what is known of the prompts by now, for streams that say it in every chunk.
+        `usage`: the prompt's token counts so far, for streams with usage in every chunk.
         """
         events: list[bytes] = []
         for prompt, delta in batch:
@@ -85,9 +85,9 @@ class StreamEncoder:
             if usage is not None and self._has_running_usage:
                 self._after = b'],"usage":' + _encode(_running(usage, self._num_tokens)) + b"}\n\n"
             index = prompt * self._n + delta.index
-            has_news = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
-            if not has_news and delta.finish_reason is None:
-                continue  # part of a character, or what may become a stop string
+            has_content = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
+            if not has_content and delta.finish_reason is None:
+                continue  # an incomplete character, or the possible beginning of a stop string
             if index not in self._begun:
                 self._begun.add(index)
                 if (first := self._choices.begin(index)) is not None:
@@ -103,13 +103,13 @@ class StreamEncoder:
         return b"".join(events)
 
     def last(self, usage: Usage, cache: CacheView | None, num_thought_tokens: int = 0) -> bytes:
-        """The end of the stream."""
+        """Encode the end of the stream."""
         events: list[bytes] = []
         if self._held is not None:
             running = _running(usage, usage.completion_tokens) if self._has_running_usage else None
             events.append(self._event([self._held], running, None if self._include_usage else cache))
         if self._include_usage:
-            events.append(self._event([], bill(usage, num_thought_tokens), cache))
+            events.append(self._event([], usage_body(usage, num_thought_tokens), cache))
         return b"".join((*events, DONE))
 
     def _frame(self, choice: Struct) -> bytes:
@@ -143,19 +143,19 @@ def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
 
 
 def cache_view(active: ActiveRequest) -> CacheView | None:
-    """Of the first prompt, for those who asked."""
+    """The cache explanation of the first prompt, if the request asked for it."""
     if not active.request.wants_cache or active.cache is None:
         return None
-    return view(active.cache, len(active.requests[0].prompt))
+    return view(active.cache, len(active.requests[0].prompt), active.cache_text)
 
 
 @lru_cache(maxsize=64)
 def fingerprint(model: str) -> str:
-    """The same as long as the same seed gives the same answer: a version of quire and a model."""
+    """Identifies the version of quire and the model: with an equal fingerprint, a seed gives the same answer."""
     return "fp_" + hashlib.sha256(f"quire {__version__} {model}".encode()).hexdigest()[:12]
 
 
-def bill(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
+def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
     return CompletionUsage(
         usage.prompt_tokens,
         usage.completion_tokens,
@@ -180,7 +180,7 @@ def stop_reason(stop: str | None) -> str | UnsetType:
 
 
 def token_text(entry: TokenLogprob) -> str:
-    """A part of a character is shown by its bytes, as OpenAI does: two such tokens must not look alike."""
+    """The token's text. An incomplete character is shown as bytes, as OpenAI does, so that tokens stay distinct."""
     if "\ufffd" in entry.text and entry.text.encode() != entry.data:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.data)
     return entry.text

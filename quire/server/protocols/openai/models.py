@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: an entry for every name a model has."""
+"""GET /v1/models and /v1/models/{model}: one entry per model name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from quire.errors import QuireError
+from quire.server.errors import ApiError, Kind
+from quire.server.protocols.anthropic.types import ANTHROPIC_MODELS
 from quire.server.protocols.openai.types import Model, ModelList
 
 if TYPE_CHECKING:
@@ -22,15 +26,24 @@ async def list_models(context: RequestContext) -> Response:
 
 
 async def get_model(context: RequestContext) -> Response:
-    """The route takes the rest of the path: names of models have slashes."""
+    """The name is the rest of the path: model names may have slashes."""
     name = context.request.path_params["model"]
-    entries = await model_entries(context.models.find(name))
+    if not name:
+        raise ApiError(Kind.NOT_FOUND, "there is nothing at '/v1/models/'; did you mean GET /v1/models?")
+    models = context.models
+    if name not in models.names and name.startswith(ANTHROPIC_MODELS):
+        if context.dialect.name == "anthropic":  # as /v1/messages, where the default model answers to these names
+            entry = (await model_entries(models.default))[0]
+            return context.json(structs.replace(entry, id=name, display_name=name, alias_of=models.default.name))
+        text = f"model = {name!r:.200} is not served here; /v1/messages answers to it with {models.default.name}"
+        raise ApiError(Kind.NO_MODEL, text, param="model")
+    entries = await model_entries(models.find(name))
     return context.json(next(entry for entry in entries if entry.id == name))
 
 
 async def model_entries(model: models.Model) -> list[Model]:
     if model.max_model_len is None:
-        with suppress(QuireError):  # its next load says why
+        with suppress(QuireError):  # loading the model reports the cause
             await model.measure()
     return [
         Model(

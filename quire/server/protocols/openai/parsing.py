@@ -1,27 +1,39 @@
-"""What both bodies have in common, in the engine's terms."""
+"""Parses the fields that all OpenAI bodies share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.inference_request import MAX_BREAKPOINTS, Breakpoint, InferenceRequest, Prompt, priority_of
+from quire.server.inference_request import (
+    MAX_BREAKPOINTS,
+    Breakpoint,
+    InferenceRequest,
+    Prompt,
+    ThinkingField,
+    priority_of,
+)
 from quire.server.protocols.openai import other_servers
-from quire.server.protocols.openai.support import refuse_unsupported
 from quire.server.protocols.openai.tools import parse_shape
 from quire.server.protocols.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
+from quire.server.protocols.support import refuse_unsupported
 
 T = TypeVar("T")
 
 DEFAULT_TTL_S = 300.0
+_SYNONYMS = (
+    ("max_output_tokens", "max_completion_tokens", "max_tokens", "n_predict"),
+    ("repetition_penalty", "repeat_penalty"),
+)
+NO_LIMIT = -1  # max_tokens of llama.cpp
 _MAX_KEY_DIGITS = 10  # of a token id
 
-# Ours -> theirs, where an error of ours begins with a field.
+# quire's field -> OpenAI's field, in errors that begin with a field.
 NAMES = {
     "include_stop": "include_stop_str_in_output",
     "skip_special": "skip_special_tokens",
@@ -31,8 +43,8 @@ NAMES = {
 
 
 @contextmanager
-def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
-    """An error that begins with one of our fields begins with the client's name of it."""
+def protocol_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field at the beginning of an InvalidRequest to the protocol's name."""
     try:
         yield
     except InvalidRequest as error:
@@ -51,29 +63,34 @@ def params_of(
     prompt_logprobs: int | None = None,
     may_be_empty: bool = False,
 ) -> GenerationParams:
-    """`max_tokens`: the newest of the fields that say it, but llama.cpp's. `may_be_empty`: it may be 0."""
+    """`max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0."""
     refuse_unsupported(body, other_servers.REFUSED)
+    _refuse_contradictions(body)
     names: dict[str, str] = {}
+    if body.repeat_last_n is not None and body.repeat_last_n < -1:
+        raise InvalidRequest(f"repeat_last_n = {body.repeat_last_n} is less than -1")
+    is_penalized = body.repeat_last_n != 0
     penalty = body.repetition_penalty
     if max_tokens is None and body.n_predict is not None:
         max_tokens, names["max_tokens"] = body.n_predict, "n_predict"
     if penalty is None and body.repeat_penalty is not None:
         penalty, names["repetition_penalty"] = body.repeat_penalty, "repeat_penalty"
-    with in_their_words(names):
-        if max_tokens == 0 and not may_be_empty:
-            raise InvalidRequest("max_tokens = 0 is not at least 1, or -1 for no limit; completions take 0")
+    with protocol_field_names(names):
+        if max_tokens is not None and max_tokens < 1 and max_tokens != NO_LIMIT and (max_tokens or not may_be_empty):
+            more = "; only completions accept 0" if max_tokens == 0 else ""
+            raise InvalidRequest(f"max_tokens = {max_tokens} is not at least 1 or -1 (no limit){more}")
         return GenerationParams(
             temperature=body.temperature,
             top_k=0 if body.top_k == -1 else body.top_k,
             top_p=body.top_p,
             min_p=body.min_p,
-            repetition_penalty=penalty,
-            presence_penalty=_or(body.presence_penalty, 0.0),
-            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            repetition_penalty=penalty if is_penalized else 1.0,
+            presence_penalty=_or(body.presence_penalty, 0.0) if is_penalized else 0.0,
+            frequency_penalty=_or(body.frequency_penalty, 0.0) if is_penalized else 0.0,
             logit_bias=_biases(body.logit_bias or {}),
-            seed=None if body.seed == -1 else body.seed,  # as vLLM and llama.cpp have it: none
+            seed=None if body.seed == -1 else body.seed,  # -1: no seed, as in vLLM and llama.cpp
             n=_or(body.n, 1),
-            max_tokens=None if max_tokens == -1 else max_tokens,
+            max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
             min_tokens=_or(body.min_tokens, 0),
             stop=_or(body.stop, ()),
             stop_token_ids=_or(body.stop_token_ids, ()),
@@ -86,7 +103,7 @@ def params_of(
         )
 
 
-def ask_of(
+def make_request(
     body: GenerationBody,
     prompts: tuple[Prompt, ...],
     params: GenerationParams,
@@ -101,19 +118,66 @@ def ask_of(
         model=body.model,
         prompts=prompts,
         params=params,
+        is_unbounded=params.max_tokens is None and NO_LIMIT in _limits(body).values(),
         is_streaming=_or(body.stream, False),
         priority=_priority(body),
         cache_salt=body.cache_salt or "",
         cache_key=None if mode == "explicit" else body.prompt_cache_key,
         cache_ttl_s=cache_ttl_s(body),
-        breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old marks; the latest count
+        breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old breakpoints; the last ones count
         wants_cache=_or(body.cache, False),
-        ignored=tuple(name for name in other_servers.ACCEPTED if getattr(body, name) is not None),
+        ignored=tuple(_ignored(body)),
     )
 
 
+def _ignored(body: GenerationBody) -> Iterator[str]:
+    if body.repeat_last_n is not None and body.repeat_last_n > 0:
+        yield "repeat_last_n"  # penalties look at the whole prompt and answer, as -1 asks for
+    for name in other_servers.BUDGETS:
+        if getattr(body, name) not in (None, 0, -1):
+            yield name
+    for name in other_servers.ACCEPTED:
+        if getattr(body, name) is not None:
+            yield name
+
+
+class _ThinkingBody(Protocol):
+    @property
+    def enable_thinking(self) -> bool | None: ...
+
+
+def thinking_fields(body: _ThinkingBody, effort_field: str, effort: str | None) -> tuple[ThinkingField, ...]:
+    """The fields of the body that say whether to think, or how much."""
+    found = [] if effort is None else [ThinkingField(effort_field, False if effort == "none" else None)]
+    if body.enable_thinking is not None:
+        found.append(ThinkingField("enable_thinking", body.enable_thinking))
+    found += [ThinkingField(name, False) for name in other_servers.BUDGETS if getattr(body, name) == 0]
+    return tuple(found)
+
+
+def has_no_budget(body: GenerationBody) -> bool:
+    """Whether thinking is switched off by a budget of 0 tokens."""
+    return any(getattr(body, name) == 0 for name in other_servers.BUDGETS)
+
+
+def _refuse_contradictions(body: GenerationBody) -> None:
+    """Two fields of different servers that mean the same, with different values."""
+    for names in _SYNONYMS:
+        given = [(name, value) for name in names if (value := getattr(body, name, None)) is not None]
+        for name, value in given[1:]:
+            first, other = given[0]
+            if value != other:
+                raise InvalidRequest(f"{first} = {other} and {name} = {value} contradict each other: send one of them")
+
+
+def _limits(body: GenerationBody) -> dict[str, int]:
+    """The fields of the body that limit the answer, most recent protocol first."""
+    found = {name: getattr(body, name, None) for name in _SYNONYMS[0]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def cache_ttl_s(body: GenerationBody) -> float:
-    """prompt_cache_options.ttl, the newer field, goes before prompt_cache_retention."""
+    """prompt_cache_options.ttl, the newer field, overrides prompt_cache_retention."""
     retention_s = _choose("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS_S, DEFAULT_TTL_S)
     if body.prompt_cache_options is None:
         return retention_s
@@ -124,7 +188,7 @@ def ttl_s(field: str, value: str | None, default_s: float) -> float:
     return _choose(field, value, TTLS_S, default_s)
 
 
-def says_usage_always(body: GenerationBody) -> bool:
+def has_continuous_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and _or(body.stream_options.continuous_usage_stats, False)
 
 
@@ -146,7 +210,7 @@ def _choose(field: str, value: str | None, table: Mapping[str, T], default: T) -
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """JSON has no numbers for keys."""
+    """Convert the keys to token ids: JSON has no number keys."""
     for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_KEY_DIGITS):
             raise InvalidRequest(f"logit_bias[{key[:40]!r}] is not a token id")

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer protocol, without its store."""
+"""POST /v1/responses: OpenAI's Responses API, without stored responses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from msgspec import UNSET
 from quire.engine.outputs import Delta, TokenLogprob
 from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
-from quire.server.http.event_stream import told
+from quire.server.http.event_stream import api_error
 from quire.server.inference_request import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.responses_items import AnswerItems
 from quire.server.protocols.openai.responses_parsing import names_of, parse_responses, shape_field
 from quire.server.protocols.openai.responses_tools import client_tools
@@ -53,7 +53,7 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 async def responses(context: RequestContext) -> Response:
     body = await context.body(ResponsesRequest)
     request = parse_responses(body)
-    with in_their_words(names_of(body)):
+    with protocol_field_names(names_of(body)):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
@@ -66,11 +66,11 @@ async def _respond(context: RequestContext, body: ResponsesRequest, request: Inf
 
 
 class Reply:
-    """What is said about one work, as it goes or at its end."""
+    """Encodes the response to one request, as a stream or as a whole."""
 
     def __init__(self, active: ActiveRequest, body: ResponsesRequest) -> None:
         self._active = active
-        self._asked = _asked(active, body)
+        self._echoed = _echoed_fields(active, body)
         self._items = AnswerItems(active.request_id, client_tools(body))
         self._parser = active.new_parser()
         self._is_whole = True
@@ -83,19 +83,19 @@ class Reply:
         return self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """In the protocol's order. The first waits until the prompt runs: what fails before has a status of its own."""
+        """Yield the events in order. The first waits until the prompt runs: an earlier error gets an HTTP status."""
         await self._active.wait_start()
         begun = self._object("in_progress")
         yield self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
         try:
             async for batch in self._active.batches():
-                if news := self._take(batch):
-                    yield self._frames(news)
+                if events := self._take(batch):
+                    yield self._frames(events)
         except ClientGone:
             raise
         except Exception as error:
             self._active.close(error)
-            yield self._frames([ResponseFailed(response=self._failed(told(error, self._active.request_id)))])
+            yield self._frames([ResponseFailed(response=self._failed(api_error(error, self._active.request_id)))])
             return
         final = self._finished()
         yield self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
@@ -106,7 +106,7 @@ class Reply:
             events += self._items.take(self._parser.push(delta.text), tuple(map(_logprob, delta.logprobs)))
             if delta.finish_reason is not None:
                 self._is_whole = finish_reason(delta.finish_reason, delta.error) != "length"
-                events += self._items.take(self._parser.finish())
+                events += self._items.take(self._parser.finish(is_cut=not self._is_whole))
                 events += self._items.finish(is_whole=self._is_whole)
         return events
 
@@ -135,7 +135,7 @@ class Reply:
         return self._object("failed", error=ResponseError(code, error.message), usage=self._usage())
 
     def _object(self, status: ResponseStatus, **more: Any) -> ResponseObject:
-        return ResponseObject(**self._asked, status=status, output=tuple(self._items.done), **more)
+        return ResponseObject(**self._echoed, status=status, output=tuple(self._items.done), **more)
 
     def _usage(self) -> ResponseUsage:
         usage = self._active.usage
@@ -149,8 +149,8 @@ class Reply:
         )
 
 
-def _asked(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
-    """What the answer repeats of the request, with what was filled in."""
+def _echoed_fields(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
+    """Fields of the request that the response repeats, with defaults filled in."""
     sampling = active.requests[0].sampling
     choice, text = body.tool_choice, body.text
     form = {"type": "text"} if text is None or text.format is None else _plain(text.format)
@@ -177,7 +177,7 @@ def _asked(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _plain(value: msgspec.Struct) -> dict[str, Any]:
-    """Without what was not given."""
+    """Convert to a dict without null fields."""
     found: dict[str, Any] = msgspec.to_builtins(value)
     return {name: entry for name, entry in found.items() if entry is not None}
 

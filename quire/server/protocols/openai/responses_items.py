@@ -1,4 +1,4 @@
-"""The items of an answer as it grows, and the events that tell of it. Pure: knows pieces, neither engine nor HTTP."""
+"""Builds the output items of a response and their events. Pure: knows no engine and no HTTP."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Logprobs = tuple[ChatTokenLogprob, ...]
 
 
 class _Growing(Protocol):
-    """The item that is being written."""
+    """An item under construction."""
 
     def begin(self) -> list[Event]: ...
     def grow(self, text: str, logprobs: Logprobs) -> list[Event]: ...
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
-        """What is said before the item is done, and the item."""
+        """Return the events before the item's done event, and the item."""
 
 
 class _Message:
@@ -79,7 +79,7 @@ class _Reasoning:
         return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=ReasoningText(""))]
 
     def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
-        del logprobs  # the protocol has no place for them here
+        del logprobs  # the protocol has no field for them here
         self._texts.append(text)
         return [ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)]
 
@@ -123,7 +123,7 @@ class _FunctionCall:
 
 
 class _CustomCall:
-    """The model writes the text as JSON; it is told as a whole, when it can be read."""
+    """A custom tool call. The model writes its text as JSON, so it is sent as a whole when the JSON is complete."""
 
     def __init__(self, answer_id: str, index: int, call_id: str, tool: ClientTool) -> None:
         self._id, self._index = f"ctc_{answer_id}_{index}", index
@@ -156,7 +156,7 @@ class _CustomCall:
 
 
 def _input(arguments: str) -> str:
-    """The text of a custom tool; of an answer that was cut off, nothing."""
+    """Extract the text for a custom tool; empty if the answer was cut off."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -166,18 +166,18 @@ def _input(arguments: str) -> str:
 
 
 class AnswerItems:
-    """One item is open at a time: the next piece of another kind ends it."""
+    """The items of one answer. One item is open at a time, and a piece of another kind ends it."""
 
     def __init__(self, answer_id: str, tools: Mapping[str, ClientTool] | None = None) -> None:
-        """`tools`: as the client knows them, by the name the model uses."""
+        """`tools`: the client's tools by the name that the model uses."""
         self.done: list[OutputItem] = []
         self._answer_id = answer_id
         self._tools = tools or {}
         self._open: _Growing | None = None
-        self._held: Logprobs = ()  # of tokens whose text has not come yet
+        self._held: Logprobs = ()  # of tokens whose text has not arrived yet
 
     def take(self, pieces: Sequence[Piece], logprobs: Logprobs = ()) -> list[Event]:
-        """`logprobs`: of the tokens these pieces were made of. They are told with the next words."""
+        """`logprobs`: of the tokens of these pieces. They are sent with the next text."""
         events: list[Event] = []
         self._held += logprobs
         for piece in pieces:
@@ -196,17 +196,17 @@ class AnswerItems:
                     events += self._begin(kind(self._answer_id, self._next_index(), piece.call_id, tool))
                 case CallArguments(_, text):
                     assert isinstance(self._open, _FunctionCall | _CustomCall), (
-                        "a call's arguments come in one piece of the answer"
+                        "arguments follow the start of their call"
                     )
                     events += self._grow(text)
         return events
 
     def finish(self, *, is_whole: bool) -> list[Event]:
-        """The answer is over. One that said nothing has its one, empty, message all the same."""
+        """End the answer. An answer without items gets one empty message."""
         events: list[Event] = []
         if self._open is None:
             events += self._begin(_Message(self._answer_id, 0))
-        if self._held and isinstance(self._open, _Message):  # every token is told of, also one that ended it unseen
+        if self._held and isinstance(self._open, _Message):  # every token has logprobs, also one without text
             events += self._grow("")
         return [*events, *self._end("completed" if is_whole else "incomplete")]
 

@@ -1,4 +1,4 @@
-"""A body of /v1/responses in the engine's terms. Pure."""
+"""Parses a body of /v1/responses into an `InferenceRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import msgspec
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
+from quire.server.protocols.openai.parsing import (
+    NAMES,
+    cache_ttl_s,
+    has_no_budget,
+    make_request,
+    params_of,
+    protocol_field_names,
+    thinking_fields,
+    ttl_s,
+)
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (
     ITEMS,
@@ -22,10 +31,11 @@ from quire.server.protocols.openai.responses_types import (
     InputPart,
     ResponsesRequest,
 )
-from quire.server.protocols.openai.support import refuse_unsupported, unsupported
+from quire.server.protocols.openai.support import UNSUPPORTED as OPENAI_UNSUPPORTED
 from quire.server.protocols.openai.tools import make_grammar, unknown_format
 from quire.server.protocols.openai.tools import shape_field as body_shape_field
 from quire.server.protocols.structured_output import with_unenforced
+from quire.server.protocols.support import refuse_unsupported, unsupported
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.tokenizer import check_text
@@ -43,13 +53,10 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def parse_responses(body: ResponsesRequest) -> InferenceRequest:
-    """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
-    for name, row in UNSUPPORTED.items():
-        value = getattr(body, name)
-        if value is not None and value not in row.harmless:
-            raise unsupported(name, row.say(name))
-    refuse_unsupported(body)
-    with in_their_words(names_of(body)):
+    """Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
+    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body, OPENAI_UNSUPPORTED)
+    with protocol_field_names(names_of(body)):
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)
         tools, choice, ignored, unenforced = parse_tools(body)
@@ -59,7 +66,7 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             template_args=body.chat_template_kwargs or {},
             tools=tools,
             tool_choice=choice,
-            wants_thought=False if effort == "none" else body.enable_thinking,
+            wants_thought=False if effort == "none" or has_no_budget(body) else body.enable_thinking,
             reasoning_effort=effort,
         )
         max_tokens = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
@@ -69,10 +76,10 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             if (other := body_shape_field(body)) is not None:
                 raise InvalidRequest(f"{other} and text.format exclude each other")
             params = replace(params, grammar=make_grammar(*shape))
-        request = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+        request = make_request(body, (chat,), params, tuple(conversation.breakpoints))
         ignored = (*request.ignored, *ignored)
-        thinking = body.enable_thinking is not None
-        request = replace(request, ignored=ignored, unenforced=unenforced, switches_thinking=thinking)
+        thinking = thinking_fields(body, "reasoning.effort", effort)
+        request = replace(request, ignored=ignored, unenforced=unenforced, thinking_fields=thinking)
         return with_unenforced(request, shape_field(body))
 
 
@@ -92,7 +99,7 @@ def _logprobs(body: ResponsesRequest) -> int | None:
 
 @dataclass(slots=True)
 class _Turn:
-    """A message that may still grow."""
+    """A message under construction."""
 
     role: Role
     parts: list[Part] = field(default_factory=list)
@@ -102,7 +109,7 @@ class _Turn:
 
 
 class _Conversation:
-    """Messages out of items: what an assistant thought, said and called in a row is one message of it."""
+    """Converts items to messages. Consecutive reasoning, text and calls of an assistant become one message."""
 
     def __init__(self, default_ttl_s: float) -> None:
         self._turns: list[_Turn] = []
@@ -147,7 +154,7 @@ class _Conversation:
                 self._turns.append(turn)
                 self._fill(turn, item.output, f"{path}.output")
             case "item_reference":
-                text = f"{path}.type = 'item_reference' is not supported: nothing is stored here: send the item itself"
+                text = f"{path}.type = 'item_reference' is not supported: items are not stored: send the item itself"
                 raise unsupported(f"{path}.type", text, is_value=True)
             case other:
                 text = f"{path}.type = {other!r:.80} is not supported: items are {', '.join(ITEMS)}"
@@ -164,7 +171,7 @@ class _Conversation:
         self._fill(turn, item.content, f"{path}.content")
 
     def _assistant(self, *, is_later: bool = False) -> _Turn:
-        """The turn to add to. `is_later`: what is added may follow words and calls of the same turn."""
+        """Return the assistant turn to add to. `is_later`: the addition may follow text and calls of the same turn."""
         last = self._turns[-1] if self._turns else None
         if last is None or last.role is not Role.ASSISTANT or ((last.parts or last.calls) and not is_later):
             last = _Turn(Role.ASSISTANT)
@@ -199,11 +206,11 @@ def _part(part: InputPart, path: str) -> Part:
     if part.type not in _OTHER_PARTS:
         raise InvalidRequest(f"{shown} is not one of input_text, output_text, refusal")
     what = _OTHER_PARTS[part.type]
-    raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read here", is_value=True)
+    raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read", is_value=True)
 
 
 def _thought(item: InputItem, path: str) -> str:
-    """The thoughts themselves, or where they were not told, their summary."""
+    """The reasoning text, or its summary if there is no text."""
     name = "content" if item.content else "summary"
     parts = item.content or item.summary or ()
     if isinstance(parts, str):
@@ -241,11 +248,11 @@ def _checked(text: str, path: str) -> str:
     return text
 
 
-# Shapes
+# Answer formats
 
 
 def shape_field(body: ResponsesRequest) -> str | None:
-    """What the shape of the answer was asked for by."""
+    """The field that constrains the answer's format."""
     shape = _text_shape(body)
     return body_shape_field(body) if shape is None else shape[0]
 

@@ -1,7 +1,7 @@
-"""Tools of a body of /v1/responses: functions, custom tools, groups of both, and what is left out. Pure.
+"""Parses the tools of a body of /v1/responses: functions, custom tools and namespaces. Pure.
 
-A model calls every tool as a function with a JSON object. A tool of a group is called by one name made of both, and a
-custom tool, which takes a text, with that text as the argument `input`. The client sees its own names and forms.
+The model calls every tool as a function with a JSON object. A tool in a namespace has one name made of both names. A
+custom tool takes a text, which is the argument `input`. The client sees its own names and forms.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest
 from quire.server.protocols.openai.responses_types import FunctionTool, ResponsesRequest, ToolChoiceBody, ToolParam
-from quire.server.protocols.openai.support import unsupported
 from quire.server.protocols.openai.tools import forced_tool
+from quire.server.protocols.support import unsupported
 from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
-INPUT = "input"  # the argument that is a custom tool's text
+INPUT = "input"  # the argument that holds a custom tool's text
 CUSTOM: Mapping[str, Any] = {
     "type": "object",
     "properties": {INPUT: {"type": "string", "description": "The whole text."}},
@@ -25,7 +25,7 @@ _RUN_BY_CLIENT = ("function", "custom")
 
 
 class ClientTool(NamedTuple):
-    """A tool as the client knows it."""
+    """A tool under the client's names."""
 
     name: str
     namespace: str | None = None
@@ -35,12 +35,12 @@ class ClientTool(NamedTuple):
 class ResponseTools(NamedTuple):
     tools: tuple[Tool, ...]
     choice: ToolChoice
-    ignored: tuple[str, ...]  # tools that a server would run, which this one does not
-    unenforced: tuple[str, ...]  # what custom tools say of their text
+    ignored: tuple[str, ...]  # tools that OpenAI's server would run
+    unenforced: tuple[str, ...]  # formats of custom tools
 
 
 def qualified_name(namespace: str | None, name: str) -> str:
-    """The one name by which a model calls a function of a namespace."""
+    """The name by which the model calls a tool in a namespace."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -57,7 +57,7 @@ def parse_tools(body: ResponsesRequest) -> ResponseTools:
 
 
 def client_tools(body: ResponsesRequest) -> dict[str, ClientTool]:
-    """By the name the model uses."""
+    """The client's tools by the name that the model uses."""
     return {
         qualified_name(row.namespace, row.tool.name): ClientTool(
             row.tool.name, row.namespace, row.tool.type == "custom"
@@ -71,11 +71,11 @@ class _Row(NamedTuple):
     tool: FunctionTool
     path: str
     namespace: str | None = None
-    about: str = ""  # the namespace, told with the first of its tools
+    about: str = ""  # the namespace's description, added to its first tool
 
 
 def _rows(given: Iterable[ToolParam]) -> Iterator[_Row]:
-    """Every tool, those of namespaces one by one."""
+    """Yield every tool, including those in namespaces."""
     for i, tool in enumerate(given):
         if tool.type != "namespace":
             yield _Row(tool, f"tools[{i}]")
@@ -106,13 +106,15 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
         case str(mode):
             return ToolChoice(_mode("tool_choice", mode, ToolMode), is_parallel=is_parallel)
         case ToolChoiceBody(type="function" | "custom", name=name, namespace=namespace):
-            name = qualified_name(namespace, _given(name, "tool_choice.name"))
-            return ToolChoice(ToolMode.REQUIRED, name, is_parallel=is_parallel)
+            name = _given(name, "tool_choice.name")
+            if namespace is None:
+                _check_namespace(body, name)
+            return ToolChoice(ToolMode.REQUIRED, qualified_name(namespace, name), is_parallel=is_parallel)
         case ToolChoiceBody(type="allowed_tools") as choice:
             mode = _mode("tool_choice.mode", choice.mode, (ToolMode.AUTO, ToolMode.REQUIRED))
             functions = [(i, tool) for i, tool in enumerate(choice.tools or ()) if tool.type in _RUN_BY_CLIENT]
             if not functions:
-                raise InvalidRequest("tool_choice.tools is missing or names no tool that the client runs")
+                raise InvalidRequest("tool_choice.tools is missing or has no tool that the client runs")
             names = tuple(
                 qualified_name(tool.namespace, _given(tool.name, f"tool_choice.tools[{i}].name"))
                 for i, tool in functions
@@ -120,6 +122,14 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
             return ToolChoice(mode, allowed=names, is_parallel=is_parallel)
         case ToolChoiceBody(type=kind):
             raise unsupported("tool_choice.type", forced_tool(kind), is_value=True)
+
+
+def _check_namespace(body: ResponsesRequest, name: str) -> None:
+    """Raises InvalidRequest if only namespaces have a tool of this name."""
+    rows = [row for row in _rows(body.tools or ()) if row.tool.name == name]
+    if rows and all(row.namespace is not None for row in rows):
+        where = f'"namespace": "{rows[0].namespace}"'
+        raise InvalidRequest(f"tool_choice.name = {name!r:.80} is in a namespace: add {where} to tool_choice")
 
 
 def _mode(path: str, mode: str | None, modes: Iterable[ToolMode]) -> ToolMode:

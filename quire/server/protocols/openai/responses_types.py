@@ -1,4 +1,4 @@
-"""The bodies, answers and events of POST /v1/responses. Nothing is stored: a request brings its whole conversation."""
+"""Request and response bodies and events of POST /v1/responses. Nothing is stored: a request has the conversation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.server.protocols.cache_explanation import CacheView
-from quire.server.protocols.openai.support import Unsupported
 from quire.server.protocols.openai.types import (
     Alternatives,
     ChatTokenLogprob,
@@ -17,38 +16,38 @@ from quire.server.protocols.openai.types import (
     PromptCacheBreakpoint,
     TokenCount,
 )
+from quire.server.protocols.support import Unsupported, describe_accepted, describe_refused
 from quire.text.messages import MAX_MESSAGES
 from quire.text.tools import MAX_TOOLS
 
-_STORES = "nothing is stored here: send the whole conversation as input"
+_STORES = "responses are not stored: send the whole conversation as input"
 
-# What would change the answer. To build a feature is to remove its row.
 UNSUPPORTED = {
     "previous_response_id": Unsupported(_STORES),
     "conversation": Unsupported(_STORES),
     "prompt": Unsupported("there are no stored prompts: send instructions and input"),
-    "background": Unsupported("an answer is written while its client waits", (False,)),
+    "background": Unsupported("a response is generated while the client waits", (False,)),
     "context_management": Unsupported("a conversation is never shortened", ([],)),
     "moderation": Unsupported("this server does not moderate"),
-    "n": Unsupported("a response is one answer", (1,)),
-    "response_format": Unsupported("say it in text.format", ({"type": "text"},)),
+    "n": Unsupported("a response has one answer", (1,)),
+    "response_format": Unsupported("use text.format", ({"type": "text"},)),
 }
 ACCEPTED = {
-    "access_programs": "there are none",
-    "client_metadata": "nothing is kept of a request",
-    "image": "there are no images",
-    "max_tool_calls": "it counts the calls a server makes, and this one makes none",
+    "access_programs": "quire has none",
+    "client_metadata": "requests are not stored",
+    "image": "images are not supported",
+    "max_tool_calls": "it limits calls that the server runs, and quire runs none",
     "truncation": "a conversation that is too long is refused",
 }
-LOGPROBS = "message.output_text.logprobs"  # of include; the others are of tools and stores that are not here
+LOGPROBS = "message.output_text.logprobs"  # of include; other values are for tools and stores that quire does not have
 
 
 def _refused(field: str) -> Meta:
-    return Meta(description=f"Not supported: {UNSUPPORTED[field].why}.")
+    return describe_refused(UNSUPPORTED[field])
 
 
 def _accepted(field: str) -> Meta:
-    return Meta(description=f"Accepted, without effect: {ACCEPTED[field]}.")
+    return describe_accepted(ACCEPTED[field])
 
 
 def _within(**schema: Any) -> Meta:
@@ -73,7 +72,7 @@ ITEMS = (
 
 
 class InputItem(Struct, kw_only=True):
-    """A message, what a model thought, a call it made or what the call gave. Answers' items are taken as they are."""
+    """A message, reasoning, a tool call or its output. Items of earlier responses are accepted unchanged."""
 
     type: Annotated[str, _within(enum=list(ITEMS))] | None = None
     role: Annotated[str, _within(enum=["user", "assistant", "system", "developer"])] | None = None
@@ -81,33 +80,33 @@ class InputItem(Struct, kw_only=True):
     summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    namespace: Annotated[str | None, Meta(description="Of a function that was called: the group it belongs to.")] = None
+    namespace: Annotated[str | None, Meta(description="Of a function call: the namespace of the function.")] = None
     arguments: str | None = None
     input: Annotated[str | None, Meta(description="Of a custom_tool_call: the text.")] = None
     output: str | list[InputPart] | None = None
     id: Annotated[Any, Meta(description="Accepted, without effect.")] = None
     status: Annotated[Any, Meta(description="Accepted, without effect.")] = None
     phase: Annotated[Any, Meta(description="Accepted, without effect.")] = None
-    encrypted_content: Annotated[Any, Meta(description="Accepted, without effect: nothing here is encrypted.")] = None
+    encrypted_content: Annotated[Any, Meta(description="Accepted, without effect: quire encrypts nothing.")] = None
 
 
 class FunctionTool(Struct, kw_only=True):
-    """A function, or a custom tool, which is called with a text. Both are run by the client."""
+    """A function, or a custom tool that takes a text. The client runs both."""
 
     type: Annotated[str, _within(enum=["function", "custom"])] = "function"
     name: str | None = None
-    namespace: Annotated[str | None, Meta(description="In tool_choice: the group a function belongs to.")] = None
-    format: Annotated[Any, Meta(description="Of a custom tool: accepted, and the text is not held to it.")] = None
+    namespace: Annotated[str | None, Meta(description="In tool_choice: the namespace of the function.")] = None
+    format: Annotated[Any, Meta(description="Of a custom tool. Accepted, but not enforced.")] = None
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of the arguments.")] = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON schema of the arguments.")] = None
     strict: Annotated[
         bool | None,
-        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
 class ToolParam(FunctionTool, kw_only=True):
-    """A tool, or a group of tools. Tools that a server would run are left out, and named in a header."""
+    """A tool, or a namespace of tools. Tools that OpenAI's server would run are left out and named in a header."""
 
     type: Annotated[str, _within(enum=["function", "custom", "namespace"])] = "function"
     tools: Annotated[list[FunctionTool] | None, Meta(description="Of a namespace: its tools.")] = None
@@ -132,9 +131,10 @@ class TextConfig(Struct, kw_only=True):
 
 class ReasoningConfig(Struct, kw_only=True):
     effort: Annotated[
-        str | None, Meta(description="none: do not think, where the template leaves a choice. Others: a hint to it.")
+        str | None,
+        Meta(description="none: no reasoning, if the template supports it. Others: a hint to the template."),
     ] = None
-    summary: Annotated[Any, Meta(description="Accepted, without effect: thoughts are told as they are.")] = None
+    summary: Annotated[Any, Meta(description="Accepted, without effect: the reasoning itself is returned.")] = None
     generate_summary: Annotated[Any, Meta(description="Accepted, without effect.")] = None
     context: Annotated[Any, Meta(description="Accepted, without effect.")] = None
     mode: Annotated[Any, Meta(description="Accepted, without effect.")] = None
@@ -143,22 +143,22 @@ class ReasoningConfig(Struct, kw_only=True):
 class ResponsesRequest(GenerationBody, kw_only=True):
     input: str | Annotated[list[InputItem], _within(minItems=1, maxItems=MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: TokenCount | None = None  # goes before max_tokens
+    max_output_tokens: TokenCount | None = None  # overrides max_tokens
     tools: Annotated[list[ToolParam], _within(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[
-        list[str] | None, Meta(description=f"`{LOGPROBS}` adds log probabilities; others are without effect.")
+        list[str] | None, Meta(description=f"`{LOGPROBS}` adds log probabilities; other values have no effect.")
     ] = None
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="Arguments of the model's template: strings, numbers, true, false.")
+        dict[str, Any] | None, Meta(description="Arguments of the chat template: strings, numbers, true, false.")
     ] = None
     enable_thinking: Annotated[
-        bool | None, Meta(description="Whether to think first, where the template leaves a choice.")
+        bool | None, Meta(description="Whether to reason before the answer, if the template supports the choice.")
     ] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="Comes back in the answer.")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Returned in the response.")] = None
     reasoning: ReasoningConfig | None = None
 
     truncation: Annotated[Any, _accepted("truncation")] = None
@@ -203,7 +203,7 @@ class OutputMessage(Struct, frozen=True, kw_only=True, tag="message"):
 class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
     id: str
     status: ItemStatus
-    summary: tuple[()] = ()  # nobody sums it up: the thoughts themselves are there
+    summary: tuple[()] = ()  # there is no summary: content is the reasoning itself
     content: tuple[ReasoningText, ...] = ()
 
 
@@ -213,7 +213,7 @@ class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
-    namespace: str | UnsetType = UNSET  # the group it belongs to, where the client gave it in one
+    namespace: str | UnsetType = UNSET  # if the client defined the tool in a namespace
 
 
 class CustomToolCallItem(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
@@ -230,7 +230,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallIt
 
 class InputTokensDetails(Struct, frozen=True):
     cached_tokens: int
-    cache_write_tokens: int  # of what prompt_cache_key and breakpoints keep, what was not there yet
+    cache_write_tokens: int  # kept by prompt_cache_key or breakpoints and not cached before
 
 
 class OutputTokensDetails(Struct, frozen=True):
@@ -255,7 +255,7 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
-    """The answer, with what was asked for it; in events, as far as it has come."""
+    """The response, with fields of its request. In events, the response so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -289,7 +289,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     cache: CacheView | UnsetType = UNSET
 
 
-# Events, in the order in which they come
+# Events, in their order in a stream
 
 
 class Event(Struct, kw_only=True):
@@ -321,7 +321,7 @@ class ResponseFailed(ResponseEvent, tag="response.failed"):
 
 
 class ErrorEvent(Event, kw_only=True, tag="error"):
-    """Instead of a response. OpenAI documents it without `error`, and its client looks for nothing else."""
+    """Sent instead of a response. OpenAI documents it without `error`, but its client reads only `error`."""
 
     code: str | None
     message: str

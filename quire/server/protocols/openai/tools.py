@@ -1,4 +1,4 @@
-"""Tools, choices among them and shapes of answers, out of the bodies of chat and plain completions. Pure."""
+"""Parses tools, tool choices and answer formats of OpenAI bodies. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.server.protocols.openai.support import unsupported
 from quire.server.protocols.openai.types import (
     ChatCompletionRequest,
     GenerationBody,
@@ -19,6 +18,7 @@ from quire.server.protocols.openai.types import (
     ToolDefinition,
 )
 from quire.server.protocols.structured_output import shape_error
+from quire.server.protocols.support import unsupported
 from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
@@ -35,7 +35,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
-    """The functions, the choice among them, and the names of tools that are left out: those a server would run."""
+    """Return the functions, the tool choice, and the names of left-out tools, which OpenAI's server would run."""
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
@@ -97,7 +97,7 @@ def _choice(body: ChatCompletionRequest) -> ToolChoice:
 
 def _call(call: MessageToolCall, path: str) -> ToolCall:
     if call.type != "function":
-        text = f"{path}.type = {call.type!r:.80} is not supported: tools are functions that the client calls"
+        text = f"{path}.type = {call.type!r:.80} is not supported: tools are functions that the client runs"
         raise unsupported(f"{path}.type", text, is_value=True)
     if call.function is None:
         raise InvalidRequest(f"{path}.function is missing")
@@ -108,13 +108,13 @@ def _call(call: MessageToolCall, path: str) -> ToolCall:
     return made
 
 
-# Shapes
+# Answer formats
 
-_Make = tuple[str, Callable[[], Grammar]]  # the field that asks for a shape, and the shape
+_Make = tuple[str, Callable[[], Grammar]]  # the field that constrains the answer, and its grammar
 
 
 def parse_shape(body: GenerationBody) -> Grammar | None:
-    """What the answer must look like, by one of the ways to ask for it."""
+    """Return the grammar of the one field that constrains the answer. None: no such field."""
     found = _asked(body)
     return None if found is None else make_grammar(*found)
 
@@ -125,7 +125,7 @@ def shape_field(body: GenerationBody) -> str | None:
 
 
 def make_grammar(field: str, make: Callable[[], Grammar]) -> Grammar:
-    """Raises ApiError that names the field."""
+    """Make the grammar. Raises ApiError that names the field."""
     try:
         return make()
     except InvalidRequest as error:
@@ -145,11 +145,11 @@ def _shapes(body: GenerationBody) -> Iterable[_Make]:
     if body.structured_outputs is not None:
         yield from _structured("structured_outputs.", body.structured_outputs)
     yield from _structured("guided_", _guided(body))
-    yield from _elsewhere(body)
+    yield from _other_fields(body)
 
 
 def _guided(body: GenerationBody) -> StructuredOutputs:
-    """vLLM's older fields, less those that say what `structured_outputs` says: some clients send both."""
+    """vLLM's older fields, without those that repeat `structured_outputs`: some clients send both."""
     newer = body.structured_outputs or StructuredOutputs()
     return StructuredOutputs(
         json=None if body.guided_json == newer.json else body.guided_json,
@@ -159,13 +159,13 @@ def _guided(body: GenerationBody) -> StructuredOutputs:
     )
 
 
-def _elsewhere(body: GenerationBody) -> Iterable[_Make]:
-    """Fields of SGLang's, of llama.cpp's, and of vLLM's that stand beside the others."""
+def _other_fields(body: GenerationBody) -> Iterable[_Make]:
+    """Top-level fields of SGLang, llama.cpp and vLLM."""
     if (schema := body.json_schema) is not None:
         yield "json_schema", lambda: json_schema_grammar(_schema(schema), strict=False)
     if (pattern := body.regex) is not None:
         yield "regex", lambda: regex_grammar(pattern)
-    if source := body.grammar:  # clients of llama.cpp send an empty one for none
+    if source := body.grammar:  # clients of llama.cpp send an empty string for no grammar
         yield "grammar", lambda: written_grammar(source)
     if (rules := body.ebnf) is not None:
         yield "ebnf", lambda: lark_grammar(gbnf_to_lark(rules))
@@ -196,14 +196,14 @@ def _response_format(given: ResponseFormat) -> Iterable[_Make]:
 
 
 def unknown_format(field: str, given: str) -> InvalidRequest:
-    """Other shapes have a field of their own, which is vLLM's: whoever looks for one here is sent there."""
+    """The error names vLLM's field for formats that have one."""
     where = f"; structured_outputs.{given} takes one" if given in ("regex", "choice", "grammar", "json") else ""
     return InvalidRequest(f"{field} = {given!r:.80} is not one of {', '.join(_FORMATS)}{where}")
 
 
 def _structured(prefix: str, given: StructuredOutputs) -> Iterable[_Make]:
     if (schema := given.json) is not None:
-        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=False)
+        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=bool(given.strict))
     if (pattern := given.regex) is not None:
         yield f"{prefix}regex", lambda: regex_grammar(pattern)
     if (choices := given.choice) is not None:
@@ -222,5 +222,5 @@ def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         schema = None
     if not isinstance(schema, dict):
-        raise InvalidRequest("grammar: it is neither a schema nor the JSON text of one")
+        raise InvalidRequest("grammar: this is neither a schema nor the JSON text of one")
     return schema

@@ -1,7 +1,7 @@
-"""The bodies and answers of OpenAI's protocol. /openapi.json is made of these.
+"""Request and response bodies of OpenAI's API. /openapi.json is made from these.
 
-Every optional field may be null: SDKs send null for what was not set. Bounds stand here for the schema only; they are
-checked where the values are used, whose messages name field and value.
+Every optional field may be null: SDKs send null for unset fields. Bounds here are for the schema only. They are checked
+where the values are used, with messages that name the field and the value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
-from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS
+from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.inference_request import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.other_servers import OtherServersFields
@@ -21,11 +21,11 @@ from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
-DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions writes when nobody says; chat goes on to the end
+DEFAULT_COMPLETION_TOKENS = 16  # default of OpenAI's /v1/completions; chat has no such default
 SERVICE_TIERS = {
     "auto": None,
     "default": None,
-    "scale": None,  # bought capacity: here there is nothing to buy
+    "scale": None,  # OpenAI's purchased capacity
     "flex": Priority.LOW,
     "priority": Priority.HIGH,
     "fast": Priority.HIGH,
@@ -40,7 +40,7 @@ def _within(**schema: Any) -> Meta:
 
 Ttl = Annotated[str, _within(enum=list(TTLS_S))]
 Penalty = Annotated[float, _within(minimum=-2, maximum=2)]
-TokenCount = Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)]  # -1: no limit, as llama.cpp has it
+TokenCount = Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)]  # -1: no limit, as in llama.cpp
 Alternatives = Annotated[int, _within(minimum=0, maximum=MAX_LOGPROBS)]
 
 
@@ -48,15 +48,17 @@ Alternatives = Annotated[int, _within(minimum=0, maximum=MAX_LOGPROBS)]
 
 
 class StreamOptions(Struct, kw_only=True):
-    include_usage: Annotated[bool | None, Meta(description="One more chunk at the end, with the usage.")] = None
+    include_usage: Annotated[bool | None, Meta(description="Add a last chunk with the usage.")] = None
     continuous_usage_stats: Annotated[
-        bool | None, Meta(description="Say in every chunk how many tokens there are so far, as vLLM does.")
+        bool | None, Meta(description="Add the token counts so far to every chunk, as in vLLM.")
     ] = None
     include_obfuscation: Annotated[bool | None, Meta(description="Accepted, without effect.")] = None
 
 
 class PromptCacheOptions(Struct, kw_only=True):
-    mode: Annotated[str, _within(enum=["implicit", "explicit"])] | None = None  # explicit: only what breakpoints mark
+    mode: Annotated[str, _within(enum=["implicit", "explicit"])] | None = (
+        None  # explicit: keep only what breakpoints mark
+    )
     ttl: Ttl | None = None
 
 
@@ -66,7 +68,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
     schema: dict[str, Any] | None = None
     strict: Annotated[
         bool | None,
-        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
@@ -75,22 +77,26 @@ class ResponseFormat(Struct, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
     schema: Annotated[
         dict[str, Any] | None,
-        Meta(description="The schema itself, beside either type, as llama.cpp and Together have it."),
+        Meta(description="The schema, with either type, as in llama.cpp and Together."),
     ] = None
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """One of them, as vLLM has it."""
+    """vLLM's constraint on the answer. Exactly one field is set."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark, or in GBNF.")] = None
     json_object: bool | None = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+    ] = None
 
 
 class GenerationBody(OtherServersFields, kw_only=True):
-    """What both ways to ask have in common. `FIELDS` in `quire/server/http/openapi.py` says what each field does."""
+    """Fields of all OpenAI bodies. `FIELDS` in `quire/server/http/openapi.py` describes them."""
 
     model: str | None = None
     stream: bool | None = None
@@ -99,14 +105,15 @@ class GenerationBody(OtherServersFields, kw_only=True):
     max_tokens: TokenCount | None = None
     n_predict: TokenCount | None = None  # llama.cpp's max_tokens
     min_tokens: Annotated[int, _within(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
-    temperature: Annotated[float, _within(minimum=0, maximum=100)] | None = None
+    temperature: Annotated[float, _within(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, _within(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all of them
+    top_k: Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all tokens
     min_p: Annotated[float, _within(minimum=0, maximum=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None
     repeat_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
+    repeat_last_n: Annotated[int, _within(minimum=-1)] | None = None  # llama.cpp's
     logit_bias: Annotated[dict[str, float], _within(maxProperties=MAX_BIASES)] | None = None
     seed: Annotated[int, _within(minimum=-(2**63), maximum=2**64 - 1)] | None = None
     stop: str | Annotated[list[str], _within(maxItems=MAX_STOPS)] | None = None
@@ -116,7 +123,7 @@ class GenerationBody(OtherServersFields, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     service_tier: Annotated[str, _within(enum=list(SERVICE_TIERS))] | None = None
-    priority: str | int | None = None  # goes before service_tier
+    priority: str | int | None = None  # overrides service_tier
     prompt_cache_key: Annotated[str, _within(minLength=1, maxLength=MAX_NAME_CHARS)] | None = None
     prompt_cache_retention: Annotated[str, _within(enum=list(RETENTIONS_S))] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
@@ -173,8 +180,8 @@ class ChatMessage(Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    reasoning_content: Annotated[str | None, Meta(description="What an assistant thought before it answered.")] = None
-    tool_calls: Annotated[list[MessageToolCall] | None, Meta(description="What an assistant called.")] = None
+    reasoning_content: Annotated[str | None, Meta(description="The assistant's reasoning before its answer.")] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, Meta(description="The assistant's tool calls.")] = None
     tool_call_id: Annotated[str | None, Meta(description="In a tool's message: the call it answers.")] = None
     function_call: Annotated[Any, refused("function_call")] = None
     audio: Annotated[Any, refused("audio")] = None
@@ -186,7 +193,7 @@ class FunctionDefinition(Struct, kw_only=True):
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
     strict: Annotated[
         bool | None,
-        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
@@ -217,25 +224,26 @@ class NamedToolChoice(Struct, kw_only=True):
 
 class ChatCompletionRequest(GenerationBody, kw_only=True):
     messages: Annotated[list[ChatMessage], _within(minItems=1, maxItems=MAX_MESSAGES)]
-    max_completion_tokens: TokenCount | None = None  # goes before max_tokens
+    max_completion_tokens: TokenCount | None = None  # overrides max_tokens
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="Arguments of the model's template: strings, numbers, true, false.")
+        dict[str, Any] | None, Meta(description="Arguments of the chat template: strings, numbers, true, false.")
     ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[
-        bool | None, Meta(description="Go on writing the last message, an assistant's, instead of answering it.")
+        bool | None, Meta(description="Continue the last message, an assistant's, instead of answering it.")
     ] = None
 
     tools: Annotated[list[ToolDefinition], _within(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: Annotated[
-        bool | None, Meta(description="Whether to think first, where the template leaves a choice.")
+        bool | None, Meta(description="Whether to reason before the answer, if the template supports the choice.")
     ] = None
     reasoning_effort: Annotated[
-        str | None, Meta(description="none: do not think, where the template leaves a choice. Others: a hint to it.")
+        str | None,
+        Meta(description="none: no reasoning, if the template supports it. Others: a hint to the template."),
     ] = None
     functions: Annotated[Any, refused("functions")] = None
     function_call: Annotated[Any, refused("function_call")] = None
@@ -259,8 +267,10 @@ class CompletionRequest(GenerationBody, kw_only=True):
     ]
     logprobs: Alternatives | None = None
     echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
-    best_of: Annotated[int | None, Meta(description="Not supported yet, but for 1 and n.")] = None
-    return_token_ids: Annotated[bool | None, Meta(description="Say the answer's token ids too, as vLLM does.")] = None
+    best_of: Annotated[int | None, Meta(description="Only 1 and n are supported.")] = None
+    return_token_ids: Annotated[
+        bool | None, Meta(description="Also return the token ids of the answer, as in vLLM.")
+    ] = None
     suffix: Annotated[Any, refused("suffix")] = None
     add_special_tokens: Annotated[Any, refused("add_special_tokens", COMPLETION_UNSUPPORTED)] = None
 
@@ -284,13 +294,13 @@ class CompletionUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    # Not in the counts so far that `continuous_usage_stats` puts into every chunk.
+    # Unset in the counts that `continuous_usage_stats` adds to every chunk.
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class AnswerHead(Struct, kw_only=True):
-    """What every chunk of an answer repeats."""
+    """The fields that every chunk of an answer repeats."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
@@ -320,7 +330,7 @@ class ChatLogprobs(Struct):
 
 class FunctionCall(Struct):
     name: str
-    arguments: str  # JSON, but for an answer that was cut off
+    arguments: str  # JSON, unless the answer was cut off
 
 
 class AnswerToolCall(Struct):
@@ -330,7 +340,7 @@ class AnswerToolCall(Struct):
 
 
 class ChatAnswerMessage(Struct):
-    content: str | None  # null: there are only calls
+    content: str | None  # null: only tool calls
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
@@ -342,7 +352,7 @@ class ChatChoice(Struct):
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    stop_reason: str | UnsetType = UNSET  # the stop string that ended it, as vLLM says it
+    stop_reason: str | UnsetType = UNSET  # the stop string that ended it, as in vLLM
 
 
 class ChatCompletion(AnswerHead, kw_only=True):
@@ -357,7 +367,7 @@ class FunctionDelta(Struct):
 
 
 class ToolCallDelta(Struct):
-    """The first one of a call says which it is; the others bring its arguments."""
+    """The first delta of a call has its id and name; the others have its arguments."""
 
     index: int
     function: FunctionDelta
@@ -387,7 +397,7 @@ class ChatCompletionChunk(AnswerHead, kw_only=True):
 
 
 class CompletionLogprobs(Struct):
-    """Four lists of equal length. What echo gives of the first token of a prompt is null."""
+    """Four lists of equal length. With echo, the log probability of the prompt's first token is null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -405,7 +415,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(AnswerHead, kw_only=True):
-    """The whole answer, and with `stream` each chunk of it."""
+    """The whole answer, or one chunk of a stream."""
 
     choices: list[CompletionChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
@@ -420,7 +430,7 @@ class Model(Struct, kw_only=True):
     root: Annotated[str, Meta(description="The model this name stands for.")]
     max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most. 0: unknown.")]
     state: Annotated[str, Meta(description="unloaded, loading, ready, unloading or failed.")] = "ready"
-    num_bytes: Annotated[int, Meta(description="Weights and KV cache as held; its weights, if it is not loaded.")] = 0
+    num_bytes: Annotated[int, Meta(description="Bytes of weights and KV cache; of the weights only if not loaded.")] = 0
     is_pinned: bool = False
     alias_of: Annotated[str | None, Meta(description="The first name of the same model.")] = None
     type: Literal["model"] = "model"  # this and the next two for Anthropic's client

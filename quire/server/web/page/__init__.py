@@ -1,7 +1,7 @@
-"""The page at `/`: static files beside this one, which read `/v1/watch` and show it.
+"""The page at `/`: static files in this directory, a chat and a live view of `/v1/watch`.
 
-They are served without asking for a key: a browser cannot bring one before a page has asked for it, and the files tell
-nothing about this server. The policy lets the page run these files, speak to this server, and nothing else.
+The files need no key: a browser cannot send one before a page has asked for it, and the files contain nothing about
+this server. The policy lets the page run these files and connect to this server, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTENT_SECURITY_POLICY = HEADERS["content-security-policy"]
 
 @cache
 def page_files() -> dict[str, bytes]:
-    """By name, all there are: nothing outside this folder can be asked for."""
+    """All files by name. Nothing outside this directory is served."""
     found = files(__name__).iterdir()
     return {one.name: one.read_bytes() for one in found if _suffix(one.name) in TYPES}
 
@@ -46,7 +46,7 @@ async def page_file(context: RequestContext) -> Response:
 def _answer(context: RequestContext, name: str) -> Response:
     body = page_files().get(name)
     if body is None:
-        raise ApiError(Kind.NOT_FOUND, f"there is no {name!r:.80} here")
+        raise ApiError(Kind.NOT_FOUND, f"the page has no file {name!r:.80}")
     return Response(body, 200, {**context.headers, **HEADERS, "content-type": TYPES[_suffix(name)]})
 
 

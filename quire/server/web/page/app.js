@@ -1,74 +1,69 @@
-// The page: reads v1/watch and shows it. Watches only while it can be seen, and comes back by itself.
+// Reads v1/watch and shows it. Watches only while the page is visible, and reconnects by itself.
 import { showBlocks } from "./blocks.js";
 import { useModel } from "./chat.js";
-import { byId, make, seconds, setText } from "./dom.js";
+import { byId, make, setText } from "./dom.js";
 import { showFigures } from "./figures.js";
+import { acceptKey, askForAdminKey, isKeyFormOpen, requireKey, startKeys } from "./key.js";
 import { showModels } from "./models.js";
-import { ask, events, getKey, setKey } from "./net.js";
+import { showBanner, showState, stateOf } from "./modelstate.js";
+import { ask, events } from "./net.js";
 import { showRequests } from "./requests.js";
+import { useSiblings } from "./siblings.js";
 
 const INTERVAL_MS = 500;
 const MAX_PAUSE_MS = 5000;
-const LATE_S = 2; // without an answer from the worker
-let chosen = null; // the model that is shown; null: the first
+let chosen = null; // the name of the model that is shown; null: the first
 let snapshot = null;
 let watching = null; // an AbortController
 
-const say = (text, kind) => {
-  setText(byId("state"), text);
-  byId("state").className = "state " + kind;
-};
-
-const isBusy = (engine) => engine.num_running || engine.num_waiting || engine.requests.length;
-
-const stateOf = (model) => {
-  if (snapshot.is_draining) return ["shutting down", "busy"];
-  if (model.state === "ready" && model.engine && !model.engine.is_moving) return ["stuck", "bad"];
-  if (model.state === "ready" && model.engine && model.engine.age_s > LATE_S) {
-    return ["in one long step; figures are " + seconds(model.engine.age_s) + " old", "busy"];
-  }
-  if (model.state === "ready") return [model.engine && isBusy(model.engine) ? "working" : "ready", "good"];
-  if (model.state === "loading" && model.progress !== null) return ["loading " + Math.round(model.progress * 100) + " %", "busy"];
-  return [model.state, model.state === "failed" ? "bad" : "busy"];
-};
-
-const showTabs = (models, current) => {
-  const box = byId("tabs");
+const showChoice = (models, current) => {
+  const select = byId("model");
   const names = models.map((one) => one.name);
-  if (box.dataset.names !== JSON.stringify(names)) {
-    box.dataset.names = JSON.stringify(names);
-    box.replaceChildren(...models.map((one) => {
-      const button = make("button", { type: "button" }, one.name);
-      button.addEventListener("click", () => {
-        chosen = one.name;
-        show();
-      });
-      return button;
-    }));
+  if (select.dataset.names !== JSON.stringify(names)) {
+    select.dataset.names = JSON.stringify(names);
+    select.replaceChildren(...names.map((name) => make("option", {}, name)));
+    names.forEach((name, i) => {
+      select.options[i].value = name;
+    });
   }
-  [...box.children].forEach((button, i) => button.setAttribute("aria-pressed", String(names[i] === current)));
+  select.hidden = byId("views").hidden = false;
+  select.selectedIndex = names.indexOf(current);
 };
 
 const show = () => {
-  const models = snapshot.models;
+  const { models } = snapshot;
   const model = models.find((one) => one.name === chosen) || models[0];
-  const engine = model.engine;
+  const { engine } = model;
+  const state = stateOf(model, snapshot);
   setText(byId("version"), snapshot.version);
   document.title = "quire · " + model.name;
-  say(...stateOf(model));
-  showTabs(models, model.name);
+  showState(state.label, state.kind);
+  showBanner(model.name, state);
+  showChoice(models, model.name);
   showFigures(model.name, engine);
   showBlocks(model.name, engine ? engine.blocks : null);
   showRequests(model);
-  showModels(snapshot);
-  useModel(model.name, engine ? engine.max_model_len : 0);
+  showModels(snapshot, () => askForAdminKey(snapshot));
+  useModel(model.name);
+  useSiblings(model.name, engine);
 };
 
-const wantKey = (text) => {
-  byId("main").hidden = true;
-  byId("key-form").hidden = false;
-  setText(byId("key-note"), text);
-  say("locked", "busy");
+const away = (text) => {
+  showState(text, "bad");
+  if (snapshot) showBanner(byId("model").value, { text: "No connection to the server. Trying again …", kind: "bad", action: "", progress: null });
+};
+
+const lock = () => {
+  byId("main").hidden = byId("model").hidden = byId("views").hidden = true;
+  byId("key-button").hidden = true;
+};
+
+// No key helps: the server does not serve this host or origin.
+const showProblem = (text) => {
+  lock();
+  byId("problem").hidden = false;
+  setText(byId("problem"), "The server refuses this page: " + text);
+  showState("refused", "bad");
 };
 
 const follow = async (signal) => {
@@ -76,7 +71,8 @@ const follow = async (signal) => {
   for await (const data of events(answer)) {
     snapshot = JSON.parse(data);
     byId("main").hidden = false;
-    byId("key-form").hidden = true;
+    byId("problem").hidden = true;
+    acceptKey(snapshot);
     show();
   }
 };
@@ -93,32 +89,40 @@ const watch = async () => {
   while (!signal.aborted) {
     try {
       await follow(signal);
-      if (!signal.aborted) say("away, trying again", "bad");
+      if (!signal.aborted) away("no connection, retrying");
       pauseMs = 500;
     } catch (error) {
       if (signal.aborted) return;
-      if (error.status === 401 || error.status === 403) {
-        wantKey(getKey() ? error.message : "It stays in this tab until you close it.");
-        return;
+      if (error.status === 401) {
+        lock();
+        showState("key required", "busy");
+        return void requireKey();
       }
-      say(error.status ? error.message : "away, trying again", "bad");
+      if (error.status === 403) showProblem(error.message);
+      else away(error.status ? error.message : "no connection, retrying");
     }
     await pause(pauseMs, signal);
     pauseMs = Math.min(pauseMs * 1.5, MAX_PAUSE_MS);
   }
 };
 
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  setKey(byId("key").value.trim());
-  byId("key").value = "";
-  watch();
+byId("model").addEventListener("change", () => {
+  chosen = byId("model").value;
+  show();
 });
+for (const one of byId("views").children) {
+  one.addEventListener("click", () => {
+    document.body.dataset.view = one.dataset.view;
+    for (const other of byId("views").children) other.setAttribute("aria-pressed", String(other === one));
+    dispatchEvent(new Event("resize")); // the map is drawn for the space it has now
+  });
+}
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     if (watching) watching.abort();
-  } else if (byId("key-form").hidden) {
+  } else if (!isKeyFormOpen() || !byId("main").hidden) {
     watch();
   }
 });
+startKeys(watch, () => snapshot);
 watch();

@@ -1,52 +1,79 @@
-// The block map: a canvas of cells. A cell is a block, or neighbours together where there are too many to draw.
-import { ask } from "./net.js";
+// The block map: a canvas of cells. It shows the whole pool, or only the blocks in use, one a cell and with the number of
+// requests that hold them. Of a pool too large to draw each block it first shows those in use.
 import { byId, make, num, plural, setText } from "./dom.js";
+import { ask } from "./net.js";
 
 const STATES = [
-  ["in_use", "held by one", "in use by one request"],
-  ["shared", "shared", "in use by two requests or more"],
+  ["shared", "shared", "held by two or more requests"],
+  ["in_use", "in use", "held by one request"],
   ["pinned", "pinned", "kept by a pin, held by no request"],
-  ["cached", "cached", "held by nobody, findable until taken"],
-  ["free", "free", "contents worthless"],
+  ["cached", "cached", "held by no request; reused by the next prompt that starts the same, until it is evicted"],
+  ["free", "free", "empty"],
 ];
 const GAP = 1;
-const FADED = 0.25; // what is not held by the request that is pointed at
-const LOOK_MS = 150; // between two questions about what is under the pointer
+const MIN_PITCH = 3, BLOCK_PITCH = 8, MAX_PITCH = 26; // pixels; a block drawn alone has BLOCK_PITCH or more
+const COUNT_PITCH = 13; // from here on the number of holders fits
+const FADED = 0.25; // blocks not held by the request that is pointed at
+const LOOK_MS = 150; // between two requests for what is under the pointer
+const HINT = "Point at a block, or use the arrow keys, to see which requests hold it.";
 
 const canvas = byId("map");
 const detail = byId("detail");
 let model = null; // the name of the model shown
-let blocks = null; // as the last snapshot has them
-let cells = []; // of each: blocks by state
+let blocks = null; // of the last snapshot
+let cells = []; // { first, size, holders, and blocks by state }
+let wantsZoom = null; // what the user has chosen; null: nothing yet
+let isZoomed = false; // the map shows blocks in use only
 let place = { pitch: 10, columns: 1 };
 let pointed = -1; // the cell that is looked at; -1: none
 let timer = 0;
 let asking = false;
 let marked = null; // the id of a request
-let held = new Set(); // cells with blocks of it
+let held = []; // ranges of blocks of it: [first, count]
 
-const expand = (found) => {
+const poolCells = (found) => {
   const all = [];
   for (const [count, cached, in_use, shared, pinned] of found.cells) {
     for (let i = 0; i < count; i += 1) {
-      const first = all.length * found.blocks_per_cell;
-      const size = Math.min(found.blocks_per_cell, found.num_blocks - first);
-      all.push({ size, cached, in_use, shared, pinned, free: size - cached - in_use - shared - pinned });
+      const first = all.length * found.blocks_per_cell + 1;
+      const size = Math.min(found.blocks_per_cell, found.num_blocks - first + 1);
+      all.push({ first, size, holders: 0, cached, in_use, shared, pinned, free: size - cached - in_use - shared - pinned });
     }
   }
   return all;
 };
 
-const colours = () => {
-  const style = getComputedStyle(canvas);
-  return Object.fromEntries(STATES.map(([state]) => [state, style.getPropertyValue("--" + state.replace("_", "-"))]));
+const heldCells = (found) => found.held.flatMap(([first, count, holders]) => Array.from({ length: count }, (_, i) => ({
+  first: first + i, size: 1, holders, cached: 0, free: 0,
+  in_use: Number(holders === 1), shared: Number(holders > 1), pinned: Number(holders === 0),
+})));
+
+const space = () => ({ width: canvas.parentElement.clientWidth, height: canvas.parentElement.clientHeight });
+
+// The largest pitch with which so many cells fit.
+const pitchFor = (count) => {
+  const { width, height } = space();
+  let pitch = Math.min(MAX_PITCH, Math.max(MIN_PITCH, Math.ceil(Math.sqrt((width * height) / Math.max(count, 1)))));
+  while (pitch > MIN_PITCH && Math.ceil(count / Math.max(1, Math.floor(width / pitch))) * pitch > height) pitch -= 1;
+  return pitch;
+};
+
+const expand = () => {
+  if (!blocks) {
+    cells = [];
+    byId("zoom").hidden = true;
+    return;
+  }
+  const isLarge = blocks.blocks_per_cell > 1 || pitchFor(blocks.num_blocks) < BLOCK_PITCH;
+  isZoomed = wantsZoom === null ? isLarge : wantsZoom;
+  cells = isZoomed ? heldCells(blocks) : poolCells(blocks);
+  byId("zoom").hidden = false;
+  setText(byId("zoom"), isZoomed ? "Whole pool" : "In use only");
 };
 
 const layOut = () => {
-  const width = canvas.parentElement.clientWidth;
-  const wanted = Math.sqrt((width * Math.max(180, Math.min(300, width * 0.4))) / Math.max(cells.length, 1));
-  const pitch = Math.max(5, Math.min(20, Math.floor(wanted)));
-  const columns = Math.max(1, Math.floor(width / pitch));
+  const pitch = pitchFor(cells.length);
+  const columns = Math.max(1, Math.floor(space().width / pitch));
   const height = Math.max(1, Math.ceil(cells.length / columns)) * pitch;
   const scale = window.devicePixelRatio || 1;
   place = { pitch, columns };
@@ -57,17 +84,24 @@ const layOut = () => {
   return scale;
 };
 
+const isHeld = ({ first, size }) => held.some(([start, count]) => start < first + size && first < start + count);
+
 const draw = () => {
   const scale = layOut();
   const paint = canvas.getContext("2d");
-  const colour = colours();
+  const style = getComputedStyle(canvas);
+  const colour = Object.fromEntries(STATES.map(([state]) => [state, style.getPropertyValue("--" + state.replace("_", "-"))]));
   const { pitch, columns } = place;
+  const gap = pitch > 4 ? GAP : 0.5;
+  const side = pitch - gap;
   paint.scale(scale, scale);
-  const side = pitch - GAP;
+  paint.textAlign = "center";
+  paint.textBaseline = "middle";
+  paint.font = "600 " + Math.round(pitch * 0.58) + "px system-ui, sans-serif";
   cells.forEach((cell, index) => {
-    const x = (index % columns) * pitch;
-    paint.globalAlpha = marked === null || held.has(index) ? 1 : FADED;
-    let y = Math.floor(index / columns) * pitch + side; // filled from below
+    const x = (index % columns) * pitch, top = Math.floor(index / columns) * pitch;
+    paint.globalAlpha = marked === null || isHeld(cell) ? 1 : FADED;
+    let y = top + side; // filled from below
     for (const [state] of STATES) {
       const height = (side * cell[state]) / cell.size;
       if (!height) continue;
@@ -75,16 +109,20 @@ const draw = () => {
       paint.fillRect(x, y - height, side, height);
       y -= height;
     }
+    if (cell.holders > 1 && pitch >= COUNT_PITCH) {
+      paint.fillStyle = style.getPropertyValue("--on-shared");
+      paint.fillText(cell.holders > 99 ? "+" : String(cell.holders), x + side / 2, top + side / 2 + 0.5);
+    }
   });
   paint.globalAlpha = 1;
   if (pointed >= 0 && pointed < cells.length) {
-    paint.strokeStyle = getComputedStyle(canvas).getPropertyValue("--ink");
+    paint.strokeStyle = style.getPropertyValue("--ink");
     paint.lineWidth = 2;
     paint.strokeRect((pointed % columns) * pitch, Math.floor(pointed / columns) * pitch, side, side);
   }
 };
 
-const say = (found) => {
+const describe = (found) => {
   const last = found.first + found.num_blocks - 1;
   const where = found.num_blocks === 1 ? "Block " + num(found.first) : "Blocks " + num(found.first) + " to " + num(last);
   const what = STATES.filter(([state]) => found.counts[state])
@@ -101,13 +139,10 @@ const look = async () => {
   if (pointed < 0 || asking || !blocks) return;
   asking = true;
   const cell = pointed;
-  const query = new URLSearchParams({
-    model, first: String(cell * blocks.blocks_per_cell + 1), count: String(cells[cell].size),
-  });
+  const query = new URLSearchParams({ model, first: String(cells[cell].first), count: String(cells[cell].size) });
   try {
-    const answer = await ask("v1/watch/blocks?" + query);
-    const found = await answer.json();
-    if (cell === pointed) say(found);
+    const found = await (await ask("v1/watch/blocks?" + query)).json();
+    if (cell === pointed) describe(found);
   } catch (error) {
     setText(detail, error.message);
   } finally {
@@ -121,7 +156,7 @@ const point = (cell) => {
   pointed = cell;
   draw();
   clearTimeout(timer);
-  if (cell < 0) setText(detail, hint());
+  if (cell < 0) setText(detail, HINT);
   else timer = setTimeout(look, LOOK_MS);
 };
 
@@ -131,26 +166,21 @@ const findHeld = async () => {
   try {
     ranges = (await (await ask("v1/watch/held?" + new URLSearchParams({ model, id }))).json()).ranges;
   } catch {
-    // it has just ended, and holds nothing
+    // it has just ended and holds nothing
   }
   if (id !== marked || !blocks) return;
-  held = new Set();
-  let count = 0;
-  for (const [first, size] of ranges) {
-    count += size;
-    for (let block = first; block < first + size; block += 1) held.add(Math.floor((block - 1) / blocks.blocks_per_cell));
-  }
+  held = ranges;
   draw();
-  if (pointed < 0) setText(detail, id + " holds " + plural(count, "block") + ".");
+  if (pointed < 0) setText(detail, id + " holds " + plural(ranges.reduce((sum, [, count]) => sum + count, 0), "block") + ".");
 };
 
-// Show the blocks of this request and fade the others; null: show all alike.
+// Fades the blocks that this request does not hold; null: fades none.
 export const markRequest = (id) => {
   marked = id;
-  held = new Set();
+  held = [];
   if (id === null) {
     draw();
-    setText(detail, hint());
+    setText(detail, HINT);
   } else {
     findHeld();
   }
@@ -163,33 +193,59 @@ const cellAt = (event) => {
   return column >= 0 && column < place.columns && cell >= 0 && cell < cells.length ? cell : -1;
 };
 
-const hint = () => "Point at a block, or walk with the arrow keys, to see who holds it.";
+const makeLegend = () => {
+  byId("pool").append(...STATES.map(([state]) => make("i", { class: "swatch " + state })));
+  byId("legend").append(...STATES.map(([state, word, what]) =>
+    make("li", { title: what }, make("i", { class: "swatch " + state }), word + " ", make("b", { id: "count-" + state }))));
+};
+
+const showTotals = (found) => {
+  if (!byId("legend").children.length) makeLegend();
+  STATES.forEach(([state], i) => {
+    setText(byId("count-" + state), found ? num(found.counts[state]) : "–");
+    byId("pool").children[i].style.flexGrow = String(found ? found.counts[state] : state === "free" ? 1 : 0);
+  });
+  const label = found ? STATES.map(([state, word]) => num(found.counts[state]) + " " + word).join(", ") : "no blocks";
+  byId("pool").setAttribute("aria-label", "Pool: " + label);
+  canvas.setAttribute("aria-label", "Block map: " + label);
+};
+
+const noteOf = (found) => {
+  const numHeld = found.counts.in_use + found.counts.shared + found.counts.pinned;
+  const parts = [];
+  if (isZoomed) {
+    parts.push(num(numHeld) + " of " + plural(found.num_blocks, "block") + " in use");
+    if (cells.length < numHeld) parts.push(num(cells.length) + " shared ones shown");
+  } else {
+    parts.push(plural(found.num_blocks, "block") + " of " + found.block_size + " tokens");
+    if (found.blocks_per_cell > 1) parts.push(plural(found.blocks_per_cell, "block") + " a cell");
+  }
+  if (found.max_holders > 1) parts.push("shared by up to " + num(found.max_holders));
+  if (found.num_pending) parts.push(num(found.num_pending) + " not read yet");
+  return parts.join(" · ");
+};
+
+const update = () => {
+  const at = pointed >= 0 && pointed < cells.length ? cells[pointed].first : 0;
+  expand();
+  pointed = at ? cells.findIndex((cell) => cell.first === at) : -1; // blocks in use come and go
+  draw();
+  const isEmpty = !cells.length;
+  canvas.hidden = isEmpty;
+  byId("map-empty").hidden = !isEmpty;
+  setText(byId("map-empty"), blocks ? "No request holds a block. Send a message and watch." : "No blocks: the model is not loaded.");
+  setText(byId("map-note"), blocks ? noteOf(blocks) : "");
+};
 
 export const showBlocks = (name, found) => {
   if (model !== name) pointed = -1;
   model = name;
   blocks = found;
-  cells = found ? expand(found) : [];
-  if (pointed >= cells.length) pointed = -1;
-  draw();
-  const legend = byId("legend");
-  if (!legend.children.length) {
-    for (const [state, word, what] of STATES) {
-      const count = make("b", { id: "count-" + state });
-      legend.append(make("li", { title: what }, make("i", { class: "swatch " + state }), word + " ", count));
-    }
-  }
-  for (const [state] of STATES) setText(byId("count-" + state), found ? num(found.counts[state]) : "–");
-  if (!found) return setText(byId("map-note"), "no map yet");
-  const size = found.blocks_per_cell === 1 ? "one cell a block" : plural(found.blocks_per_cell, "block") + " a cell";
-  const most = found.max_holders > 1 ? " · up to " + found.max_holders + " hold one" : "";
-  const pending = found.num_pending ? " · " + num(found.num_pending) + " not looked at yet" : "";
-  setText(byId("map-note"), plural(found.num_blocks, "block") + " of " + found.block_size + " tokens · " + size + most + pending);
-  const label = STATES.map(([state, word]) => num(found.counts[state]) + " " + word).join(", ");
-  canvas.setAttribute("aria-label", "Block map: " + label);
+  showTotals(found);
+  update();
   if (pointed >= 0) look();
   else if (marked !== null) findHeld();
-  else setText(detail, hint());
+  else setText(detail, found ? HINT : "");
 };
 
 canvas.addEventListener("pointermove", (event) => point(cellAt(event)));
@@ -205,5 +261,10 @@ canvas.addEventListener("keydown", (event) => {
   event.preventDefault();
   point(Math.max(0, Math.min(cells.length - 1, pointed < 0 ? 0 : pointed + steps[event.key])));
 });
-addEventListener("resize", draw);
+byId("zoom").addEventListener("click", () => {
+  wantsZoom = !isZoomed;
+  pointed = -1;
+  update();
+});
+addEventListener("resize", update);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -1,175 +1,204 @@
-// A small chat, and eight siblings: what each answer cost, and what the cache gave it.
+// The chat: sends a conversation, shows the answer as it comes, stops and regenerates it.
+import { button, byId, make, num, setText } from "./dom.js";
+import { listHistory, startHistory } from "./history.js";
 import { events, post } from "./net.js";
-import { byId, make, num, plural, setText } from "./dom.js";
+import { findChat, listChats, saveChat } from "./storage.js";
+import { AnswerNode, questionNode } from "./turns.js";
 
-const MAX_TOKENS = 512; // of an answer: nobody should have to wait for one that has lost its way
-const SIBLINGS = 8;
-const WORDS = ("river stone lantern harbour winter copper meadow signal paper orchard thunder velvet mirror engine garden " +
-  "window silver candle forest bridge ocean letter marble pepper violin shadow market valley ribbon anchor").split(" ");
+const MAX_TOKENS = 512; // of an answer, until the field is changed: a small model may not find an end
+const TITLE_CHARS = 60;
+const EXAMPLES = ["What is the capital of France?", "Write a haiku about a river.", "Show a Python function that reverses a list."];
 
 const log = byId("log");
-let model = null;
-let maxContext = 2048;
-let turns = [];
-let under = null; // an AbortController while something runs
+let model = null; // the name of the model that is selected
+let chat = null;
+let running = null; // an AbortController while an answer is generated
 
-export const useModel = (name, context) => {
-  if (model !== null && model !== name) forget();
+export const useModel = (name) => {
   model = name;
-  if (context) maxContext = context;
 };
 
+const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 60;
 const toEnd = () => {
   log.scrollTop = log.scrollHeight;
 };
 
-const entry = (who, text) => {
-  const words = make("p", { class: "words" }, text);
-  const node = make("article", { class: "turn " + who }, words);
-  log.append(node);
-  toEnd();
-  return { node, words };
+// Settings
+
+const fields = { system: byId("system"), temperature: byId("temperature"), max_tokens: byId("max-tokens") };
+
+const problemOf = () => {
+  if (!fields.temperature.checkValidity()) return "Temperature must be a number from 0 to 2.";
+  if (!fields.max_tokens.checkValidity()) return "Max tokens must be a whole number from 1 to 1,000,000.";
+  return "";
 };
 
-const busy = (controller) => {
-  under = controller;
+const noteSettings = () => {
+  const { system, temperature, max_tokens: most } = chat.settings;
+  const parts = [system ? "system prompt" : "", "temperature " + (temperature === null ? "default" : temperature),
+    most === null ? "" : num(most) + " tokens"];
+  setText(byId("settings-note"), ": " + parts.filter(Boolean).join(" · "));
+};
+
+const readSettings = () => {
+  const number = (field) => (field.value.trim() === "" ? null : Number(field.value));
+  const problem = problemOf();
+  setText(byId("settings-problem"), problem);
+  if (problem) return false;
+  chat.settings = { system: fields.system.value, temperature: number(fields.temperature), max_tokens: number(fields.max_tokens) };
+  noteSettings();
+  return true;
+};
+
+const showSettings = () => {
+  for (const [name, field] of Object.entries(fields)) field.value = chat.settings[name] === null ? "" : String(chat.settings[name]);
+  setText(byId("settings-problem"), "");
+  noteSettings();
+};
+
+// The conversation
+
+const newChat = () => ({
+  id: Date.now().toString(36) + Math.random().toString(36).slice(2, 10), title: "New chat", updated: 0, turns: [],
+  settings: chat ? { ...chat.settings } : { system: "", temperature: null, max_tokens: MAX_TOKENS },
+});
+
+const save = () => {
+  saveChat(chat);
+  listHistory(chat.id);
+};
+
+const welcome = () => {
+  const examples = EXAMPLES.map((text) => button(text, { class: "example" }, () => running || send(text)));
+  return make("div", { class: "welcome" }, make("h3", {}, "What would you like to ask?"), ...examples,
+    make("p", { class: "note" }, "Each answer shows how much of its prompt came from the cache, and why not more."));
+};
+
+const draw = () => {
+  const nodes = chat.turns.map((turn, i) => {
+    if (turn.role === "user") return questionNode(turn);
+    const answer = new AnswerNode(turn, i === chat.turns.length - 1 ? regenerate : null);
+    answer.finish();
+    return answer.node;
+  });
+  log.replaceChildren(...(nodes.length ? nodes : [welcome()]));
+  setText(byId("chat-title"), chat.title);
+  toEnd();
+};
+
+const show = (wanted) => {
+  if (running) running.abort();
+  chat = wanted;
+  showSettings();
+  draw();
+  listHistory(chat.id);
+};
+
+// What is sent: without reasoning, and without questions that have no answer, since roles must alternate.
+const messagesOf = (turns, system) => {
+  const messages = system.trim() ? [{ role: "system", content: system }] : [];
+  turns.forEach((turn, i) => {
+    const next = turns[i + 1];
+    if (turn.role === "user" && (!next || next.content)) messages.push({ role: "user", content: turn.content });
+    if (turn.role === "assistant" && turn.content) messages.push({ role: "assistant", content: turn.content });
+  });
+  return messages;
+};
+
+const bodyOf = ({ turns, settings }) => {
+  const body = {
+    model, messages: messagesOf(turns, settings.system), stream: true, cache: true, stream_options: { include_usage: true },
+  };
+  if (settings.temperature !== null) body.temperature = settings.temperature;
+  if (settings.max_tokens !== null) body.max_tokens = settings.max_tokens;
+  return body;
+};
+
+const take = (turn, chunk) => {
+  if (chunk.error) throw new Error(chunk.error.message);
+  for (const { delta, finish_reason: reason } of chunk.choices || []) {
+    turn.content += delta.content || "";
+    turn.thought += delta.reasoning_content || "";
+    turn.refusal += delta.refusal || "";
+    for (const call of delta.tool_calls || []) if (call.function.name) turn.calls.push(call.function.name);
+    turn.reason = reason || turn.reason;
+  }
+  turn.cache = chunk.cache || turn.cache;
+  turn.usage = chunk.usage || turn.usage;
+};
+
+const setRunning = (controller) => {
+  running = controller;
   byId("send").hidden = Boolean(controller);
   byId("stop").hidden = !controller;
-  byId("siblings").disabled = byId("forget").disabled = Boolean(controller);
 };
 
-// A bar of a prompt: what came from the cache, and what was computed.
-const bar = (part, whole, label) => {
-  const meter = make("div", { class: "share", role: "img", "aria-label": label }, make("i", {}));
-  meter.firstChild.style.width = (whole ? (100 * part) / whole : 0) + "%";
-  return meter;
-};
-
-const explain = (node, cache, usage, tookS) => {
-  const facts = make("div", { class: "facts" });
-  if (cache) {
-    facts.append(bar(cache.matched_tokens, cache.prompt_tokens, "share of the prompt from the cache"));
-    facts.append(make("p", { class: "cache" }, cache.message));
-  }
-  if (usage) {
-    const rate = tookS > 0 ? " · " + (usage.completion_tokens / tookS).toFixed(1) + " tokens/s" : "";
-    facts.append(make("p", { class: "note" }, plural(usage.completion_tokens, "token") + " in " + tookS.toFixed(1) + " s" + rate));
-  }
-  node.append(facts);
-  toEnd();
-};
-
-const fail = (node, error) => {
-  const text = error.name === "AbortError" ? "stopped" : error.message;
-  node.append(make("p", { class: error.name === "AbortError" ? "note" : "bad" }, text));
-  toEnd();
-};
-
-const whyCut = (usage) => (usage && usage.completion_tokens < MAX_TOKENS
-  ? "Cut off: the model's context is full" : "Cut off at " + MAX_TOKENS + " tokens, the most that this page asks for");
-
-// One answer as it grows: thoughts dimmed above the words, and what else it was in a line below them.
-const newAnswer = () => {
-  const { node, words } = entry("assistant", "");
-  const thoughts = make("p", { class: "thoughts", "aria-label": "Thoughts" });
-  const answer = { node, said: "", thought: "", refusal: "", calls: [], reason: null };
-  answer.grow = ({ delta, finish_reason: reason }) => {
-    answer.said += delta.content || "";
-    answer.thought += delta.reasoning_content || "";
-    answer.refusal += delta.refusal || "";
-    for (const call of delta.tool_calls || []) if (call.function.name) answer.calls.push(call.function.name);
-    answer.reason = reason || answer.reason;
-    if (answer.thought && !thoughts.isConnected) words.before(thoughts);
-    setText(thoughts, answer.thought);
-    setText(words, answer.said);
-    toEnd();
-  };
-  answer.end = (usage) => {
-    words.hidden = !answer.said;
-    const tell = (text) => node.append(make("p", { class: "note" }, text));
-    if (answer.refusal) tell("The model refused: " + answer.refusal);
-    if (answer.calls.length) tell("The model called " + answer.calls.join(", ") + ". This page has no tools: the call is forgotten.");
-    if (answer.reason === "length") tell(whyCut(usage) + (answer.said ? "." : ", before it began to answer."));
-  };
-  return answer;
-};
-
-const send = async (text) => {
+const answer = async () => {
+  const mine = chat; // another may be shown when this answer ends
+  const body = bodyOf(mine);
   const controller = new AbortController();
-  busy(controller);
-  const talk = turns; // another chat may have begun when this answer ends
-  talk.push({ role: "user", content: text });
-  entry("user", text);
-  const answer = newAnswer();
-  let cache = null, usage = null;
+  const turn = {
+    role: "assistant", content: "", thought: "", refusal: "", calls: [], reason: null, cache: null, usage: null,
+    took_s: 0, model, max_tokens: mine.settings.max_tokens, is_stopped: false, error: "",
+  };
+  setRunning(controller);
+  const shown = new AnswerNode(turn, regenerate);
+  mine.turns.push(turn);
+  log.append(shown.node);
+  toEnd();
+  save();
   const began = performance.now();
   try {
-    const body = {
-      model, messages: talk, max_tokens: MAX_TOKENS, stream: true, cache: true, stream_options: { include_usage: true },
-    };
     for await (const data of events(await post("v1/chat/completions", body, controller.signal))) {
       if (data === "[DONE]") break;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      (chunk.choices || []).forEach(answer.grow);
-      cache = chunk.cache || cache;
-      usage = chunk.usage || usage;
+      take(turn, JSON.parse(data));
+      const follows = isAtEnd();
+      shown.grow(() => follows && toEnd());
     }
-    answer.end(usage);
-    explain(answer.node, cache, usage, (performance.now() - began) / 1000);
   } catch (error) {
-    fail(answer.node, error);
+    turn.is_stopped = error.name === "AbortError";
+    turn.error = turn.is_stopped ? "" : error.message;
   }
-  // Without thoughts. Where nothing was said the question goes too: roles alternate.
-  if (answer.said) talk.push({ role: "assistant", content: answer.said });
-  else talk.pop();
-  busy(null);
+  turn.took_s = (performance.now() - began) / 1000;
+  const follows = isAtEnd();
+  shown.finish();
+  if (follows) toEnd();
+  if (findChat(mine.id)) saveChat(mine); // or it was deleted meanwhile
+  if (chat === mine) setText(byId("chat-title"), mine.title);
+  listHistory(chat.id);
+  if (running === controller) setRunning(null);
 };
 
-// Words in an order nobody has seen: the cache has nothing of it.
-const newPrompt = () => {
-  const numWords = Math.max(24, Math.min(250, Math.floor(maxContext / 6)));
-  const words = Array.from({ length: numWords }, () => WORDS[Math.floor(Math.random() * WORDS.length)]);
-  return "A story with some of these words, in any order: " + words.join(", ") + ".\n\n";
-};
+const dropRegenerate = () => log.querySelectorAll(".regenerate").forEach((node) => node.remove());
 
-// One call that carries eight prompts: they are eight requests to the engine, and a browser has six connections to a
-// server at most, one of which watches.
-const siblings = async () => {
-  const controller = new AbortController();
-  busy(controller);
-  const prompt = newPrompt();
-  entry("user", "Eight requests with one new prompt, at once: " + prompt.slice(0, 110) + " …");
-  const { node, words } = entry("assistant", "Watch the map: one of them computes the prompt, the others share its blocks.");
-  const body = {
-    model, prompt: Array(SIBLINGS).fill(prompt), max_tokens: Math.min(64, Math.floor(maxContext / 8)), ignore_eos: true, temperature: 1,
-  };
-  try {
-    const { usage } = await (await post("v1/completions", body, controller.signal)).json();
-    const shared = usage.prompt_tokens_details.cached_tokens;
-    setText(words, SIBLINGS + " × " + num(usage.prompt_tokens / SIBLINGS) + " = " + num(usage.prompt_tokens) + " prompt tokens were asked for.");
-    node.append(make("div", { class: "facts" }, bar(shared, usage.prompt_tokens, "share of the prompts that was shared"),
-      make("p", { class: "cache" }, num(usage.prompt_tokens - shared) + " were computed, " + num(shared) + " shared. " +
-        plural(usage.completion_tokens, "token") + " answered.")));
-    toEnd();
-  } catch (error) {
-    fail(node, error);
+const send = (text) => {
+  if (!readSettings()) {
+    byId("settings").open = true;
+    return false;
   }
-  busy(null);
+  if (!chat.turns.length) {
+    log.replaceChildren();
+    chat.title = text.replace(/\s+/g, " ").slice(0, TITLE_CHARS);
+    setText(byId("chat-title"), chat.title);
+  }
+  dropRegenerate();
+  chat.turns.push({ role: "user", content: text });
+  log.append(questionNode({ content: text }));
+  answer();
+  return true;
 };
 
-const forget = () => {
-  if (under) under.abort();
-  turns = [];
-  log.replaceChildren();
+const regenerate = () => {
+  if (running || !readSettings()) return;
+  chat.turns.pop();
+  log.lastElementChild.remove();
+  answer();
 };
 
 byId("chat-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("text").value.trim();
-  if (!text || under) return;
-  byId("text").value = "";
-  send(text);
+  if (text && !running && send(text)) byId("text").value = "";
 });
 byId("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -177,6 +206,18 @@ byId("text").addEventListener("keydown", (event) => {
     byId("chat-form").requestSubmit();
   }
 });
-byId("stop").addEventListener("click", () => under && under.abort());
-byId("siblings").addEventListener("click", () => under || siblings());
-byId("forget").addEventListener("click", forget);
+byId("stop").addEventListener("click", () => running && running.abort());
+for (const field of Object.values(fields)) {
+  field.addEventListener("change", () => {
+    if (readSettings() && chat.turns.length && !running) save();
+  });
+}
+addEventListener("pagehide", () => {
+  if (running && chat.turns.length) {
+    chat.turns.at(-1).is_stopped = true; // what has come so far is kept
+    saveChat(chat);
+  }
+});
+startHistory({ open: (id) => findChat(id) && show(findChat(id)), start: () => show(newChat()) });
+show(listChats()[0] || newChat());
+byId("settings").open = matchMedia("(min-width: 54rem)").matches;

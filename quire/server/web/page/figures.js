@@ -1,4 +1,4 @@
-// Numbers with a past: what this page has seen since it was opened, at most LENGTH snapshots.
+// Figures with their history: what this page has seen since it was opened, at most LENGTH snapshots.
 import { byId, make, num, plural, seconds, setText, short, svg } from "./dom.js";
 
 const LENGTH = 120;
@@ -8,17 +8,17 @@ const HEIGHT = 28;
 // name, label, the number, what the line shows, a note
 const FIGURES = [
   ["decode", "decode tokens/s", (now) => short(now.decode_tokens_per_s), (now) => now.decode_tokens_per_s,
-    (now) => plural(now.num_running, "answer") + " under way"],
+    (now) => plural(now.num_running, "sequence") + " running"],
   ["prefill", "prefill tokens/s", (now) => short(now.prefill_tokens_per_s), (now) => now.prefill_tokens_per_s,
-    (now) => plural(now.num_waiting, "answer") + " waiting"],
-  ["ttft", "first token, median", (now) => seconds(now.ttft_s_p50), (now) => now.ttft_s_p50 || 0,
-    (now) => (now.num_ttft ? "95 % of " + num(now.num_ttft) + " within " + seconds(now.ttft_s_p95) : "none in five minutes")],
-  ["hits", "prefix hit rate", (now) => Math.round(now.hit_rate * 100) + " %", (now) => now.hit_rate,
-    (now) => num(now.num_hit_tokens) + " of " + num(now.num_queried_tokens) + " tokens"],
+    (now) => num(now.num_waiting) + " waiting"],
+  ["ttft", "first token", (now) => seconds(now.ttft_s_p50), (now) => now.ttft_s_p50 || 0,
+    (now) => (now.num_ttft ? "95 %: " + seconds(now.ttft_s_p95) : "none in 5 minutes")],
+  ["hits", "cache hits", (now) => Math.round(now.hit_rate * 100) + " %", (now) => now.hit_rate,
+    (now) => short(now.num_hit_tokens) + " of " + short(now.num_queried_tokens) + " tokens"],
   ["preemptions", "preemptions", (now) => num(now.num_preemptions), (now, last) => now.num_preemptions - last.num_preemptions,
-    () => "answers interrupted"],
+    () => "sequences restarted"],
   ["evictions", "evictions", (now) => num(now.num_evictions), (now, last) => now.num_evictions - last.num_evictions,
-    () => "cached blocks reused"],
+    () => "cached blocks lost"],
 ];
 
 const pasts = new Map(); // model -> { last, lines: { name: [numbers] } }
@@ -46,6 +46,7 @@ export const showFigures = (model, engine) => {
     for (const [name] of FIGURES) {
       setText(byId("figure-" + name).querySelector(".value"), "–");
       setText(byId("figure-" + name).querySelector(".note"), "");
+      for (const one of byId("figure-" + name).querySelectorAll(".line, .area")) one.setAttribute("points", "");
     }
     return;
   }

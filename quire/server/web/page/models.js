@@ -1,6 +1,6 @@
-// The models of the server, what they hold, and for an admin to load, unload and pin them.
+// The models of the server and the memory they hold; an admin can load, unload and pin them.
+import { button, byId, bytes, make, meter, plural, setChildren, setShare, setText } from "./dom.js";
 import { post } from "./net.js";
-import { byId, bytes, make, plural, setText } from "./dom.js";
 
 const rows = new Map(); // by name
 
@@ -18,27 +18,19 @@ const order = (row, what, name) => async () => {
 
 const makeRow = (name) => {
   const row = {
-    node: make("li", {}), state: make("span", { class: "badge" }), facts: make("p", { class: "note" }),
-    meter: make("div", { class: "share", role: "img", "aria-label": "loaded" }, make("i", {})),
+    node: make("li", {}), state: make("span", { class: "badge" }), facts: make("p", { class: "note" }), meter: meter(0, "Loading progress"),
     note: make("p", { class: "note", role: "status" }), buttons: make("div", { class: "row" }), what: {}, busy: false,
   };
   for (const [what, text] of [["load", "Load"], ["unload", "Unload"], ["pin", "Pin"], ["unpin", "Unpin"]]) {
-    const button = make("button", { type: "button", "aria-label": text + " " + name }, text);
-    button.addEventListener("click", order(row, what, name));
-    row.what[what] = button;
-    row.buttons.append(button);
+    row.what[what] = button(text, { class: "small" }, order(row, what, name));
+    row.what[what].setAttribute("aria-label", text + " " + name);
+    row.buttons.append(row.what[what]);
   }
   row.node.append(make("div", { class: "line" }, make("b", {}, name), row.state, row.buttons), row.meter, row.facts, row.note);
   return row;
 };
 
-const showModel = (one, isAdmin) => {
-  const row = rows.get(one.name) || makeRow(one.name);
-  rows.set(one.name, row);
-  setText(row.state, one.state + (one.is_pinned ? ", pinned" : ""));
-  row.state.className = "badge " + one.state;
-  row.meter.hidden = one.progress === null || one.state !== "loading";
-  row.meter.firstChild.style.width = 100 * (one.progress || 0) + "%";
+const factsOf = (one) => {
   const facts = [];
   if (one.engine) {
     facts.push(one.engine.backend + " on " + one.engine.device + ", " + one.engine.dtype);
@@ -47,24 +39,39 @@ const showModel = (one, isAdmin) => {
   } else if (one.num_bytes && one.state !== "ready") {
     facts.push((one.state === "loading" ? "about " : "weights ") + bytes(one.num_bytes));
   }
-  if (one.aliases.length) facts.push("also called " + one.aliases.join(", "));
-  if (one.num_waiting) facts.push(plural(one.num_waiting, "request") + (one.num_waiting === 1 ? " waits for it" : " wait for it"));
+  if (one.aliases.length) facts.push("aliases " + one.aliases.join(", "));
+  if (one.num_waiting) facts.push(plural(one.num_waiting, "waiting request"));
   if (one.engine && one.engine.num_restarts) facts.push(plural(one.engine.num_restarts, "restart"));
-  setText(row.facts, facts.join(" · "));
+  if (one.error && one.state === "failed") facts.push(one.error);
+  return facts;
+};
+
+const showModel = (one, isAdmin) => {
+  const row = rows.get(one.name) || makeRow(one.name);
+  rows.set(one.name, row);
+  setText(row.state, (one.state === "unloaded" ? "not loaded" : one.state) + (one.is_pinned ? ", pinned" : ""));
+  row.state.className = "badge " + one.state;
+  row.meter.hidden = one.progress === null || one.state !== "loading";
+  setShare(row.meter, one.progress);
+  setText(row.facts, factsOf(one).join(" · "));
   row.buttons.hidden = !isAdmin;
   const isIn = one.state === "ready" || one.state === "loading";
   row.what.load.hidden = isIn;
   row.what.unload.hidden = !isIn;
   row.what.pin.hidden = one.is_pinned;
   row.what.unpin.hidden = !one.is_pinned;
-  for (const button of Object.values(row.what)) button.disabled = row.busy;
+  for (const node of Object.values(row.what)) node.disabled = row.busy;
   return row.node;
 };
 
-export const showModels = (snapshot) => {
-  const nodes = snapshot.models.map((one) => showModel(one, snapshot.is_admin));
-  const list = byId("models");
-  if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) list.replaceChildren(...nodes);
+export const showModels = (snapshot, onAdmin) => {
+  setChildren(byId("models"), snapshot.models.map((one) => showModel(one, snapshot.is_admin)));
   const budget = snapshot.budget_bytes === null ? "" : " of " + bytes(snapshot.budget_bytes) + " for all models";
-  setText(byId("memory"), bytes(snapshot.held_bytes) + " held" + budget);
+  setText(byId("memory"), bytes(snapshot.held_bytes) + " in use" + budget);
+  const note = byId("models-note");
+  note.hidden = snapshot.is_admin;
+  if (!note.children.length) {
+    note.append("An admin key is needed to load and unload models. ", button("Use an admin key", { class: "small" }, () => note.onAdmin()));
+  }
+  note.onAdmin = onAdmin;
 };

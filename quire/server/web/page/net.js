@@ -1,12 +1,26 @@
-// Speaking to the server: the key, JSON, and server-sent events read from a fetch (an EventSource sends no key).
+// Requests to the server: the key, JSON, and server-sent events read from a fetch (an EventSource cannot send a key).
 const NAME = "quire-key";
+let key = "";
+try {
+  key = sessionStorage.getItem(NAME) || "";
+} catch {
+  // storage is blocked: the key stays in memory
+}
 
-export const getKey = () => sessionStorage.getItem(NAME) || "";
-export const setKey = (key) => (key ? sessionStorage.setItem(NAME, key) : sessionStorage.removeItem(NAME));
+export const getKey = () => key;
+export const setKey = (value) => {
+  key = value;
+  try {
+    if (value) sessionStorage.setItem(NAME, value);
+    else sessionStorage.removeItem(NAME);
+  } catch {
+    // as above
+  }
+};
 
 const options = (more) => {
   const headers = { ...(more.headers || {}) };
-  if (getKey()) headers.Authorization = "Bearer " + getKey();
+  if (key) headers.Authorization = "Bearer " + key;
   return { credentials: "omit", cache: "no-store", ...more, headers };
 };
 
@@ -17,16 +31,16 @@ export class Refused extends Error {
   }
 }
 
-// Browsers say "Failed to fetch" and the like. Stopping on purpose is no failure.
-const inWords = (text) => (error) => {
+// Browsers report "Failed to fetch" and the like. An abort was asked for and is not replaced.
+const replaceError = (text) => (error) => {
   throw error.name === "AbortError" ? error : new Error(text);
 };
 
-// A response that is not an error. Addresses are relative: the server may stand below a path of a proxy.
+// Resolves to a response that is not an error. Paths are relative: a proxy may serve the page below a path.
 export const ask = async (path, more = {}) => {
-  const answer = await fetch(path, options(more)).catch(inWords("the server does not answer"));
+  const answer = await fetch(path, options(more)).catch(replaceError("The server does not respond."));
   if (answer.ok) return answer;
-  let text = "the server answered " + answer.status;
+  let text = "The server returned status " + answer.status + ".";
   try {
     const body = await answer.json();
     if (body.error && body.error.message) text = body.error.message;
@@ -39,13 +53,13 @@ export const ask = async (path, more = {}) => {
 export const post = (path, body, signal) =>
   ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });
 
-// What stands behind each "data: " of a stream, one after the other.
+// Yields the data of each event of a stream.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read().catch(inWords("the connection broke off"));
+      const { done, value } = await reader.read().catch(replaceError("The connection was lost."));
       if (done) return;
       text += value;
       const frames = text.split("\n\n");

@@ -1,4 +1,4 @@
-"""`quire generate` and `quire chat` with a server: which one they ask, what they send, what they make of answers."""
+"""`quire generate` and `quire chat` with a scripted server: its address, requests, responses and errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import model_loading, remote
+from quire.cli import model_loading, remote_model, server_client
 from quire.cli.main import app
-from quire.cli.remote import parse_url, read_events, request_body
+from quire.cli.remote_model import request_body
+from quire.cli.server_client import parse_url, read_events
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
@@ -53,7 +54,7 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
-    """What answers where the model is loaded here: with the question."""
+    """A model in this process that answers with the question."""
     llm = EchoLLM()
     monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
     return llm
@@ -61,10 +62,12 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
 
 @pytest.fixture
 def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoLLM) -> ScriptedServer:
-    """The server is where one is by default, and nobody names it."""
+    """A server at the default address, which no option names."""
     monkeypatch.delenv("QUIRE_SERVER")
-    monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
-    monkeypatch.setattr(remote, "QUICK", remote.Limits(LIMIT_S, LIMIT_S))  # it is there, however slow it is
+    monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
+    monkeypatch.setattr(
+        remote_model, "QUICK", server_client.Timeouts(LIMIT_S, LIMIT_S)
+    )  # a slow machine must not miss it
     del echo
     return server
 
@@ -74,7 +77,7 @@ def run(*arguments: str, stdin: str = "") -> Any:
 
 
 def failure(*arguments: str) -> str:
-    """The message of a command that must fail, and with an error of ours."""
+    """The message of a command that must fail with a QuireError."""
     outcome = run(*arguments)
     assert isinstance(outcome.exception, QuireError), outcome
     return str(outcome.exception)
@@ -98,7 +101,7 @@ def test_the_server_that_is_up_answers(default: ScriptedServer) -> None:
     "options",
     [["--local"], ["--threads", "1"], ["--dtype", "auto"], ["--load-format", "auto"], ["--kv-memory", "1G"]],
 )
-def test_what_asks_for_a_model_here_gets_one(default: ScriptedServer, options: list[str]) -> None:
+def test_engine_options_load_the_model_in_this_process(default: ScriptedServer, options: list[str]) -> None:
     assert run("generate", "Hi", *options).stdout == "Hi\n"
     assert not default.asked
 
@@ -106,8 +109,8 @@ def test_what_asks_for_a_model_here_gets_one(default: ScriptedServer, options: l
 def test_the_environment_names_a_server_or_none(
     server: ScriptedServer, echo: EchoLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
-    assert run("generate", "Hi").stdout == "Hi\n"  # the tests' own environment says none
+    monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
+    assert run("generate", "Hi").stdout == "Hi\n"  # the environment of the tests sets none
     assert not server.asked
     monkeypatch.setenv("QUIRE_SERVER", f"{server.url}/v1/")
     assert run("generate", "Hi").stdout == f"{PARIS}\n"
@@ -118,9 +121,9 @@ def test_the_environment_names_a_server_or_none(
     assert len(echo.seen) == 3
 
 
-def test_nobody_at_the_usual_address_is_no_news(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_at_the_default_address_prints_nothing(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_SERVER")
-    monkeypatch.setattr(remote, "DEFAULT_URL", free_url())
+    monkeypatch.setattr(server_client, "DEFAULT_URL", free_url())
     outcome = run("generate", "Hi")
     assert (outcome.stdout, outcome.stderr) == ("Hi\n", "")
     assert len(echo.seen) == 1
@@ -138,22 +141,22 @@ def test_nobody_at_the_usual_address_is_no_news(echo: EchoLLM, monkeypatch: pyte
         Reply(200, [b"\xff" * 5_000_000]),
     ],
 )
-def test_a_stranger_on_the_port_is_left_alone(default: ScriptedServer, stranger: Reply) -> None:
+def test_another_program_on_the_port_is_ignored(default: ScriptedServer, stranger: Reply) -> None:
     default.replies["/health"] = [stranger]
     assert run("generate", "Hi", "--api-key", "secret").stdout == "Hi\n"
     assert run("generate", "Hi", "--api-key", "secret").stdout == "Hi\n"
     assert [asked.path for asked in default.asked] == ["/health", "/health"]
     assert "secret" not in str(default.asked)
     message = failure("generate", "Hi", "--server", default.url)
-    assert message == f"{default.url} answers, but is no quire server"
+    assert message == f"{default.url} answers, but is not a quire server"
 
 
-def test_who_speaks_no_http_is_left_alone(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
+def test_a_port_without_http_is_ignored(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and sends nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr(remote, "QUICK", remote.Limits(0.3, 0.05))
-        monkeypatch.setattr(remote, "PATIENT", remote.Limits(0.3, 0.05))
-        monkeypatch.setattr(remote, "DEFAULT_URL", url)
+        monkeypatch.setattr(remote_model, "QUICK", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(remote_model, "PATIENT", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(server_client, "DEFAULT_URL", url)
         monkeypatch.delenv("QUIRE_SERVER")
         assert run("generate", "Hi").stdout == "Hi\n"
         assert failure("generate", "Hi", "--server", url) == f"{url} does not answer: it took too long"
@@ -192,9 +195,22 @@ def test_urls() -> None:
             parse_url("--server", text)
 
 
-def test_a_host_no_resolver_takes_is_one_line() -> None:
+def test_an_invalid_host_name_is_a_one_line_error() -> None:
     url = f"http://{'a' * 70}.invalid"
     assert failure("generate", "Hi", "--server", url).startswith(f"{url} does not answer: ")
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_proxies_of_the_environment_are_not_used(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, free_url())
+    assert run("generate", "Hi", "--server", server.url).stdout == f"{PARIS}\n"
+
+
+def test_the_host_header_has_the_port(server: ScriptedServer) -> None:
+    run("generate", "Hi", "--server", server.url)
+    assert {asked.headers["host"] for asked in server.asked} == {server.url.removeprefix("http://")}
 
 
 # Which model
@@ -213,18 +229,18 @@ def test_a_model_the_server_lacks(default: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("found", [[], {}, {"data": 3}, {"data": [3]}, {"data": [{"id": ["x"]}]}, {"data": []}])
-def test_a_list_of_models_that_is_none(default: ScriptedServer, found: Any) -> None:
+def test_a_malformed_list_of_models(default: ScriptedServer, found: Any) -> None:
     default.replies["/v1/models"] = [document(found)]
     assert run("generate", "Hi").stdout == "Hi\n"
     assert failure("generate", "Hi", "--server", default.url).startswith(f"{default.url} ")
 
 
-def test_a_server_that_wants_a_key(default: ScriptedServer) -> None:
+def test_a_server_that_needs_a_key(default: ScriptedServer) -> None:
     models = default.replies["/v1/models"]
     default.replies["/v1/models"] = [refusal(401, "no key")]
     assert run("generate", "Hi").stdout == "Hi\n"
     message = failure("generate", "Hi", "--server", default.url)
-    assert message == f"{default.url}: no key (HTTP 401); --api-key or QUIRE_API_KEY gives it a key"
+    assert message == f"{default.url}: no key (HTTP 401); --api-key or QUIRE_API_KEY sets a key"
     assert failure("generate", "Hi", "--server", default.url, "--api-key", "k") == f"{default.url}: no key (HTTP 401)"
     default.replies["/v1/models"] = models
     default.asked.clear()
@@ -238,7 +254,7 @@ def test_the_key_of_the_environment(default: ScriptedServer, monkeypatch: pytest
         run("generate", "Hi")
         assert default.asked.pop().headers["authorization"] == "Bearer from-env"
     message = failure("generate", "Hi", "--api-key", "se\ncret")
-    assert message.startswith("the API key has characters no key has")
+    assert message.startswith("the API key contains blanks or characters that are not ASCII")
     assert "cret" not in message
 
 
@@ -250,28 +266,28 @@ def health(status: str) -> Reply:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_one_that_still_loads_is_waited_for(
+def test_a_loading_server_is_waited_for(
     default: ScriptedServer, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
-    monkeypatch.setattr(remote, "POLL_S", 0)
+    monkeypatch.setattr(server_client, "POLL_S", 0)
     default.replies["/health"] = [health("loading"), health("loading"), health("restarting"), document(HEALTHY)]
     outcome = run("generate", "Hi", *(["--server", default.url] if is_named else []))
     assert (outcome.stdout, outcome.stderr) == (f"{PARIS}\n", f"[{default.url} is loading: waiting for it]\n")
 
 
-def test_but_not_for_ever(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "POLL_S", 0)
-    monkeypatch.setattr(remote, "WAIT_S", 0)
+def test_a_server_that_never_gets_ready_is_an_error(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "POLL_S", 0)
+    monkeypatch.setattr(server_client, "WAIT_S", 0)
     default.replies["/health"] = [health("loading")]
     assert failure("generate", "Hi", "--server", default.url) == f"{default.url} is still loading after 0 s"
     assert run("generate", "Hi").stdout == "Hi\n"
 
 
 @pytest.mark.parametrize("status", ["draining", "stuck", "\x1b[2J"])
-def test_one_that_takes_no_requests(default: ScriptedServer, status: str) -> None:
+def test_a_server_that_accepts_no_requests(default: ScriptedServer, status: str) -> None:
     default.replies["/health"] = [health(status)]
     shown = status.replace("\x1b", " ")
-    message = f"{default.url} is {shown}, and takes no requests"
+    message = f"{default.url} is {shown} and accepts no requests"
     assert failure("generate", "Hi", "--server", default.url) == message
     assert run("generate", "Hi").stdout == "Hi\n"
 
@@ -328,13 +344,13 @@ def test_names_that_differ_in_the_api() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("json_schema", "guided_json"), ("regex", "guided_regex"), ("lark", "guided_grammar")]
 )
-def test_a_grammar_is_sent_in_the_words_of_the_api(kind: str, name: str) -> None:
+def test_a_grammar_is_sent_in_the_field_of_its_kind(kind: str, name: str) -> None:
     grammar = Grammar(GrammarKind(kind), "{}")
     assert request_body("m", "Once", GenerationParams(grammar=grammar))[name] == "{}"
 
 
 def test_a_schema_is_sent_as_it_was_given() -> None:
-    """The server rewrites it in the compiler's words, and would not read those."""
+    """The server rewrites schemas for the compiler and would refuse a rewritten one."""
     schema = {"type": "string", "pattern": "^.$"}
     body = request_body("m", "Once", GenerationParams(grammar=json_schema_grammar(schema)))
     assert json.loads(body["guided_json"]) == schema
@@ -384,7 +400,7 @@ def test_json_has_what_the_api_has(server: ScriptedServer) -> None:
         "model": NAME,
         **first,
         "usage": {"prompt_tokens": 40, "completion_tokens": 3, "cached_tokens": 32, "total_tokens": 43},
-        "cache": {"num_tokens": 32, "num_blocks": 1, "stopped_at": 32, "reason": "not_found"},
+        "cache": {"num_tokens": 32, "num_blocks": 1, "stopped_at": 32, "reason": "not_found", "stopped_text": None},
         "completions": [first, second],
     }
 
@@ -400,10 +416,10 @@ def test_logprobs_of_a_raw_prompt(server: ScriptedServer) -> None:
         {"text": " a", "logprob": -1.0, "top": [{"text": " a", "logprob": -1.0}]},
         {"text": " b", "logprob": -2.0},
     ]
-    assert "stop" not in found  # the server did not say whether a stop string ended it
+    assert "stop" not in found  # not known: the server sent no stop_reason
 
 
-def test_a_server_that_sends_no_bill(server: ScriptedServer) -> None:
+def test_a_server_that_sends_no_usage(server: ScriptedServer) -> None:
     server.answers(stream(chunk(choice("Hi", 0, "stop")), DONE))
     found = json.loads(run("generate", "Hi", "--json", "--server", server.url).stdout)
     assert (found["text"], found["usage"], found["cache"]) == ("Hi", None, None)
@@ -431,7 +447,7 @@ def test_events_are_read_wherever_they_are_cut() -> None:
 
 
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, server: ScriptedServer) -> None:
-    monkeypatch.setattr(remote, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(server_client, "MAX_EVENT_BYTES", 100)
     for body in ([b"data: "] + [b"x" * 20] * 10, [b"data: xxxxxxxxx\n"] * 20):
         server.answers(stream(*body))
         message = failure("generate", "Hi", "--server", server.url)
@@ -452,27 +468,27 @@ def test_characters_cut_in_two_arrive_whole(server: ScriptedServer) -> None:
         (stream({"error": "all is lost"}), "all is lost"),
         (stream(b"event: error\n", {"error": {"message": "dead"}}), "dead"),
         (stream(chunk(choice("Hi", 0, "error"))), "the server could not finish the answer"),
-        (stream(chunk(choice("Hi"))), "URL ended the stream in the midst of the answer"),
-        (stream(chunk(choice("Hi")), DONE), "URL ended the stream before sample 0 had ended"),
+        (stream(chunk(choice("Hi"))), "URL ended the stream before the answer was finished"),
+        (stream(chunk(choice("Hi")), DONE), "URL ended the stream before sample 0 was finished"),
         (stream(chunk(choice("Hi", 0, "stop")), is_cut=True), "URL broke off the answer: the connection ended"),
         (stream(b"data: {\n\n"), "URL sent what is not JSON: '{'"),
         (stream(b"data: " + b"[" * 100_000 + b"\n\n"), "URL sent what is not JSON: '[["),
-        (stream(chunk(choice("Hi", 1))), "URL sent more than was asked for: "),
-        (stream(chunk(choice("Hi", 0, "stop")), chunk(choice("Hi", 0))), "URL sent more than was asked for: "),
-        (stream({"choices": None}), "URL sent a chunk that is none: {'choices': None}"),
-        (stream({"choices": [3]}), "URL sent a chunk that is none: "),
-        (stream([1]), "URL sent a chunk that is none: [1]"),
-        (stream({}), "URL sent a chunk that is none: {}"),
-        (stream(chunk(choice(3))), "URL sent a chunk that is none: "),  # type: ignore[arg-type]
-        (stream(delta(reasoning_content=3)), "URL sent a chunk that is none: "),
-        (stream(delta(tool_calls=[3])), "URL sent a chunk that is none: "),
-        (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a chunk that is none: "),
-        (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a chunk that is none: "),
+        (stream(chunk(choice("Hi", 1))), "URL sent more samples than requested: "),
+        (stream(chunk(choice("Hi", 0, "stop")), chunk(choice("Hi", 0))), "URL sent more samples than requested: "),
+        (stream({"choices": None}), "URL sent a malformed chunk: {'choices': None}"),
+        (stream({"choices": [3]}), "URL sent a malformed chunk: "),
+        (stream([1]), "URL sent a malformed chunk: [1]"),
+        (stream({}), "URL sent a malformed chunk: {}"),
+        (stream(chunk(choice(3))), "URL sent a malformed chunk: "),  # type: ignore[arg-type]
+        (stream(delta(reasoning_content=3)), "URL sent a malformed chunk: "),
+        (stream(delta(tool_calls=[3])), "URL sent a malformed chunk: "),
+        (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a malformed chunk: "),
+        (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a malformed chunk: "),
         (document({"choices": []}), "URL sent no event stream, but: 'application/json'"),
         (refusal(400, "top_k is odd", "top_k"), "URL: top_k is odd (HTTP 400, top_k)"),
         (refusal(429, "queue is full", retry_after="3"), "URL: queue is full (HTTP 429); try again in 3 s"),
         (refusal(503, "draining", retry_after="later"), "URL: draining (HTTP 503); try again after later"),
-        (refusal(401, "wrong key"), "URL: wrong key (HTTP 401); --api-key or QUIRE_API_KEY gives it a key"),
+        (refusal(401, "wrong key"), "URL: wrong key (HTTP 401); --api-key or QUIRE_API_KEY sets a key"),
         (Reply(500, [b"<h1>oops"]), "URL: Internal Server Error (HTTP 500)"),
         (Reply(307, [], {"location": "/elsewhere"}), "URL: Temporary Redirect (HTTP 307)"),
         (refusal(500, "\x1b]0;owned\x07" + "x" * 5000), "URL:  ]0;owned xxxx"),
@@ -490,7 +506,8 @@ def test_nothing_heavy_is_imported(server: ScriptedServer) -> None:
     script = (
         "import sys\nfrom quire.cli.main import app\n"
         "try: app()\nexcept SystemExit: pass\n"
-        "names = {'torch', 'numpy', 'tokenizers', 'msgspec', 'starlette', 'uvicorn', 'jinja2', 'gguf', 'asyncio'}\n"
+        "names = {'httpx', 'torch', 'numpy', 'tokenizers', 'msgspec'}\n"
+        "names |= {'starlette', 'uvicorn', 'jinja2', 'gguf', 'asyncio'}\n"
         "print(sorted(names & set(sys.modules)), file=sys.stderr)\n"
     )
     for arguments, stdin in ((["generate", "Hi", "--json"], ""), (["chat"], "Hi\n/stats\n")):
@@ -503,7 +520,7 @@ def test_nothing_heavy_is_imported(server: ScriptedServer) -> None:
 # Leaving
 
 
-def test_a_reader_that_goes_away_ends_the_answer_on_the_server(server: ScriptedServer) -> None:
+def test_a_closed_stdout_cancels_the_request(server: ScriptedServer) -> None:
     server.answers(endless("word"))
     command = [sys.executable, "-m", "quire", "generate", "Count.", "--server", server.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -513,7 +530,7 @@ def test_a_reader_that_goes_away_ends_the_answer_on_the_server(server: ScriptedS
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(LIMIT_S) == 1
-    assert server.was_left.wait(LIMIT_S)
+    assert server.was_closed.wait(LIMIT_S)
 
 
 def test_ctrl_c_keeps_what_was_printed(server: ScriptedServer) -> None:
@@ -528,10 +545,10 @@ def test_ctrl_c_keeps_what_was_printed(server: ScriptedServer) -> None:
         assert process.stderr.read() == ""
         assert process.wait(LIMIT_S) == 130
     assert (first + rest).endswith("\n")
-    assert server.was_left.wait(LIMIT_S)
+    assert server.was_closed.wait(LIMIT_S)
 
 
-def test_ctrl_c_stops_the_answer_on_the_server_and_the_talk_goes_on(server: ScriptedServer) -> None:
+def test_ctrl_c_cancels_the_answer_and_the_chat_continues(server: ScriptedServer) -> None:
     server.answers(endless("word"), said(PARIS))
     terminal = Terminal("chat", env={"QUIRE_SERVER": server.url})
     try:
@@ -540,7 +557,7 @@ def test_ctrl_c_stops_the_answer_on_the_server_and_the_talk_goes_on(server: Scri
         at = terminal.wait_for("word7 ", after=at)
         terminal.type("\x03")
         at = terminal.wait_for("[stopped]\r\n> ", after=at)
-        assert server.was_left.wait(LIMIT_S)
+        assert server.was_closed.wait(LIMIT_S)
         terminal.type("And France?\n")
         at = terminal.wait_for(f"{PARIS}\r\n> ", after=at)
         terminal.type("\x04")
@@ -573,7 +590,7 @@ def talk(server: ScriptedServer, *lines: str, options: tuple[str, ...] = ()) -> 
     return outcome
 
 
-def test_a_talk_remembers_and_its_commands_work(server: ScriptedServer, tmp_path: Path) -> None:
+def test_a_chat_keeps_the_conversation_and_its_commands_work(server: ScriptedServer, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     server.answers(said("One."), said("Two."), said("Three."))
     lines = ("first", "/set temperature 0.5", "/set stop END", "/system Be brief.", "second", f"/save {file}", "/reset")
@@ -602,17 +619,17 @@ def test_stats_are_the_servers(server: ScriptedServer) -> None:
     ("reply", "why"),
     [
         (refusal(403, "not for this key"), "URL: not for this key (HTTP 403)"),
-        (document({"num_blocks": 3}), "URL sent cache statistics that are none: {'num_blocks': 3}"),
-        (document([1]), "URL sent cache statistics that are none: [1]"),
+        (document({"num_blocks": 3}), "URL sent malformed cache statistics: {'num_blocks': 3}"),
+        (document([1]), "URL sent malformed cache statistics: [1]"),
     ],
 )
-def test_stats_that_are_not_to_be_had(server: ScriptedServer, reply: Reply, why: str) -> None:
+def test_stats_that_the_server_refuses(server: ScriptedServer, reply: Reply, why: str) -> None:
     server.replies["/v1/cache/stats"] = [reply]
     outcome = talk(server, "/stats", "Hi")
     assert f"cache: not known: {why.replace('URL', server.url)}\n{PARIS}\n" in outcome.stdout
 
 
-def test_a_turn_that_fails_leaves_no_trace(server: ScriptedServer) -> None:
+def test_a_failed_turn_is_removed_from_the_conversation(server: ScriptedServer) -> None:
     broken = stream(chunk(choice("Hal")), {"error": {"message": "the worker died"}})
     full = refusal(429, "queue is full", retry_after="2")
     long = refusal(400, "prompt is too long", "messages", "context_length_exceeded")
@@ -628,7 +645,7 @@ def test_a_turn_that_fails_leaves_no_trace(server: ScriptedServer) -> None:
     assert [message["content"] for message in server.posted()[-1]["messages"]] == ["four"]
 
 
-def test_an_answer_cut_short_says_by_what(server: ScriptedServer) -> None:
+def test_the_reason_of_a_cut_answer_is_printed(server: ScriptedServer) -> None:
     server.answers(said("a b", "length"))
     outcome = talk(server, "one", "/set max_tokens 3", "two")
     assert outcome.stderr.splitlines() == [
@@ -641,7 +658,7 @@ def thinking(*thoughts: str) -> list[dict[str, Any]]:
     return [delta(reasoning_content=thought) for thought in thoughts]
 
 
-def test_thoughts_are_shown_dimmed_and_not_sent_back(server: ScriptedServer) -> None:
+def test_reasoning_is_dimmed_and_not_sent_back(server: ScriptedServer) -> None:
     server.answers(stream(*thinking("Hm, \x1b[7m", "a fox."), chunk(choice("A fox.", 0, "stop")), DONE), said("Two."))
     terminal = Terminal("chat", env={"QUIRE_SERVER": server.url, "TERM": "xterm"})
     try:
@@ -660,7 +677,7 @@ def test_thoughts_are_shown_dimmed_and_not_sent_back(server: ScriptedServer) -> 
     assert second["messages"] == [*first["messages"], answer, {"role": "user", "content": "And?"}]
 
 
-def test_thoughts_stay_out_of_a_pipe_and_json_has_them(server: ScriptedServer) -> None:
+def test_reasoning_is_in_json_and_not_in_plain_output(server: ScriptedServer) -> None:
     server.answers(stream(*thinking("Hm, ", "a fox."), chunk(choice("A fox.", 0, "stop")), usage(1, 4), DONE))
     outcome = run("generate", "Who?", "--server", server.url)
     assert (outcome.stdout, outcome.stderr) == ("A fox.\n", "")
@@ -668,7 +685,7 @@ def test_thoughts_stay_out_of_a_pipe_and_json_has_them(server: ScriptedServer) -
     assert (found["text"], found["reasoning"]) == ("A fox.", "Hm, a fox.")
 
 
-def test_an_answer_that_is_no_plain_one_says_what_it_is(server: ScriptedServer) -> None:
+def test_tool_calls_refusals_and_filters_are_reported(server: ScriptedServer) -> None:
     called = [{"index": 0, "id": "a", "type": "function", "function": {"name": "look_up", "arguments": ""}}]
     more = [{"index": 0, "function": {"arguments": "{}"}}]
     server.answers(
@@ -680,9 +697,9 @@ def test_an_answer_that_is_no_plain_one_says_what_it_is(server: ScriptedServer) 
     )
     outcome = talk(server, "one", "two", "three", "four", "five", options=("--max-tokens", "3"))
     assert outcome.stderr.splitlines() == [
-        "[the model called look_up: quire chat has no tools, and the call is forgotten]",
+        "[the model called look_up: quire chat has no tools and ignores the call]",
         "[the model refused: I will  not.]",
-        "[a filter of the server ended the answer]",
+        "[a content filter of the server ended the answer]",
         "[stopped at max_tokens = 3 before it began to answer; /set max_tokens N changes it]",
     ]
     assert [message["content"] for message in server.posted()[-1]["messages"]] == ["three", "It", "five"]

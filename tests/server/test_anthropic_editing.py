@@ -1,4 +1,4 @@
-"""`context_management` of /v1/messages: what is cleared, when, and what the answer says of it."""
+"""`context_management` of /v1/messages: what is cleared, when, and how the response reports it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOLS = "clear_tool_uses_20250919"
 
 
 def talk(num_calls: int = 5) -> list[dict[str, Any]]:
-    """Every call has a thought before it and ten words of result."""
+    """A conversation with reasoning before every call and ten words of result."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
     for i in range(num_calls):
         thinking = {"type": "thinking", "thinking": f"thought {i}", "signature": ""}
@@ -61,13 +61,13 @@ def test_keeping_all_changes_nothing() -> None:
     assert done == Edited(conversation(body_of()).chat)
 
 
-def test_old_thoughts_are_cleared() -> None:
+def test_old_reasoning_is_cleared() -> None:
     done = edit({"type": THOUGHTS, "keep": {"type": "thinking_turns", "value": 2}})
     assert thoughts(done) == ["thought 3", "thought 4"]
     assert msgspec.to_builtins(done.applied) == (
         {"type": THOUGHTS, "cleared_thinking_turns": 3, "cleared_input_tokens": 6},
     )
-    assert thoughts(edit({"type": THOUGHTS})) == ["thought 4"]  # unless given: the last
+    assert thoughts(edit({"type": THOUGHTS})) == ["thought 4"]  # default: keep the last
 
 
 def test_old_tool_results_are_cleared_when_there_are_many() -> None:
@@ -97,13 +97,13 @@ def test_old_tool_results_are_cleared_when_there_are_many() -> None:
     ],
     ids=str,
 )
-def test_they_stay_until_then(unmet: dict[str, Any]) -> None:
+def test_tool_results_are_kept_below_the_trigger(unmet: dict[str, Any]) -> None:
     done = edit({"type": TOOLS, **unmet})
     assert (done.applied, CLEARED in results(done)) == ((), False)
     assert CLEARED in results(edit({"type": TOOLS, "trigger": {"type": "input_tokens", "value": 110}}))
 
 
-def test_both_in_one_request_and_what_is_cleared_stays_so() -> None:
+def test_both_edits_in_one_request_are_stable() -> None:
     both = ({"type": THOUGHTS}, {"type": TOOLS, "trigger": {"type": "tool_uses", "value": 1}})
     done = edit(*both)
     assert (len(thoughts(done)), results(done).count(CLEARED), len(done.applied)) == (1, 2, 2)
@@ -121,7 +121,7 @@ def test_both_in_one_request_and_what_is_cleared_stays_so() -> None:
         ({"type": TOOLS, "keep": "all"}, "keep"),
         ({"type": TOOLS, "trigger": {"type": "days", "value": 1}}, "trigger.type"),
         ({"type": TOOLS, "keep": {"type": "tool_uses", "value": -1}}, "keep.value"),
-        (KEEP_ALL, "type"),  # each of them counts the whole conversation, so there is one of a type
+        (KEEP_ALL, "type"),  # each edit tokenises the conversation, so only one of a type is allowed
     ],
     ids=str,
 )
@@ -146,7 +146,7 @@ def test_over_http(tiny_model: Path) -> None:
         (applied,) = whole.json["context_management"]["applied_edits"]
         assert applied["cleared_tool_uses"] == 2
         assert "compact_20260112" in whole.headers["x-quire-ignored-fields"]
-        assert whole.json["model"] != "claude-some"  # the default model answered, and says so
+        assert whole.json["model"] != "claude-some"  # the default model answered and is named
         assert whole.headers["x-quire-ignored-fields"].startswith("model, ")
         events = [
             json.loads(line[6:])

@@ -1,4 +1,4 @@
-"""The service behind the protocols: bounds, bills and failures, over HTTP with the fake backend."""
+"""The model service behind the protocols: limits, usage and failures, over HTTP with the fake backend."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def test_a_refusal_by_the_queue_costs_the_key_nothing(server: Server) -> None:
+def test_a_refusal_by_the_queue_does_not_count_for_the_key(server: Server) -> None:
     server.begin({**LONG, "n": 2})
     server.send_request(LONG)
     eventually(lambda: server.stats()["num_waiting"], "the machine is full")
@@ -47,13 +48,13 @@ def test_a_refusal_by_the_queue_costs_the_key_nothing(server: Server) -> None:
         answer = server.post("/v1/chat/completions", {**SHORT, "n": 8}, headers=headers)
         assert answer.status == 429
         assert answer.json["error"]["code"] == "server_overloaded"
-    assert metric(server, "quire:request_success_total") == before  # nor is it counted as served
+    assert metric(server, "quire:request_success_total") == before  # and does not count as served
     close_sockets()
     server.wait_free()
     for _ in range(3):
         assert server.post("/v1/chat/completions", SHORT, headers=headers).status == 200
     while (answer := server.post("/v1/chat/completions", SHORT, headers=headers)).status == 200:
-        pass  # a slow machine takes the 20 s in which the key earns another request
+        pass  # a slow machine may take the 20 s after which the limit allows another request
     assert (answer.status, answer.json["error"]["code"]) == (429, "rate_limit_exceeded")
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
@@ -74,10 +75,58 @@ def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 200
     names = set(answer.headers["x-quire-ignored-fields"].split(", "))
-    assert names == {"messages[].content[].cache_control", "messages[].mood", "stream_options.speed", "b?d?name"}
+    assert names == {"messages[0].content[0].cache_control", "messages[1].mood", "stream_options.speed", "b?d?name"}
 
 
-def test_what_a_template_does_not_know_is_named(server: Server) -> None:
+def test_fields_of_a_tool_that_is_left_out_are_not_named(server: Server) -> None:
+    function = {"type": "function", "function": {"name": "f"}, "cost": 1}
+    search = {"type": "web_search", "max_uses": 3, "cost": 1}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "mood": 1}
+    answer = server.post("/v1/chat/completions", {**body, "tools": [search, function]})
+    assert answer.headers["x-quire-ignored-fields"] == "mood, tools[1].cost, tools[0].web_search"
+    body |= {"model": "tiny", "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        named = server.post(path, body).headers["x-quire-ignored-fields"].split(", ")
+        assert "tools[0].web_search_20250305" in named
+        assert "tools[0].max_uses" not in named
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "none", "enable_thinking": False, "thinking_budget": 0}, None),
+        ("/v1/chat/completions", {"enable_thinking": True}, "enable_thinking"),
+        ("/v1/chat/completions", {"thinking_budget": 512}, "thinking_budget"),
+        ("/v1/chat/completions", {"thinking_budget": -1}, None),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/responses", {"reasoning": {"effort": "none"}}, None),
+        ("/v1/messages", {"thinking": {"type": "adaptive"}}, "thinking"),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking.budget_tokens, thinking",
+        ),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}, None),
+        ("/v1/messages", {"output_config": {"effort": "high"}}, "output_config.effort"),
+        ("/api/chat", {"think": True}, "think"),
+        ("/api/chat", {"think": "high"}, "think"),
+        ("/api/chat", {"think": False}, None),
+    ],
+)
+def test_thinking_of_a_model_that_does_not_think_is_named(
+    server: Server, path: str, fields: dict[str, Any], named: str | None
+) -> None:
+    """In every protocol; a request not to think asks for nothing."""
+    prompt = {"input": "Hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Hi"}]}
+    limit: dict[str, Any] = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    limit = {"options": {"num_predict": 1}} if path == "/api/chat" else limit
+    answer = server.post(path, {"model": "tiny", **prompt, **limit, **fields})
+    assert answer.status == 200, answer.body
+    assert answer.headers.get("x-quire-ignored-fields") == named
+
+
+def test_unknown_template_arguments_are_named(server: Server) -> None:
     body = {**SHORT, "chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}, "enable_thinking": True}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 200, answer
@@ -92,7 +141,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server: Server
     assert "262144 values" in answer.json["error"]["message"]
 
 
-def test_figures_of_the_cache_when_it_is_off(tiny_model: Path) -> None:
+def test_cache_stats_without_a_prefix_cache(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--no-enable-prefix-caching") as server:
         system = [{"type": "text", "text": "be kind " * 200, "cache_control": {"type": "ephemeral"}}]
         body = {"model": "tiny", "max_tokens": 2, "system": system, "messages": [{"role": "user", "content": "Hi"}]}
@@ -102,14 +151,14 @@ def test_figures_of_the_cache_when_it_is_off(tiny_model: Path) -> None:
             assert usage["input_tokens"] > 200
 
 
-def test_a_hung_worker_is_found_though_its_clients_leave_first(tiny_model: Path) -> None:
+def test_a_hung_worker_is_found_after_its_clients_disconnected(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--hang-limit", "4") as server:
         assert server.chat().status == 200
         worker = server.worker_pid
         os.kill(worker, signal.SIGSTOP)
 
         def is_found() -> bool:
-            server.send_request(LONG).close()  # clients that lose patience long before the server does
+            server.send_request(LONG).close()  # clients that disconnect long before the hang limit
             return worker not in children(server.process.pid)
 
         eventually(is_found, "the worker that hangs is ended")
@@ -137,7 +186,7 @@ def test_a_model_that_cannot_be_loaded_again(tmp_path: Path) -> None:
         assert server.chat().status == 200
 
 
-def test_one_key_cannot_push_out_the_pins_of_another(server: Server) -> None:
+def test_one_key_cannot_displace_the_pins_of_another(server: Server) -> None:
     server.post("/v1/cache/clear")
 
     def ask(key: str, text: str, name: str) -> int:
@@ -161,6 +210,6 @@ def test_the_server_holds_no_weights(server: Server) -> None:
     assert "/torch/" not in maps
 
 
-def test_an_idle_server_costs_nothing(server: Server) -> None:
+def test_an_idle_server_uses_no_cpu(server: Server) -> None:
     server.wait_free()
     eventually(lambda: is_asleep(server.process.pid, server.worker_pid), "no process wakes up for two seconds")

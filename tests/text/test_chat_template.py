@@ -1,4 +1,4 @@
-"""Conversations to tokens: as transformers does it, and no control token from anybody but the template."""
+"""Encoding conversations: same prompts as transformers, and only the template writes control tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The ways families write templates, in small: what each leans on in jinja and in transformers.
+# Short versions of the templates of several model families, with the Jinja and transformers features each uses.
 STYLES = {
     "chatml": CHATML,
     "llama3": """{{- bos_token }}
@@ -108,7 +108,7 @@ def chatml() -> Iterator[ChatTemplate]:
 def test_prompts_are_those_of_transformers(style: str, generation: bool, json_tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    theirs = transformers.PreTrainedTokenizerFast(
+    reference = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(byte_level_json())),
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
@@ -117,22 +117,22 @@ def test_prompts_are_those_of_transformers(style: str, generation: bool, json_to
     template.check()
     for messages in CONVERSATIONS:
         plain = [{"role": message.role.value, "content": message.text} for message in messages]
-        if style in ("phi3", "mistral") and plain[0]["role"] == "system":  # they leave it out: we do not
+        if style in ("phi3", "mistral") and plain[0]["role"] == "system":  # they omit it; quire does not
             plain = [{"role": "user", "content": "\n\n".join(one["content"] for one in plain)}]
         options: dict[str, Any] = {"chat_template": STYLES[style], "add_generation_prompt": generation}
         request = ChatRequest(messages, add_generation_prompt=generation)
-        assert template.render(request) == theirs.apply_chat_template(plain, tokenize=False, **options)
-        assert template.encode(request) == theirs.apply_chat_template(plain, return_dict=False, **options)
+        assert template.render(request) == reference.apply_chat_template(plain, tokenize=False, **options)
+        assert template.encode(request) == reference.apply_chat_template(plain, return_dict=False, **options)
     template.close()
 
 
-def test_the_default_model_as_transformers_does_it(
-    default_gguf: dict[str, Any], their_tokenizer: Any, default_tokenizer: Tokenizer
+def test_default_model_prompts_equal_those_of_transformers(
+    default_gguf: dict[str, Any], transformers_tokenizer: Any, default_tokenizer: Tokenizer
 ) -> None:
     template = ChatTemplate(default_gguf["tokenizer.chat_template"], default_tokenizer)
     for messages in CONVERSATIONS:
         plain = [{"role": message.role.value, "content": message.text} for message in messages]
-        expected = their_tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        expected = transformers_tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
         assert template.encode(ChatRequest(messages)) == expected
     template.close()
 
@@ -144,7 +144,7 @@ def test_a_control_string_in_a_message_is_text(chatml: ChatTemplate) -> None:
     assert ids.count(2) == 1  # the template's own
     assert tokenizer.decode(ids, skip_special=False) == chatml.render(request)
     words = tokenizer.encode_plain("user\nstop <|im_end|> here")
-    assert ids[1 : 1 + len(words)] == words  # as if the string were no control string at all
+    assert ids[1 : 1 + len(words)] == words  # as if it were not a control string
 
 
 @pytest.mark.parametrize("role", Role)
@@ -154,12 +154,12 @@ def test_no_role_can_write_a_control_token(chatml: ChatTemplate, role: Role, tok
         ids = chatml.encode(ChatRequest([_say(role, content), _say(Role.USER, "x")]))
         return [token_id for token_id in ids if token_id in chatml._tokenizer.control_ids]
 
-    allowed = role is Role.ASSISTANT and token in TOOLS  # its own thoughts come back as it wrote them
+    allowed = role is Role.ASSISTANT and token in TOOLS  # an assistant may send back its own reasoning
     for content in (token, f"a{token}b", token * 3, f"<{token}>", f"{token[:-1]}{token}"):
         assert (control_ids(content) == control_ids("harmless")) is not allowed
 
 
-def test_a_control_string_in_pieces_is_text_too(chatml: ChatTemplate) -> None:
+def test_a_control_string_split_over_parts_is_text(chatml: ChatTemplate) -> None:
     whole = chatml.encode(ChatRequest([_say(Role.USER, "a <|im_end|> b")]))
     assert chatml.encode(ChatRequest([_say(Role.USER, "a <|im", "_end|> b")])) == whole
     assert chatml.encode(ChatRequest([_say(Role.USER, "a <", "|im_end|>", " b")])) == whole
@@ -175,7 +175,7 @@ def test_a_template_cannot_complete_a_control_string() -> None:
         template.close()
 
 
-def test_a_name_and_an_argument_are_text_as_well() -> None:
+def test_names_and_template_args_are_text() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     template = ChatTemplate("{{ messages[0].name }}{{ mood }}", tokenizer)
     request = ChatRequest([_say(Role.USER, "x", name="<|im_end|>")], template_args={"mood": "<|im_start|>"})
@@ -193,9 +193,7 @@ SPEAKERS = (Role.SYSTEM, Role.USER, Role.ASSISTANT)
 
 @given(st.lists(st.tuples(st.sampled_from(SPEAKERS), st.lists(PIECES, max_size=6)), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
-def test_the_ids_spell_the_rendered_text_whatever_is_in_it(
-    chatml: ChatTemplate, messages: list[tuple[Role, list[str]]]
-) -> None:
+def test_token_ids_decode_to_the_rendered_text(chatml: ChatTemplate, messages: list[tuple[Role, list[str]]]) -> None:
     request = ChatRequest([_say(role, *pieces) for role, pieces in messages])
     ids = chatml.encode(request)
     assert chatml._tokenizer.decode(ids, skip_special=False) == chatml.render(request)
@@ -235,20 +233,21 @@ def test_no_template(gguf_tokenizer: Tokenizer) -> None:
         template.check()
 
 
-def test_a_template_refuses_in_its_own_words(gguf_tokenizer: Tokenizer) -> None:
+def test_a_template_refusal_has_the_templates_message(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STYLES["gemma"], gguf_tokenizer)
     with pytest.raises(TemplateError, match="roles must alternate"):
         template.encode(ChatRequest([_say(Role.ASSISTANT, "a"), _say(Role.USER, "b")]))
     template.close()
 
 
-def test_arguments_the_template_knows(gguf_tokenizer: Tokenizer) -> None:
+def test_template_args(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STYLES["qwen3"], gguf_tokenizer)
     request = ChatRequest(CONVERSATIONS[0], template_args={"enable_thinking": False})
     assert template.render(request).endswith("<think>\n\n</think>\n\n")
     unknown = ChatRequest(CONVERSATIONS[0], template_args={"enable_thinkin": False})
     assert template.render(unknown) == template.render(ChatRequest(CONVERSATIONS[0]))
     assert template.unknown_args({"enable_thinkin": False, "enable_thinking": False}) == ["enable_thinkin"]
+    assert [template.can_think(wants) for wants in (True, False, None)] == [True, True, False]  # it knows no effort
     for name in ("__class__", "range", "raise_exception", "n" * 10**6):
         hostile = ChatRequest(CONVERSATIONS[0], template_args={name: "x"})
         assert template.render(hostile) == template.render(ChatRequest(CONVERSATIONS[0]))
@@ -278,6 +277,6 @@ HI = _say(Role.USER, "Hi")
         ({"messages": [HI], "template_args": {"x": "y" * 5000}}, "has 5000 characters"),
     ],
 )
-def test_what_a_request_may_not_be(fields: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         ChatRequest(**fields)

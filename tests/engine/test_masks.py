@@ -1,4 +1,4 @@
-"""Matchers in the engine, on the fake backend: an answer follows its own committed tokens, whatever happens around."""
+"""Matchers in the engine, on the fake backend: a matcher sees exactly its request's committed tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EOS = 0
 
 
 class Toy:
-    """Allows what a digest of the answer so far says. Complete after `length` tokens; may end before, now and then."""
+    """Allows tokens derived from a digest of the answer. Complete after `length` tokens; sometimes earlier."""
 
     def __init__(self, seed: int, length: int, *, fails_at: int | None = None) -> None:
         self.seed = seed
@@ -60,7 +60,7 @@ class Endless(Toy):
 
 
 def alone(prompt: Sequence[int], sampling: SamplingParams, toy: Toy, max_tokens: int) -> tuple[list[int], FinishReason]:
-    """What the answer is with the machine to itself."""
+    """The answer of the request when it runs alone."""
     fold = Fold(BLOCK_SIZE)
     history = list(prompt)
     for position, token in enumerate(prompt):
@@ -105,8 +105,8 @@ MODES = [(True, False), (True, True), (False, False)]
 
 @pytest.mark.parametrize(("has_overlap", "is_late"), MODES)
 @pytest.mark.parametrize("seed", range(12))
-def test_answers_are_those_of_a_machine_of_their_own(seed: int, has_overlap: bool, is_late: bool) -> None:
-    """Among preemptions, chunks, forks, cancellations and neighbours without a grammar."""
+def test_answers_do_not_depend_on_batching(seed: int, has_overlap: bool, is_late: bool) -> None:
+    """With preemptions, chunks, cancellations and requests without a grammar."""
     rng = Random(seed)
     engine = make(num_blocks=rng.choice((18, 30, 80)), has_overlap=has_overlap, is_late=is_late, max_chunk=5)
     wanted: dict[int, tuple[list[int], FinishReason]] = {}
@@ -140,11 +140,11 @@ def test_answers_are_those_of_a_machine_of_their_own(seed: int, has_overlap: boo
             continue
         assert found_tokens == tokens
         assert outputs[request_id][-1].finish_reason is reason
-    assert len(engine._masking) == 0  # nothing is kept of those who are gone
+    assert len(engine._masking) == 0  # no matchers of finished requests are left
 
 
-def test_some_of_those_worlds_preempt() -> None:
-    """Or the test above would not test what it says."""
+def test_the_setup_above_causes_preemptions() -> None:
+    """Otherwise the test above would not cover them."""
     engine = make(num_blocks=18)
     for request_id in range(1, 8):
         sampling = SamplingParams(seed=request_id, max_tokens=24, stop_token_ids=(EOS,))
@@ -171,7 +171,7 @@ def test_a_matcher_that_fails_ends_its_own_request(has_overlap: bool, is_late: b
         assert outputs[number][-1].finish_reason is FinishReason.STOP
 
 
-def test_a_token_the_matcher_refuses_ends_the_request_alone() -> None:
+def test_a_token_that_the_matcher_refuses_ends_only_its_request() -> None:
     class Refusing(Toy):
         def consume(self, token: int) -> bool:
             del token
@@ -186,7 +186,7 @@ def test_a_token_the_matcher_refuses_ends_the_request_alone() -> None:
     assert len(tokens_of(outputs[2])) == 5
 
 
-def test_a_complete_answer_ends_at_its_last_token_also_where_the_limit_is() -> None:
+def test_a_grammar_that_completes_at_max_tokens_ends_with_stop() -> None:
     engine = make()
     engine.add(1, [1, 2], SamplingParams(seed=1, max_tokens=3), matcher=Toy(2, 3))
     (*_, last) = drain(engine)[1]
@@ -194,8 +194,8 @@ def test_a_complete_answer_ends_at_its_last_token_also_where_the_limit_is() -> N
     assert last.tokens
 
 
-def test_a_failing_step_spares_the_matcher() -> None:
-    """A step that raises ends its requests; the next ones are served, with masks."""
+def test_masks_work_after_a_failed_step() -> None:
+    """A step that raises ends its requests; later requests are served with masks."""
 
     class Failing(FakeRunner):
         is_failing = True
@@ -216,7 +216,7 @@ def test_a_failing_step_spares_the_matcher() -> None:
 
 
 class Watched(FakeRunner):
-    """Writes down in which order it is called."""
+    """Records the order of its calls."""
 
     def __init__(self, capacity: Capacity) -> None:
         super().__init__(capacity)
@@ -250,7 +250,7 @@ def test_a_step_is_forwarded_before_the_tokens_its_masks_need_are_collected() ->
 
 
 @pytest.mark.parametrize("has_overlap", [True, False])
-def test_masks_are_made_beside_a_device_and_before_a_processor(has_overlap: bool) -> None:
+def test_masks_use_other_threads_only_with_overlap(has_overlap: bool) -> None:
     toy = Toy(1, 9)
     engine = make(has_overlap=has_overlap)
     engine.add(1, [1, 2], SamplingParams(max_tokens=3), matcher=toy)
@@ -259,7 +259,7 @@ def test_masks_are_made_beside_a_device_and_before_a_processor(has_overlap: bool
     assert (threading.current_thread().name in toy.threads) is not has_overlap
 
 
-def test_a_grammar_that_is_slow_token_after_token_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000))
     monkeypatch.setattr("quire.engine.structured.masks.time.thread_time", lambda: next(times) * 0.15)
     engine = make()
@@ -269,7 +269,7 @@ def test_a_grammar_that_is_slow_token_after_token_is_given_up(monkeypatch: pytes
     assert last.error == "grammar is too complex: its tokens take more than 20 ms to choose"
 
 
-def test_masks_of_many_rows_come_from_several_threads() -> None:
+def test_masks_of_many_rows_use_several_threads() -> None:
     masking = GrammarMasks()
     engine = make(num_blocks=100)
     for number in range(1, 9):
@@ -283,7 +283,7 @@ def test_masks_of_many_rows_come_from_several_threads() -> None:
     masking.close()
 
 
-def test_one_thread_for_those_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_of_matchers_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.structured.masks.usable_cores", lambda: 4)
     masking, engine = GrammarMasks(), make(num_blocks=100)
     toys = {number: Toy(number, 9) for number in range(1, 9)}

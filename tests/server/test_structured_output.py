@@ -25,7 +25,7 @@ ODD = {
     "required": ["mail"],
 }
 NAMED = ["properties.mail.pattern", "properties.tags.uniqueItems", "properties.kind.type", "properties.far.$ref"]
-# Held word for word, and refused by the compiler: no string is that short and that long.
+# Enforceable, but refused by the compiler: no string satisfies both lengths.
 BROKEN = {"type": "object", "properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}, "required": ["a"]}
 
 
@@ -68,7 +68,7 @@ ASKS: list[tuple[str, tuple[str, Any]]] = [
     ("text.format.schema", response(text={"format": {"type": "json_schema", "name": "x", "schema": ODD}})),
     ("tools[0].parameters", response(tools=[{"type": "function", "name": "odd", "parameters": ODD}])),
     ("output_config.format.schema", message(output_config={"format": {"type": "json_schema", "schema": ODD}})),
-    ("tools.0.input_schema", message(tools=[{"name": "odd", "input_schema": ODD}])),
+    ("tools[0].input_schema", message(tools=[{"name": "odd", "input_schema": ODD}])),
 ]
 
 
@@ -88,6 +88,11 @@ STRICT: list[tuple[str, tuple[str, Any]]] = [
     ("tools[1].function.parameters", chat(tools=[chat_tool("good", GOOD), chat_tool("odd", ODD, strict=True)])),
     ("tools[0].parameters", response(tools=[{"type": "function", "name": "o", "parameters": ODD, "strict": True}])),
     ("tools.0.input_schema", message(tools=[{"name": "odd", "input_schema": ODD, "strict": True}])),
+    ("structured_outputs.json", completion(structured_outputs={"json": ODD, "strict": True})),
+    (
+        "output_config.format.schema",
+        message(output_config={"format": {"type": "json_schema", "schema": ODD, "strict": True}}),
+    ),
 ]
 
 
@@ -95,11 +100,11 @@ STRICT: list[tuple[str, tuple[str, Any]]] = [
 def test_strict_refuses_by_keyword_and_path(server: Server, field: str, ask: tuple[str, Any]) -> None:
     answer = server.post(*ask)
     assert answer.status == 400
-    told = answer.json["error"]["message"]
-    assert told == f"{field}.properties.mail.pattern cannot be enforced: a look-around is not supported"
+    message = answer.json["error"]["message"]
+    assert message == f"{field}.properties.mail.pattern cannot be enforced: a look-around is not supported"
 
 
-def test_what_is_enforced_in_full_has_no_header(server: Server) -> None:
+def test_a_fully_enforced_schema_has_no_header(server: Server) -> None:
     answer = server.post(*chat(response_format=form(GOOD, strict=True), tools=[chat_tool("good", GOOD, strict=True)]))
     assert answer.status == 200, answer.body
     assert HEADER not in answer.headers
@@ -109,7 +114,7 @@ def test_what_is_enforced_in_full_has_no_header(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_tool_that_does_not_compile_takes_any_arguments(server: Server, is_streaming: bool) -> None:
+def test_a_tool_that_does_not_compile_accepts_any_arguments(server: Server, is_streaming: bool) -> None:
     tools = [chat_tool("good", GOOD, strict=True), chat_tool("broken", BROKEN)]
     answer = server.post(*chat(tools=tools, stream=is_streaming))
     assert answer.status == 200, answer.body
@@ -120,10 +125,10 @@ def test_many_tools_that_do_not_compile_are_freed_together(server: Server) -> No
     tools = [{"name": f"broken_{i}", "input_schema": BROKEN} for i in range(5)]
     answer = server.post(*message(tools=tools))
     assert answer.status == 200, answer.body
-    assert set(answer.headers[HEADER].split(", ")) == {f"tools.{i}.input_schema" for i in range(5)}
+    assert set(answer.headers[HEADER].split(", ")) == {f"tools[{i}].input_schema" for i in range(5)}
 
 
-def test_what_does_not_compile_is_refused_where_nothing_can_be_left_out(server: Server) -> None:
+def test_a_schema_that_does_not_compile_is_refused_without_loose_tools(server: Server) -> None:
     answer = server.post(*chat(tools=[chat_tool("broken", BROKEN, strict=True), chat_tool("good", GOOD)]))
     assert answer.status == 400
     assert answer.json["error"]["param"] == "tools[0].function.parameters"
@@ -133,31 +138,31 @@ def test_what_does_not_compile_is_refused_where_nothing_can_be_left_out(server: 
 
 
 def wide(num_arrays: int) -> Any:
-    """A schema that is some 9,000 characters longer by each array, once it is rewritten."""
+    """A schema whose rewritten form grows by some 9,000 characters with each array."""
     items = {"enum": [letter * 40 for letter in "abcd"]}
     array = {"type": "array", "items": items, "uniqueItems": True}
     return {"type": "object", "properties": {f"p{i}": array for i in range(num_arrays)}}
 
 
-def test_of_tools_that_are_too_large_together_the_largest_loose_ones_are_freed(server: Server) -> None:
+def test_the_largest_loose_tools_are_freed_if_all_are_too_large(server: Server) -> None:
     tools = [chat_tool("a", wide(2)), chat_tool("b", wide(3)), chat_tool("c", {**wide(3), "required": ["p0"]})]
     answer = server.post(*chat(tools=tools))
     assert answer.status == 200, answer.body
     assert answer.headers[HEADER] == "tools[2].function.parameters"
     answer = server.post(*chat(tools=[chat_tool(name, wide(3), strict=True) for name in "abc"]))
     assert answer.status == 400
-    told = answer.json["error"]["message"]
-    assert told.startswith("tools: their schemas are too large together: ")
-    assert told.endswith(" characters after rewriting, more than 65536")
+    message = answer.json["error"]["message"]
+    assert message.startswith("tools: their schemas are too large in total: ")
+    assert message.endswith(" characters after rewriting, more than 65536")
 
 
-def test_what_is_wrong_with_a_shape_is_a_whole_sentence(server: Server) -> None:
+def test_errors_of_answer_formats_are_complete_sentences(server: Server) -> None:
     answer = server.post(*chat(response_format=form({"enum": ["x" * 70_000]})))
-    told = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
-    assert (answer.status, answer.json["error"]["message"]) == (400, told)
+    message = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
     answer = server.post(*chat(guided_json="{"))
-    told = "guided_json: it is neither a schema nor the JSON text of one"
-    assert (answer.status, answer.json["error"]["message"]) == (400, told)
+    message = "guided_json: this is neither a schema nor the JSON text of one"
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
 
 
 def test_a_long_list_of_names_ends_with_dots(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""A child that is slow, dies or talks nonsense is gone afterwards, and the next one is as good as new."""
+"""A child process that is slow, dies or writes invalid answers is killed and replaced."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def child(tmp_path: Path) -> Iterator[Child]:
 
 
 @pytest.mark.parametrize(
-    ("order", "kind", "words"),
+    ("order", "kind", "message"),
     [
         ({"sleep": 1}, TooSlow, r"did not finish within 0\.3 s"),
         ({"end": 3}, Died, "ended its process"),
-        ({"say": "[1]"}, NoAnswer, "wrote what is no answer"),
-        ({"say": "{"}, NoAnswer, "wrote what is no answer"),
-        ({"say": "[" * 5000}, NoAnswer, "wrote what is no answer"),
+        ({"say": "[1]"}, NoAnswer, "wrote an invalid answer"),
+        ({"say": "{"}, NoAnswer, "wrote an invalid answer"),
+        ({"say": "[" * 5000}, NoAnswer, "wrote an invalid answer"),
         ({"say": "x" * 3000, "then": ""}, NoAnswer, "wrote 3000 bytes and did not finish"),
     ],
 )
-def test_no_answer_says_why_and_another_child_is_started(
-    child: Child, order: dict[str, object], kind: type[NoAnswer], words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_child_reports_why_and_is_replaced(
+    child: Child, order: dict[str, object], kind: type[NoAnswer], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert child.start()
-    assert child.ask({"a": "ł" * 200_000}, HANG_S) == {"a": "ł" * 200_000}  # more than a pipe holds
+    assert child.ask({"a": "ł" * 200_000}, HANG_S) == {"a": "ł" * 200_000}  # more than the buffer of a pipe
     assert not child.start()
     monkeypatch.setattr(child_module, "MAX_ANSWER_BYTES", 2000 if "then" in order else 1 << 20)
-    with pytest.raises(kind, match=words) as caught:
+    with pytest.raises(kind, match=message) as caught:
         child.ask(order, 0.3 if "sleep" in order else HANG_S)
     assert getattr(caught.value, "returncode", 3) == 3
     assert child.start()
@@ -59,7 +59,7 @@ def test_no_answer_says_why_and_another_child_is_started(
     child.kill()
 
 
-def test_what_cannot_be_started_says_so(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_start_raises(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     for python in ("", "/nowhere/python"):
         monkeypatch.setattr("sys.executable", python)
         with pytest.raises(NoAnswer, match="does not start: "):

@@ -1,4 +1,4 @@
-"""Who is loaded and who goes: the rules of the manager, with models that are nothing but numbers."""
+"""The rules of the model manager, with fake models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ UNLOADING, FAILED = ModelState.UNLOADING, ModelState.FAILED
 
 @dataclass
 class FakeModel:
-    """Takes a turn of the event loop for everything, or as long as `gate` says."""
+    """A model whose load waits for `gate`, if set."""
 
     name: str
     weight_bytes: int = 30
     kv_bytes: int | None = 10
     context_bytes: int = 10
-    truth_bytes: int | None = None  # weights as they turn out to be
+    truth_bytes: int | None = None  # the actual size of the weights, known after the load
     log: list[str] = field(default_factory=list)
     gate: asyncio.Event | None = None
     error: Exception | None = None
@@ -72,32 +72,32 @@ class Rig:
         for name, value in fields.items():
             for model in self.models.values():
                 setattr(model, name, value)
-        self.seats = {name: ManagedModel(model) for name, model in self.models.items()}
-        self.manager = ModelManager(list(self.seats.values()), budget)
+        self.managed = {name: ManagedModel(model) for name, model in self.models.items()}
+        self.manager = ModelManager(list(self.managed.values()), budget)
 
     async def touch(self, *names: str) -> None:
-        """A request each, one after the other."""
+        """One request for each model, one after the other."""
         for name in names:
             await self.hold(name)
             self.release(name)
 
     async def hold(self, name: str) -> None:
-        await self.manager.hold(self.seats[name])
+        await self.manager.hold(self.managed[name])
         assert self.manager.budget_bytes is None or self.manager.num_bytes <= self.manager.budget_bytes
 
     def release(self, name: str) -> None:
-        self.manager.release(self.seats[name])
+        self.manager.release(self.managed[name])
 
     def begin(self, name: str) -> asyncio.Task[None]:
         return asyncio.create_task(self.hold(name))
 
     def states(self) -> str:
-        """Of each, by first letters."""
-        return " ".join(f"{name}:{seat.state}" for name, seat in self.seats.items())
+        """The state of each model, as text."""
+        return " ".join(f"{name}:{managed.state}" for name, managed in self.managed.items())
 
     @property
     def loaded(self) -> str:
-        return "".join(name for name, seat in self.seats.items() if seat.state is READY)
+        return "".join(name for name, managed in self.managed.items() if managed.state is READY)
 
 
 async def settle(turns: int = 20) -> None:
@@ -106,7 +106,7 @@ async def settle(turns: int = 20) -> None:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    """In virtual time: sleeps and timers take no time, and come in their order however slow the machine is."""
+    """Run a test in virtual time: sleeps and timers take no time and keep their order on any machine."""
 
     async def bounded() -> None:
         await test()
@@ -115,13 +115,13 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         runner.run(bounded())
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_model_is_unloaded_first() -> None:
     async def test() -> None:
         rig = Rig("abcd", 120)  # 40 each: three fit
         await rig.touch("a", "b", "c", "a")
         assert rig.loaded == "abc"
         await rig.touch("d")
-        assert rig.loaded == "acd"  # b was used longest ago
+        assert rig.loaded == "acd"  # b was least recently used
         await rig.touch("b")
         assert rig.loaded == "abd"  # then c
         assert rig.log == ["load a", "load b", "load c", "unload b", "load d", "unload c", "load b"]
@@ -130,7 +130,7 @@ def test_the_least_recently_used_goes_first() -> None:
     run(test)
 
 
-def test_a_large_one_takes_the_place_of_several_and_no_more() -> None:
+def test_a_large_model_unloads_only_as_many_as_needed() -> None:
     async def test() -> None:
         rig = Rig("abcd", 130)
         rig.models["d"].weight_bytes = 70  # 80 in all
@@ -141,24 +141,24 @@ def test_a_large_one_takes_the_place_of_several_and_no_more() -> None:
     run(test)
 
 
-def test_a_pinned_one_stays_whoever_comes() -> None:
+def test_pinned_models_are_not_unloaded() -> None:
     async def test() -> None:
         rig = Rig("abc", 80)
-        rig.manager.pin(rig.seats["a"])
+        rig.manager.pin(rig.managed["a"])
         await rig.touch("a", "b", "c", "b", "c")
         assert rig.loaded == "ac"
-        rig.manager.pin(rig.seats["c"])
+        rig.manager.pin(rig.managed["c"])
         with pytest.raises(ModelTooLarge, match=r"b needs .* pinned models hold"):
             await rig.hold("b")
         assert rig.loaded == "ac"
-        rig.manager.unpin(rig.seats["a"])
+        rig.manager.unpin(rig.managed["a"])
         await rig.touch("b")
         assert rig.loaded == "bc"
 
     run(test)
 
 
-def test_what_can_never_fit_is_refused_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_can_never_fit_unloads_no_other(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         rig = Rig("ab", 2**20 * 50)
         rig.models["b"].weight_bytes = 2**20 * 60
@@ -168,10 +168,10 @@ def test_what_can_never_fit_is_refused_and_moves_nobody(caplog: pytest.LogCaptur
         assert (rig.states(), rig.log) == ("a:ready b:failed", ["load a"])
 
     run(test)
-    assert "b could not be loaded: b needs 60.0 MiB" in caplog.text  # a load at the start has nobody else to tell
+    assert "b could not be loaded: b needs 60.0 MiB" in caplog.text  # a load at startup has no waiter to report to
 
 
-def test_one_load_at_a_time_in_the_order_they_were_wanted() -> None:
+def test_models_load_one_at_a_time_in_order() -> None:
     async def test() -> None:
         rig = Rig("abcde", None)
         await asyncio.gather(*(rig.hold(name) for name in "cabed"))
@@ -180,17 +180,17 @@ def test_one_load_at_a_time_in_the_order_they_were_wanted() -> None:
     run(test)
 
 
-def test_many_who_wait_cause_one_load() -> None:
+def test_many_waiters_cause_one_load() -> None:
     async def test() -> None:
         rig = Rig("a", 100)
         await asyncio.gather(*(rig.hold("a") for _ in range(50)))
         assert rig.log == ["load a"]
-        assert rig.seats["a"].num_leases == 50
+        assert rig.managed["a"].num_leases == 50
 
     run(test)
 
 
-def test_a_busy_one_is_waited_for_and_takes_nothing_new() -> None:
+def test_a_busy_model_accepts_no_new_requests_before_it_is_unloaded() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
         await rig.hold("a")
@@ -204,7 +204,7 @@ def test_a_busy_one_is_waited_for_and_takes_nothing_new() -> None:
         await wants_b
         assert rig.log == ["load a", "unload a", "load b"]
         await settle()
-        assert rig.states() == "a:loading b:unloading"  # now those wait for b
+        assert rig.states() == "a:loading b:unloading"  # now a waits for b
         rig.release("b")
         await asyncio.gather(*later)
         assert rig.states() == "a:ready b:unloaded"
@@ -212,14 +212,14 @@ def test_a_busy_one_is_waited_for_and_takes_nothing_new() -> None:
     run(test)
 
 
-def test_one_that_becomes_idle_goes_in_place_of_the_busy_one_that_was_chosen() -> None:
+def test_a_model_that_becomes_idle_is_unloaded_instead_of_a_busy_one() -> None:
     async def test() -> None:
         rig = Rig("abc", 80)
         await rig.hold("a")
         await rig.hold("b")
         wants_c = rig.begin("c")
         await settle()
-        assert rig.states() == "a:unloading b:ready c:loading"  # a was used longest ago
+        assert rig.states() == "a:unloading b:ready c:loading"  # a was least recently used
         waits_for_a = rig.begin("a")
         await settle()
         rig.release("b")
@@ -231,8 +231,8 @@ def test_one_that_becomes_idle_goes_in_place_of_the_busy_one_that_was_chosen() -
     run(test)
 
 
-def test_those_who_waited_begin_before_anyone_can_make_room_of_it() -> None:
-    """Else two models that are both wanted could load and unload for ever, and serve nobody."""
+def test_waiters_get_their_leases_before_the_model_can_be_unloaded() -> None:
+    """Otherwise two models could replace each other forever without serving a request."""
 
     async def test() -> None:
         rig = Rig("ab", 40)
@@ -249,7 +249,7 @@ def test_those_who_waited_begin_before_anyone_can_make_room_of_it() -> None:
     run(test)
 
 
-def test_a_load_that_nobody_waits_for_any_more_moves_nobody() -> None:
+def test_an_abandoned_load_unloads_no_other() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
         await rig.hold("a")
@@ -258,36 +258,36 @@ def test_a_load_that_nobody_waits_for_any_more_moves_nobody() -> None:
         waits_for_a = rig.begin("a")
         await settle()
         wants_b.cancel()
-        await waits_for_a  # a stays, and goes on
+        await waits_for_a  # a stays loaded
         assert (rig.states(), rig.log) == ("a:ready b:unloaded", ["load a"])
 
     run(test)
 
 
-def test_who_leaves_at_the_moment_it_is_ready_leaves_no_lease_behind() -> None:
+def test_cancelling_a_waiter_when_the_model_becomes_ready_frees_its_lease() -> None:
     async def test() -> None:
         rig = Rig("a", 40)
         gate = rig.models["a"].gate = asyncio.Event()
         wants = [rig.begin("a") for _ in range(2)]
         await settle()
         gate.set()
-        while rig.seats["a"].state is not READY:
+        while rig.managed["a"].state is not READY:
             await asyncio.sleep(0)
         wants[0].cancel()
         await asyncio.wait(wants)
-        assert rig.seats["a"].num_leases == 1
+        assert rig.managed["a"].num_leases == 1
 
     run(test)
 
 
-def test_a_load_that_fails_tells_all_who_wait_and_is_tried_again() -> None:
+def test_a_failed_load_raises_in_all_waiters_and_is_retried() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
         rig.models["a"].error = ModelFileError("not sound")
         results = await asyncio.gather(*(rig.hold("a") for _ in range(3)), return_exceptions=True)
         assert [str(result) for result in results] == ["not sound"] * 3
-        assert (rig.seats["a"].state, rig.seats["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
-        await rig.touch("b")  # the room it was given is free
+        assert (rig.managed["a"].state, rig.managed["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
+        await rig.touch("b")  # its memory is free
         rig.models["a"].error = None
         await rig.touch("a")
         assert rig.states() == "a:ready b:unloaded"
@@ -295,7 +295,7 @@ def test_a_load_that_fails_tells_all_who_wait_and_is_tried_again() -> None:
     run(test)
 
 
-def test_failures_in_a_row_are_tried_the_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_failures_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         rig = Rig("ab", None)
         rig.models["a"].error = RuntimeError("bug")
@@ -313,12 +313,12 @@ def test_failures_in_a_row_are_tried_the_more_slowly(monkeypatch: pytest.MonkeyP
         assert slept == [1, 2, 4, 8, 16, 30, 30]
         rig.models["a"].error = None
         await rig.touch("a")
-        assert rig.seats["a"].num_failed_in_a_row == 0
+        assert rig.managed["a"].num_failed_in_a_row == 0
 
     run(test)
 
 
-def test_weights_that_turn_out_larger_push_out_others() -> None:
+def test_weights_larger_than_estimated_unload_others() -> None:
     async def test() -> None:
         rig = Rig("abc", 120)
         rig.models["c"].truth_bytes = 60
@@ -328,7 +328,7 @@ def test_weights_that_turn_out_larger_push_out_others() -> None:
     run(test)
 
 
-def test_weights_that_turn_out_larger_leave_less_for_kv() -> None:
+def test_weights_larger_than_estimated_leave_less_for_kv() -> None:
     async def test() -> None:
         rig = Rig("a", 100, kv_bytes=None)
         rig.models["a"].truth_bytes = 80
@@ -340,7 +340,7 @@ def test_weights_that_turn_out_larger_leave_less_for_kv() -> None:
     run(test)
 
 
-def test_weights_that_turn_out_larger_than_all_there_is() -> None:
+def test_weights_larger_than_the_budget_fail() -> None:
     async def test() -> None:
         rig = Rig("ab", 100)
         rig.models["a"].truth_bytes = 95
@@ -358,9 +358,9 @@ def test_weights_that_turn_out_larger_than_all_there_is() -> None:
     ("budget", "context", "kv"),
     [
         (200, 10, 70),  # (200 - 2 * 30) / 2
-        (200, 90, 90),  # a full context is more
-        (50, 10, 10),  # the weights of all leave nothing: a full context, and one at a time
-        (50, 90, 20),  # not even that: what there is
+        (200, 90, 90),  # a full context is larger
+        (50, 10, 10),  # the weights leave nothing: a full context, one model at a time
+        (50, 90, 20),  # less than a full context: what is left
     ],
 )
 def test_the_share_of_kv(budget: int, context: int, kv: int) -> None:
@@ -374,7 +374,7 @@ def test_the_share_of_kv(budget: int, context: int, kv: int) -> None:
     run(test)
 
 
-def test_what_is_set_for_one_is_not_shared() -> None:
+def test_a_configured_kv_size_is_not_shared() -> None:
     async def test() -> None:
         rig = Rig("abc", 300, kv_bytes=None)
         rig.models["a"].kv_bytes = 110
@@ -385,7 +385,7 @@ def test_what_is_set_for_one_is_not_shared() -> None:
     run(test)
 
 
-def test_without_a_budget_each_takes_what_it_thinks_best() -> None:
+def test_without_a_budget_the_backend_chooses_the_kv_size() -> None:
     async def test() -> None:
         rig = Rig("a", None, kv_bytes=None)
         await rig.touch("a")
@@ -394,62 +394,62 @@ def test_without_a_budget_each_takes_what_it_thinks_best() -> None:
     run(test)
 
 
-def test_idle_models_are_unloaded_and_busy_or_pinned_ones_are_not() -> None:
+def test_idle_models_are_unloaded_unless_pinned() -> None:
     async def test() -> None:
         rig = Rig("abc", None)
-        for seat in rig.seats.values():
-            seat.idle_unload_s = 0.05
-        rig.manager.pin(rig.seats["b"])
+        for managed in rig.managed.values():
+            managed.idle_unload_s = 0.05
+        rig.manager.pin(rig.managed["b"])
         await rig.touch("b", "c")
         await rig.hold("a")
         await asyncio.sleep(0.2)
         assert rig.states() == "a:ready b:ready c:unloaded"
         rig.release("a")
-        rig.manager.unpin(rig.seats["b"])
+        rig.manager.unpin(rig.managed["b"])
         await asyncio.sleep(0.03)
-        await rig.touch("a")  # used in between: its time begins again
+        await rig.touch("a")  # used in between: the timer restarts
         await asyncio.sleep(0.03)
-        assert rig.seats["a"].state is READY
+        assert rig.managed["a"].state is READY
         await asyncio.sleep(0.2)
         assert rig.loaded == ""
 
     run(test)
 
 
-def test_unload_waits_for_what_is_under_way() -> None:
+def test_unload_waits_for_running_requests() -> None:
     async def test() -> None:
         rig = Rig("a", None)
         await rig.hold("a")
-        unloading = asyncio.create_task(rig.manager.unload(rig.seats["a"]))
+        unloading = asyncio.create_task(rig.manager.unload(rig.managed["a"]))
         await settle()
-        assert (unloading.done(), rig.seats["a"].state) == (False, UNLOADING)
+        assert (unloading.done(), rig.managed["a"].state) == (False, UNLOADING)
         rig.release("a")
         await unloading
-        assert (rig.seats["a"].state, rig.manager.num_bytes) == (UNLOADED, 0)
-        await rig.manager.unload(rig.seats["a"])  # again: nothing to do
+        assert (rig.managed["a"].state, rig.manager.num_bytes) == (UNLOADED, 0)
+        await rig.manager.unload(rig.managed["a"])  # no effect the second time
         assert rig.log == ["load a", "unload a"]
 
     run(test)
 
 
-def test_unload_by_force_cuts_what_is_under_way() -> None:
+def test_forced_unload_fails_running_requests() -> None:
     async def test() -> None:
         rig = Rig("a", None)
         rig.models["a"].on_cut = lambda: rig.release("a")
         await rig.hold("a")
-        await rig.manager.unload(rig.seats["a"], is_forced=True)
+        await rig.manager.unload(rig.managed["a"], is_forced=True)
         assert rig.log == ["load a", "cut a", "unload a"]
 
     run(test)
 
 
-def test_unload_by_force_ends_a_load() -> None:
+def test_forced_unload_cancels_a_load() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
         rig.models["a"].gate = asyncio.Event()
         wants = rig.begin("a")
         await settle()
-        await rig.manager.unload(rig.seats["a"], is_forced=True)
+        await rig.manager.unload(rig.managed["a"], is_forced=True)
         with pytest.raises(LoadFailed, match="unloaded before it was ready"):
             await wants
         assert rig.states() == "a:unloaded b:unloaded"
@@ -458,14 +458,14 @@ def test_unload_by_force_ends_a_load() -> None:
     run(test)
 
 
-def test_unload_by_force_ends_a_load_that_has_not_begun() -> None:
-    """It is cancelled before its first step: whoever waits is told, and the next one has it loaded."""
+def test_forced_unload_cancels_a_load_before_its_first_step() -> None:
+    """The waiter gets an error, and the next request loads the model."""
 
     async def test() -> None:
         rig = Rig("a", None)
 
         wants = rig.begin("a")
-        unloading = asyncio.create_task(rig.manager.unload(rig.seats["a"], is_forced=True))  # comes right behind it
+        unloading = asyncio.create_task(rig.manager.unload(rig.managed["a"], is_forced=True))  # directly after it
         await unloading
         with pytest.raises(LoadFailed, match="unloaded before it was ready"):
             await wants
@@ -474,7 +474,7 @@ def test_unload_by_force_ends_a_load_that_has_not_begun() -> None:
     run(test)
 
 
-def test_unload_by_force_twice_lets_a_load_give_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_forced_unload_does_not_interrupt_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         rig = Rig("a", None)
 
@@ -483,26 +483,26 @@ def test_unload_by_force_twice_lets_a_load_give_back_what_it_has(monkeypatch: py
                 await asyncio.Event().wait()
             finally:
                 await settle(5)
-                rig.log.append("given back")
+                rig.log.append("cleaned up")
             return 0
 
         monkeypatch.setattr(rig.models["a"], "load", load)
         wants = rig.begin("a")
         await settle()
-        keepers = []
+        unloads = []
         for _ in range(3):
-            keepers.append(asyncio.create_task(rig.manager.unload(rig.seats["a"], is_forced=True)))
+            unloads.append(asyncio.create_task(rig.manager.unload(rig.managed["a"], is_forced=True)))
             await settle(2)
-        await asyncio.gather(*keepers)
+        await asyncio.gather(*unloads)
         with pytest.raises(LoadFailed, match="unloaded before it was ready"):
             await wants
-        assert rig.log == ["given back"]
+        assert rig.log == ["cleaned up"]
 
     run(test)
 
 
-def test_who_comes_while_a_load_is_given_up_has_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are larger than was thought, and nobody waits any more for the room they need."""
+def test_a_request_during_an_abandoned_load_starts_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are larger than estimated, and no request waits for the memory any more."""
 
     async def test() -> None:
         rig = Rig("ab", 80)
@@ -528,7 +528,7 @@ def test_who_comes_while_a_load_is_given_up_has_it_loaded(monkeypatch: pytest.Mo
     run(test)
 
 
-def test_an_unload_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_unload_does_not_block_other_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
 
@@ -545,15 +545,15 @@ def test_an_unload_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPat
 def test_loading_without_a_request() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
-        await rig.manager.load(rig.seats["a"])
-        assert (rig.loaded, rig.seats["a"].num_leases) == ("a", 0)
-        await rig.manager.load(rig.seats["b"])
+        await rig.manager.load(rig.managed["a"])
+        assert (rig.loaded, rig.managed["a"].num_leases) == ("a", 0)
+        await rig.manager.load(rig.managed["b"])
         assert rig.loaded == "b"
 
     run(test)
 
 
-def test_closing_ends_everything_at_once() -> None:
+def test_close_unloads_everything() -> None:
     async def test() -> None:
         rig = Rig("abcd", 80)
         await rig.hold("a")
@@ -564,7 +564,7 @@ def test_closing_ends_everything_at_once() -> None:
         await rig.manager.close()
         results = await asyncio.gather(*wants, return_exceptions=True)
         assert all(isinstance(result, LoadFailed) for result in results)
-        assert not any(seat.is_loaded for seat in rig.seats.values())
+        assert not any(managed.is_loaded for managed in rig.managed.values())
         assert rig.log.count("unload a") == 1
         with pytest.raises(LoadFailed, match="shutting down"):
             await rig.hold("a")
@@ -573,8 +573,8 @@ def test_closing_ends_everything_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_traffic(seed: int) -> None:
-    """Everyone is served, the budget is kept at every moment, and nothing is left over."""
+def test_random_traffic(seed: int) -> None:
+    """All requests are served, the budget is never exceeded, and no leases are left."""
 
     async def test() -> None:
         random = Random(seed)
@@ -591,26 +591,26 @@ def test_any_traffic(seed: int) -> None:
                         await rig.hold(name)
                 except TimeoutError:
                     continue
-                assert rig.seats[name].is_loaded
+                assert rig.managed[name].is_loaded
                 await asyncio.sleep(random.choice([0, 0, 0.001]))
-                assert rig.seats[name].is_loaded
+                assert rig.managed[name].is_loaded
                 rig.release(name)
                 served.append(name)
 
-        async def keeper() -> None:
+        async def admin() -> None:
             for _ in range(15):
-                seat = rig.seats[random.choice("abcdef")]
+                managed = rig.managed[random.choice("abcdef")]
                 await asyncio.sleep(0.001)
                 if random.random() < 0.5:
-                    await rig.manager.unload(seat)
-                elif not any(other.is_pinned for other in rig.seats.values()) and seat.num_bytes <= 10:
-                    rig.manager.pin(seat)
-                    rig.manager.unpin(seat)
+                    await rig.manager.unload(managed)
+                elif not any(other.is_pinned for other in rig.managed.values()) and managed.num_bytes <= 10:
+                    rig.manager.pin(managed)
+                    rig.manager.unpin(managed)
 
-        await asyncio.gather(keeper(), *(client() for _ in range(12)))
+        await asyncio.gather(admin(), *(client() for _ in range(12)))
         assert len(served) > 12
         await settle()
-        assert all(not seat.num_leases and not seat.waiters for seat in rig.seats.values())
+        assert all(not managed.num_leases and not managed.waiters for managed in rig.managed.values())
         await rig.manager.close()
         assert rig.manager.num_bytes == 0
         assert rig.log.count("load a") - rig.log.count("unload a") in (0, 1)

@@ -1,0 +1,160 @@
+"""Checks before a download from the hub: whether quire can run the model, and whether disk and memory are enough.
+
+Only the list of files and config.json are fetched for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from quire.cli.machine_fit import FILE_BITS, Memory, fit, read_memory
+from quire.errors import DownloadFailed, QuireError, UnsupportedModel
+from quire.sizes import file_size, memory_size
+from quire.weights.config import DTYPES, spec_from_config
+from quire.weights.fields import show
+from quire.weights.gguf_spec import FAMILIES
+from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
+
+# Types in names of GGUF files: `Q4_K_M` is a mixture, mostly of Q4_K.
+_TYPE = re.compile(r"(?<![A-Za-z0-9])([IT]Q\d_[A-Z0-9]+|Q\d(?:_[01K])?|BF16|F16|F32|FP16|MXFP4)", re.IGNORECASE)
+SAFETENSORS_TYPES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """What `quire pull` would fetch."""
+
+    name: HubName
+    files: Mapping[str, int]  # those to fetch: name -> bytes
+    others: tuple[str, ...]  # the other files in the top folder of the repository
+    config: Mapping[str, Any]  # config.json; empty if there is none
+    gguf: Mapping[str, Any]  # what the hub knows about the GGUF files: architecture, context_length
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def type(self) -> str | None:
+        """The type of most weights; None: not known."""
+        if self.name.gguf is None:
+            dtype = str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
+            return SAFETENSORS_TYPES.get(dtype.removeprefix("torch."))
+        found = _TYPE.search(next(iter(self.files), ""))
+        return None if found is None else found[1].upper().replace("FP16", "F16")
+
+    @property
+    def weights(self) -> dict[str, int]:
+        num_bytes = sum(size for file, size in self.files.items() if file.endswith((".safetensors", ".gguf")))
+        kind = self.type if self.type in FILE_BITS else "BF16" if self.name.gguf is None else "Q4_K"
+        return {kind: int(num_bytes * 8 / FILE_BITS[kind])}
+
+
+def look_up(name: HubName) -> Download:
+    """Ask the hub for the files of a model. Raises DownloadFailed."""
+    hub = import_hub()
+    try:
+        info = hub.HfApi().model_info(name.repo, files_metadata=True)
+        sizes = {one.rfilename: one.size or 0 for one in info.siblings or () if "/" not in one.rfilename}
+        config: Any = {}
+        if "config.json" in sizes:
+            config = json.loads(Path(hub.hf_hub_download(name.repo, "config.json")).read_text("utf-8"))
+    except Exception as error:  # the network has more ways to fail than the library has classes
+        raise DownloadFailed(f"{name.repo}: {failure_reason(hub, error)}") from None
+    files = {
+        file: size
+        for file, size in sorted(sizes.items())
+        if any(fnmatch(file, pattern) for pattern in name.patterns)
+        and not any(fnmatch(file, pattern) for pattern in ELSEWHERE)
+        and not (name.gguf is not None and file.startswith("mmproj"))
+    }
+    gguf = getattr(info, "gguf", None)
+    others = tuple(file for file in sorted(sizes) if file not in files)
+    return Download(name, files, others, config if isinstance(config, dict) else {}, gguf or {})
+
+
+def find_problems(found: Download, memory: Memory, free_disk_bytes: int) -> list[str]:
+    """Why the model would not run here. Empty: it will."""
+    problems = _file_problems(found) or _family_problems(found)
+    if found.num_bytes > free_disk_bytes:
+        problems.append(f"it has {file_size(found.num_bytes)}, and {file_size(free_disk_bytes)} are free on the disk")
+    place = fit(found.weights, memory)
+    if not place.device:
+        total = max(memory.cpu_total, memory.gpu_total)
+        problems.append(f"its weights take {memory_size(place.num_bytes)}, and this machine has {memory_size(total)}")
+    return problems
+
+
+def _file_problems(found: Download) -> list[str]:
+    name = found.name
+    if name.gguf is not None:
+        if not found.files:
+            choices = [file for file in found.others if file.endswith(".gguf")]
+            there = f"; there are {', '.join(choices[:12])}" if choices else ""
+            return [f"no GGUF file of {name.repo} matches {name.gguf!r}{there}"]
+        if found.type is not None and found.type not in FILE_BITS:
+            return [f"weights of type {found.type} are not supported; these are: {', '.join(FILE_BITS)}"]
+        return []
+    if any(file.endswith(".safetensors") for file in found.files) and found.config:
+        return []
+    if any(file.endswith(".gguf") for file in found.others):
+        return [f"the repository has GGUF files: name one, as in `quire pull {name.repo}:Q4_K_M`"]
+    if any(file.endswith((".bin", ".pt", ".pth", ".ckpt")) for file in found.others):
+        return [
+            "its weights are in a format that can run code when read (.bin, .pt): only safetensors and GGUF are read"
+        ]
+    return ["the repository has no config.json with safetensors and no GGUF file"]
+
+
+def _family_problems(found: Download) -> list[str]:
+    if found.name.gguf is not None:
+        family = found.gguf.get("architecture")
+        if family is not None and family not in FAMILIES:
+            return [f"architecture {show(family)} is not supported; these run: {', '.join(FAMILIES)}"]
+        return []
+    try:
+        spec_from_config(found.config, {}, "config.json", found.type or "BF16")
+    except (UnsupportedModel, QuireError) as error:
+        return [str(error)]
+    return []
+
+
+def find_context(found: Download) -> int | None:
+    if found.name.gguf is not None:
+        context = found.gguf.get("context_length")
+        return context if type(context) is int else None
+    try:
+        return spec_from_config(found.config, {}, "config.json", found.type or "BF16").max_model_len
+    except QuireError:
+        return None
+
+
+def free_disk_bytes(folder: Path) -> int:
+    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
+    return shutil.disk_usage(existing).free
+
+
+def check(name: HubName, *, is_forced: bool) -> str:
+    """Refuse a model that would not run here, unless forced. Returns one line about the download."""
+    from huggingface_hub import constants
+
+    found = look_up(name)
+    memory = read_memory()
+    problems = find_problems(found, memory, free_disk_bytes(Path(constants.HF_HUB_CACHE)))
+    title = f"{name.repo}{f':{name.gguf}' if name.gguf else ''}"
+    if problems and (not is_forced or not found.files):
+        advice = "" if not found.files else ". --force downloads it anyway"
+        raise UnsupportedModel(f"{title}: {'; '.join(problems)}{advice}")
+    place = fit(found.weights, memory)
+    context = find_context(found)
+    parts = [f"{title}: {file_size(found.num_bytes)}", *(["forced: " + "; ".join(problems)] if problems else [])]
+    parts += [f"{context:,} tokens of context"] if context else []
+    parts += [f"runs on {place}"] if place.device and not problems else []
+    return ", ".join(parts)

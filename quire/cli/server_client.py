@@ -1,0 +1,410 @@
+"""HTTP client for a quire server: which address to use, requests, errors and event streams.
+
+Every response is checked. A response that does not follow the API raises `ServerError` with the server's URL.
+
+The transport is httpcore, the lower half of httpx: importing httpx would add 130 ms of CPU time to the 240 ms of
+`quire generate --server`, httpcore adds 25 ms. It is imported with the first request. Load generators have many
+connections at once and use `quire.cli.load_stream` instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from quire import __version__
+from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError
+from quire.weights.hub import find_known
+
+if TYPE_CHECKING:
+    import httpcore
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+WAIT_S = 60.0  # for a server that is still loading
+POLL_S = 0.25
+STREAM_READ_S = 600.0  # between two reads of a response to a POST; the server's queue may be long
+MAX_DOCUMENT_BYTES = 4 << 20
+MAX_EVENT_BYTES = 16 << 20
+MAX_MESSAGE_CHARS = 1000
+
+
+class ServerError(QuireError):
+    """The server cannot be used, or its response does not follow the API. The message names its URL."""
+
+
+class ServerNotFound(ServerError):
+    """No server at this address, or a server that is not quire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    connect_s: float
+    read_s: float
+
+
+QUICK = Timeouts(0.3, 10.0)  # for the default address, where usually no server runs; one that accepts may be busy
+PATIENT = Timeouts(5.0, 30.0)
+
+
+# Address
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    url: str  # without a trailing slash
+    is_named: bool  # by --server or QUIRE_SERVER: then a missing server is an error
+
+
+def choose_address(server: str | None, *, is_local: bool, engine_options: Sequence[str]) -> Address | None:
+    """The address in --server, else QUIRE_SERVER, else the default one. None: load the model in this process."""
+    if server is not None and is_local:
+        raise InvalidRequest(f"--local loads the model here, and --server {server} was given: choose one")
+    if server is not None and engine_options:
+        raise InvalidRequest(f"{engine_options[0]} is for a model loaded here, and --server {server} was given")
+    if is_local or engine_options:
+        return None
+    source, text = ("--server", server) if server is not None else ("QUIRE_SERVER", os.environ.get("QUIRE_SERVER", ""))
+    if text.strip().lower() == "none":
+        return None
+    if server is None and not text.strip():
+        return Address(DEFAULT_URL, is_named=False)
+    return Address(parse_url(source, text), is_named=True)
+
+
+def parse_url(source: str, text: str) -> str:
+    """Normalise a base URL. A trailing /v1, as other clients need it, is removed; HOST:PORT is accepted."""
+    url = text.strip()
+    problem = InvalidRequest(f"{source} = {text!r} is not a URL like {DEFAULT_URL}")
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise problem from None
+    if not is_good or not url.isprintable() or set(" ?#@") & set(url):
+        raise problem
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}"
+
+
+def reach_server(server: str | None, api_key: str | None) -> ServerClient:
+    """A client of a server that is ready, for commands that need one."""
+    found = ServerClient(require_address(server).url, chosen_key(api_key), PATIENT)
+    found.wait_until_ready()
+    return found
+
+
+def require_address(server: str | None) -> Address:
+    address = choose_address(server, is_local=False, engine_options=())
+    if address is None:
+        raise InvalidRequest("this command needs a server, and QUIRE_SERVER is none: name one with --server URL")
+    return address
+
+
+def chosen_key(api_key: str | None) -> str | None:
+    keys = [api_key] if api_key else os.environ.get("QUIRE_API_KEY", "").split()  # `quire serve` may have several
+    return keys[0] if keys else None
+
+
+def note(text: str) -> None:
+    """Print a remark to stderr if it is a terminal."""
+    if sys.stderr.isatty():
+        typer.echo(f"[{text}]", err=True)
+
+
+# Requests
+
+
+class ServerClient:
+    """Sends requests to one server.
+
+    Each request has its own connection, and closing it cancels the request. Proxies of the environment are not used:
+    a server on this machine or in the local network is not reachable through them.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeouts: Timeouts) -> None:
+        self.url = url
+        self.timeouts = timeouts
+        self._parts = urlsplit(url)
+        self._api_key = api_key
+        if api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", api_key):
+            raise InvalidRequest("the API key contains blanks or characters that are not ASCII")
+
+    def wait_until_ready(self) -> None:
+        deadline_s: float | None = None
+        while (status := self._health()) in ("loading", "restarting"):
+            now_s = time.monotonic()
+            if deadline_s is None:
+                deadline_s = now_s + WAIT_S
+                typer.echo(f"[{self.url} is {status}: waiting for it]", err=True)
+            elif now_s >= deadline_s:
+                raise ServerError(f"{self.url} is still {status} after {WAIT_S:.0f} s")
+            time.sleep(POLL_S)
+        if status != "ok":
+            raise ServerError(f"{self.url} is {printable(status)} and accepts no requests")
+
+    def list_models(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models."""
+        found = self.get("/v1/models")
+        entries = found.get("data") if isinstance(found, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise self.malformed("a malformed list of models", found)
+        return entries
+
+    def find_model(self, wanted: str | None) -> tuple[str, int]:
+        """The name of the model on the server and its context length. None selects the first model."""
+        models: dict[str, int] = {}
+        for entry in self.list_models():
+            name, size = entry.get("id"), entry.get("max_model_len")
+            if not isinstance(name, str) or not name.isprintable() or type(size) is not int:
+                raise self.malformed("a model without id or max_model_len", entry)
+            models[name] = size
+        if not models:
+            raise ServerError(f"{self.url} has no model")
+        if wanted is None:
+            return next(iter(models.items()))
+        known = find_known(wanted)
+        for name in (wanted, known.name if known else wanted):
+            if name in models:
+                return name, models[name]
+        raise InvalidRequest(f"{self.url} has no model {wanted!r}, only {printable(', '.join(models))}")
+
+    def get(self, path: str) -> Any:
+        """The JSON document at a path."""
+        with self._open("GET", path) as response:
+            return self.parse(self._body(response))
+
+    def get_text(self, path: str) -> str:
+        with self._open("GET", path) as response:
+            return self._body(response).decode("utf-8", "replace")
+
+    def post(self, path: str, body: Any) -> Any:
+        """Send JSON and return the JSON document of the response."""
+        with self._open("POST", path, body) as response:
+            return self.parse(self._body(response))
+
+    def delete(self, path: str) -> Any:
+        with self._open("DELETE", path) as response:
+            return self.parse(self._body(response))
+
+    @contextmanager
+    def events(self, method: str, path: str, body: Any = None) -> Iterator[Iterator[str]]:
+        """The data of the server-sent events of a response, as they arrive. Leaving the block cancels the request."""
+        with self._open(method, path, body) as response:
+            kind = _headers(response).get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "text/event-stream":
+                raise self.malformed("no event stream, but", kind)
+            yield self.read_events(self._chunks(response))
+
+    def read_events(self, chunks: Iterable[bytes]) -> Iterator[str]:
+        """As the function `read_events`, with errors that name the server."""
+        try:
+            yield from read_events(chunks)
+        except OverflowError as error:
+            raise ServerError(f"{self.url} sent {error}") from None
+
+    def headers(self, *, has_body: bool = False, has_key: bool = True) -> dict[str, str]:
+        found = {"user-agent": f"quire/{__version__}", "accept-encoding": "identity"}
+        if has_body:
+            found["content-type"] = "application/json"
+        if has_key and self._api_key is not None:
+            found["authorization"] = f"Bearer {self._api_key}"
+        return found
+
+    def parse(self, data: bytes | str) -> Any:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise self.malformed("what is not JSON", data) from None
+
+    def malformed(self, what: str, found: object) -> ServerError:
+        """The error for a response that does not follow the API."""
+        try:
+            shown = repr(found)[:200]
+        except RecursionError:
+            shown = "something nested very deeply"
+        return ServerError(f"{self.url} sent {what}: {printable(shown)}")
+
+    def refusal(self, status: int, reason: str, headers: Mapping[str, str], data: bytes) -> QuireError:
+        """The error for a response that is not 200: the server's message, the status, the field, when to retry."""
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
+            found = None
+        detail = found.get("error") if isinstance(found, dict) else None
+        error: dict[str, Any] = detail if isinstance(detail, dict) else {}
+        text = f"{self.url}: {printable(str(error.get('message') or reason or 'refused'))}"
+        text += f" (HTTP {status}{f', {printable(str(param))}' if (param := error.get('param')) else ''})"
+        if (retry := headers.get("retry-after")) is not None:
+            text += f"; try again in {retry} s" if retry.isdecimal() else f"; try again after {printable(retry)}"
+        if status == 401 and self._api_key is None:
+            text += "; --api-key or QUIRE_API_KEY sets a key"
+        if error.get("code") == "context_length_exceeded":
+            return ContextTooLong(text)
+        if status == 429:
+            return QueueFull(text)
+        return InvalidRequest(text) if status in (400, 404, 413, 422) else ServerError(text)
+
+    def _health(self) -> str:
+        """The status in /health. Sent without the API key: the server is not known to be quire yet."""
+        with self._connect("GET", "/health", self.headers(has_key=False)) as response:
+            try:
+                found = self.parse(self._body(response))
+            except ServerError:
+                found = None
+            if response.status not in (200, 503) or not isinstance(found, dict) or found.get("server") != "quire":
+                raise ServerNotFound(f"{self.url} answers, but is not a quire server")
+        return "ok" if response.status == 200 else str(found.get("status"))
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: Any = None) -> Iterator[httpcore.Response]:
+        """A response with status 200. Others are raised."""
+        data = None if body is None else json.dumps(body).encode()
+        with self._connect(method, path, self.headers(has_body=data is not None), data) as response:
+            if response.status != 200:
+                try:
+                    content = self._body(response)
+                except ServerError:
+                    content = b""
+                reason = response.extensions.get("reason_phrase", b"").decode("ascii", "replace")
+                raise self.refusal(response.status, reason, _headers(response), content)
+            yield response
+
+    @contextmanager
+    def _connect(
+        self, method: str, path: str, headers: dict[str, str], data: bytes | None = None
+    ) -> Iterator[httpcore.Response]:
+        """Send a request on a new connection. The response's body is still to be read."""
+        import httpcore
+
+        if data is not None:
+            headers = {**headers, "content-length": str(len(data))}
+        read_s = self.timeouts.read_s if data is None else STREAM_READ_S
+        timeouts = {"connect": self.timeouts.connect_s, "write": read_s, "read": read_s}
+        with httpcore.ConnectionPool(ssl_context=self._ssl_context()) as pool:
+            with self._transport_errors("does not answer", ServerNotFound):
+                host = (self._parts.hostname or "").encode("idna")
+                url = httpcore.URL(
+                    scheme=self._parts.scheme.encode(),
+                    host=host,
+                    port=self._parts.port,
+                    target=(self._parts.path + path).encode("ascii"),
+                )
+                response = pool.handle_request(
+                    httpcore.Request(
+                        method,
+                        url,
+                        headers=[("host", self._host_header(host)), *headers.items()],
+                        content=data,
+                        extensions={"timeout": timeouts},
+                    )
+                )
+            try:
+                yield response
+            finally:
+                response.close()
+
+    def _host_header(self, host: bytes) -> str:
+        """httpcore's own lacks the brackets of an IPv6 address."""
+        name = f"[{host.decode()}]" if b":" in host else host.decode()
+        return name if self._parts.port is None else f"{name}:{self._parts.port}"
+
+    def _ssl_context(self) -> Any:
+        """The authorities of this system; httpcore itself would use those of certifi."""
+        if self._parts.scheme != "https":
+            return None
+        import ssl
+
+        return ssl.create_default_context()
+
+    @contextmanager
+    def _transport_errors(self, what: str, kind: type[ServerError] = ServerError) -> Iterator[None]:
+        import httpcore
+
+        try:
+            yield
+        except httpcore.TimeoutException:
+            raise kind(f"{self.url} {what}: it took too long") from None
+        except (httpcore.NetworkError, httpcore.ProtocolError, UnicodeError) as error:
+            raise kind(f"{self.url} {what}: {_reason(error)}") from None
+
+    def _chunks(self, response: httpcore.Response) -> Iterator[bytes]:
+        with self._transport_errors("broke off the answer"):
+            yield from response.iter_stream()
+
+    def _body(self, response: httpcore.Response) -> bytes:
+        found = bytearray()
+        for chunk in self._chunks(response):
+            found += chunk
+            if len(found) > MAX_DOCUMENT_BYTES:
+                raise ServerError(f"{self.url} sent more than {MAX_DOCUMENT_BYTES} bytes")
+        return bytes(found)
+
+
+def _headers(response: httpcore.Response) -> dict[str, str]:
+    return {name.decode("ascii").lower(): value.decode("latin-1") for name, value in response.headers}
+
+
+def _reason(error: Exception) -> str:
+    """Without error numbers and class names."""
+    cause = error.args[0] if error.args else None  # httpcore wraps the error of the socket
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    text = printable(str(error))
+    return "the connection ended" if text.startswith("peer closed connection") else text
+
+
+# Server-sent events
+
+
+def read_events(chunks: Iterable[bytes]) -> Iterator[str]:
+    """The data of server-sent events, which may be cut anywhere. Comments and other fields are skipped.
+
+    Raises OverflowError for an event of more than MAX_EVENT_BYTES.
+    """
+    data: list[str] = []
+    num_bytes = 0
+    for line in read_lines(chunks):
+        if not line:
+            if data:
+                yield "\n".join(data)
+            data, num_bytes = [], 0
+            continue
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            num_bytes += len(value)
+            if num_bytes > MAX_EVENT_BYTES:
+                raise OverflowError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+            data.append(value.removeprefix(b" ").decode("utf-8", "replace"))
+
+
+def read_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    r"""Lines without their ends (\n, \r\n or \r). Bytes after the last end are dropped."""
+    rest = b""
+    is_after_return = False  # a \n at the start of the next chunk belongs to the line end before it
+    is_first = True
+    for chunk in chunks:
+        if is_after_return and chunk.startswith(b"\n"):
+            chunk = chunk[1:]
+        if chunk:
+            is_after_return = chunk.endswith(b"\r")
+        lines = (rest + chunk).splitlines(keepends=True)
+        rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        if len(rest) > MAX_EVENT_BYTES:
+            raise OverflowError(f"a line of more than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            yield line.removeprefix(b"\xef\xbb\xbf" if is_first else b"").rstrip(b"\r\n")
+            is_first = False
+
+
+def printable(text: str) -> str:
+    """A server's text, safe to print: cut to MAX_MESSAGE_CHARS, control characters replaced by blanks."""
+    return "".join(char if char.isprintable() else " " for char in text[:MAX_MESSAGE_CHARS])

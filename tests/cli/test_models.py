@@ -1,0 +1,187 @@
+"""`quire models`, `show` and `run`, and names of commands, also those of Ollama."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import machine_fit, model_loading
+from quire.cli.machine_fit import FILE_BITS, Memory, fit
+from quire.cli.main import ADVICE, COMMANDS, app
+from quire.cli.suggestions import AGENT_CONTEXT, SUGGESTIONS, suggest
+from quire.errors import InvalidRequest
+from quire.weights.gguf_spec import FAMILIES
+from quire.weights.huggingface import HubName
+from tests.cli.runs import EchoLLM, Terminal
+from tests.cli.scripted import NAME, serving
+from tests.weights.makers import tiny_gguf, write_folder
+
+GB = 10**9
+LAPTOP = Memory(cpu_total=16 * GB, cpu_free=10 * GB)
+GPU = Memory(cpu_total=64 * GB, cpu_free=50 * GB, gpu_total=24 * GB, gpu_free=23 * GB)
+
+
+def run(*arguments: str, stdin: str = "") -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+# Names of commands
+
+
+@pytest.mark.parametrize("name", sorted(ADVICE))
+def test_commands_of_ollama_name_their_replacement(name: str) -> None:
+    outcome = run(name, "something")
+    assert isinstance(outcome.exception, InvalidRequest)
+    assert str(outcome.exception) == f"there is no command {name!r}: {ADVICE[name]}"
+    assert name not in COMMANDS
+
+
+def test_an_unknown_command_suggests_the_nearest() -> None:
+    for typed, meant in (("genrate", "generate"), ("modles", "models"), ("unlaod", "unload"), ("sevre", "serve")):
+        assert f"did you mean {meant}" in str(run(typed).exception)
+    assert str(run("xyzzy").exception) == "there is no command 'xyzzy': `quire --help` lists the commands"
+
+
+def test_help_groups_the_commands_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nsys.argv = ['quire', '--help']\nfrom quire.cli.main import app\n"
+        "try: app()\nexcept SystemExit: pass\n"
+        "names = {'httpx', 'httpcore', 'torch', 'numpy', 'starlette', 'msgspec', 'rich', 'huggingface_hub'}\n"
+        "print(sorted(names & set(sys.modules)), file=sys.stderr)\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    titles = [line for line in outcome.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options:", "Run a model:", "Serve models:", "Models on this machine:", "Measure:"]
+    assert outcome.stderr == "[]\n"
+
+
+# quire models
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with one GGUF in quire's cache, and the memory of a laptop."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("quire.cli.models.read_memory", lambda: LAPTOP)
+    monkeypatch.setattr("quire.cli.show.read_memory", lambda: LAPTOP)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.gguf").write_bytes(tiny_gguf())
+    return tmp_path
+
+
+def test_models_have_paths_and_sizes(here: Path) -> None:
+    (here / "models" / "broken.gguf").write_bytes(tiny_gguf()[:100])
+    outcome = run("models")
+    assert run("list").stdout == run("ls").stdout == outcome.stdout
+    head, mine, *rest = outcome.stdout.splitlines()
+    assert head.split() == ["name", "architecture", "type", "size", "path"]
+    assert mine.split() == ["mine", "llama", "Q4_0", "0.1", "MB", str(here / "models" / "mine.gguf")]
+    assert rest[0].startswith("broken: ")
+    assert "smollm2-135m-instruct" in outcome.stdout
+    assert "Qwen/Qwen3-8B-GGUF:Q4_K_M" in outcome.stdout
+    document = json.loads(run("models", "--json").stdout)
+    assert document["suggested"][-1]["device"] == "cpu"
+
+
+def test_suggestions_are_models_that_quire_runs() -> None:
+    for one in SUGGESTIONS:
+        name = HubName.parse(one.name)
+        assert name is not None
+        assert (name.gguf is None) == (one.type == "BF16")
+        assert one.family in FAMILIES
+        assert one.type in FILE_BITS
+        assert one.max_model_len >= AGENT_CONTEXT
+        billions = float(one.parameters.removesuffix("B"))
+        assert 0.7 * billions < one.weights[one.type] / 1e9 < 1.6 * billions  # the size agrees with the name
+
+
+def test_suggestions_fit_into_the_memory() -> None:
+    names = [one.name for one, _ in suggest(LAPTOP, set())]
+    assert "Qwen/Qwen3-8B-GGUF:Q4_K_M" in names
+    assert "Qwen/Qwen3-14B-GGUF:Q4_K_M" not in names  # 10 GB in memory, and there must be room for the KV cache
+    assert not any(":" not in name for name in names)  # without a GPU, GGUF files only
+    assert suggest(LAPTOP, {"Qwen/Qwen3-8B-GGUF:Qwen3-8B-Q4_K_M.gguf"})[-1][0].parameters != "8B"
+    on_gpu = suggest(GPU, set())
+    assert {place.device for _, place in on_gpu} == {"cuda"}
+    assert on_gpu[-1][0].name == "Qwen/Qwen3-8B"
+    assert suggest(Memory(GB, GB // 10), set()) == []
+
+
+def test_where_a_model_fits() -> None:
+    eight = {"Q4_K": 8 * GB}
+    assert str(fit(eight, LAPTOP)) == "CPU"
+    assert fit(eight, LAPTOP).num_bytes == 5 * GB
+    assert str(fit(eight, GPU)) == "GPU"
+    assert str(fit(eight, Memory(16 * GB, 2 * GB))) == "CPU, once 4.7 GiB are free"
+    assert str(fit({"BF16": 70 * GB}, LAPTOP)) == "too large: 69.3 GiB of weights"
+    assert fit({"BF16": 20 * GB}, GPU).device == "cpu"  # 40 GB for the GPU, 21 in 8 bits
+
+
+def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '8192, 100\\n24576, 24000\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(machine_fit, "has_nvidia", lambda: True)
+    monkeypatch.setattr(machine_fit, "NVIDIA_SMI", (str(program),))
+    found = machine_fit.read_memory()
+    assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)
+    monkeypatch.setattr(machine_fit, "NVIDIA_SMI", (str(tmp_path / "none"),))
+    assert machine_fit.read_memory().gpu_total == 0
+
+
+# quire show
+
+
+def test_show_has_the_facts_of_a_model(here: Path) -> None:
+    outcome = run("show", "./mine.gguf")
+    assert "no such file or folder" in str(outcome.exception)
+    path = str(here / "models" / "mine.gguf")
+    lines = dict(line.split("  ", 1) for line in run("show", path).stdout.splitlines() if "  " in line)
+    assert lines["family"].strip() == "llama (llama)"
+    assert lines["path"].strip() == path
+    assert lines["runs here"].strip() == "CPU"
+    assert lines["memory"].strip().endswith("of KV cache for 256 tokens")
+    facts = json.loads(run("show", path, "--json").stdout)
+    assert (facts["family"], facts["runs_on"], facts["size_bytes"]) == ("llama", "cpu", len(tiny_gguf()))
+    assert facts["num_parameters"] == sum(facts["weights"].values())
+
+
+def test_show_prints_the_template(here: Path) -> None:
+    folder = write_folder(here / "folder")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert run("show", str(folder), "--template").stdout == "{{ messages }}\n"
+    assert json.loads(run("show", str(folder), "--json").stdout)["has_chat_template"]
+
+
+# quire run
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
+    llm = EchoLLM()
+    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
+    return llm
+
+
+def test_run_answers_a_prompt(echo: EchoLLM) -> None:
+    assert run("run", "smollm2", "What", "is", "this?").stdout == "What is this?\n"
+    assert run("run", "smollm2", stdin="From a pipe.\n").stdout == "From a pipe.\n"
+    assert [messages[0]["content"] for messages in echo.seen] == ["What is this?", "From a pipe."]
+
+
+def test_run_without_a_prompt_is_a_chat() -> None:
+    with serving() as server:
+        terminal = Terminal("run", NAME, env={"QUIRE_SERVER": server.url})
+        try:
+            terminal.wait_for(f"{NAME}, 60 tokens of context. /help for help.\r\n> ")
+            terminal.type("\x04")
+            assert terminal.exit_code() == 0
+        finally:
+            terminal.close()

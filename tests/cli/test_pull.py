@@ -1,0 +1,189 @@
+"""`quire pull` from a hub: what is checked before the download, and what `quire rm` deletes afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from quire.cli.machine_fit import Memory
+from quire.cli.pull_check import Download, find_context, find_problems
+from quire.weights.huggingface import HubName
+from tests.cli.fake_hub import COMMIT, FakeHub, Repository, fake_hub
+from tests.cli.runs import Terminal, quire
+from tests.weights.makers import tiny_gguf, write_folder
+
+GB = 10**9
+MEMORY = Memory(cpu_total=16 * GB, cpu_free=12 * GB)
+GGUF = tiny_gguf()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> dict[str, bytes]:
+    """The files of a tiny model."""
+    return {path.name: path.read_bytes() for path in write_folder(tmp_path / "made").iterdir()}
+
+
+@pytest.fixture
+def hub(folder: dict[str, bytes]) -> Iterator[FakeHub]:
+    other = json.dumps({"architectures": ["MambaForCausalLM"]}).encode()
+    sizes = {"huge-Q4_K_M.gguf": 900 * GB}
+    with fake_hub(
+        org_name=Repository(folder),
+        org_other=Repository({**folder, "config.json": other}),
+        org_gguf=Repository({"tiny-Q4_0.gguf": GGUF, "tiny-Q8_0.gguf": GGUF}, gguf={"architecture": "llama"}),
+        org_mamba=Repository({"m-Q4_0.gguf": GGUF}, gguf={"architecture": "mamba"}),
+        org_huge=Repository({"huge-Q4_K_M.gguf": b"x"}, sizes, {"architecture": "llama"}),
+        org_pickle=Repository({"config.json": folder["config.json"], "pytorch_model.bin": b"x"}),
+    ) as hub:
+        yield hub
+
+
+def pull(hub: FakeHub, home: Path, *arguments: str) -> CompletedProcess[str]:
+    return quire("pull", *arguments, env=hub.env(home))
+
+
+def test_a_model_that_runs_is_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    outcome = pull(hub, tmp_path, "org/name")
+    assert outcome.returncode == 0, outcome.stderr
+    path = Path(outcome.stdout.strip())
+    assert (path.name, sorted(file.name for file in path.iterdir())) == (
+        COMMIT,
+        sorted(hub.repositories["org/name"].files),
+    )
+    assert outcome.stderr.startswith("org/name: ")
+    assert outcome.stderr.endswith("tokens of context, runs on CPU\n")
+    assert hub.fetched[0] == "config.json"  # before anything large
+    again = pull(hub, tmp_path, "org/name")
+    assert (again.stdout, again.stderr) == (outcome.stdout, "")  # it is here
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/other", "'MambaForCausalLM' is not supported; these run: LlamaForCausalLM, "),
+        ("org/mamba:Q4_0", "architecture 'mamba' is not supported; these run: llama, "),
+        ("org/huge:Q4_K_M", "it has 900.0 GB, and "),
+        ("org/huge:Q4_K_M", "its weights take 931 GiB, and this machine has "),
+        ("org/pickle", "its weights are in a format that can run code when read"),
+        ("org/gguf", "the repository has GGUF files: name one, as in `quire pull org/gguf:Q4_K_M`"),
+        ("org/gguf:Q2_K", "no GGUF file of org/gguf matches 'Q2_K'; there are tiny-Q4_0.gguf, tiny-Q8_0.gguf"),
+        ("org/nowhere", "no such model on the hub"),
+    ],
+)
+def test_a_model_that_does_not_run_is_refused_before_the_download(
+    hub: FakeHub, tmp_path: Path, name: str, message: str
+) -> None:
+    outcome = pull(hub, tmp_path, name)
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert message in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+    assert set(hub.fetched) <= {"config.json"}
+
+
+def test_force_downloads_it_anyway(hub: FakeHub, tmp_path: Path) -> None:
+    assert "--force downloads it anyway" in pull(hub, tmp_path, "org/mamba:Q4_0").stderr
+    outcome = pull(hub, tmp_path, "org/mamba:Q4_0", "--force")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "forced: architecture 'mamba' is not supported" in outcome.stderr
+    assert "m-Q4_0.gguf" in hub.fetched
+    assert pull(hub, tmp_path, "org/gguf:Q2_K", "--force").returncode == 2  # there is nothing to download
+
+
+# What would be downloaded, without a hub
+
+
+def download(name: str, files: dict[str, int], **more: object) -> Download:
+    parsed = HubName.parse(name)
+    assert parsed is not None
+    given: dict[str, object] = {"others": (), "config": {}, "gguf": {}, **more}
+    return Download(parsed, files, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("Qwen3-4B-Q4_K_M.gguf", "Q4_K"),
+        ("model.Q8_0.gguf", "Q8_0"),
+        ("qwen2.5-coder-7b-instruct-q5_k_m.gguf", "Q5_K"),
+        ("m-IQ4_XS.gguf", "IQ4_XS"),
+        ("gemma-3-4b-it-BF16.gguf", "BF16"),
+        ("m-fp16.gguf", "F16"),
+        ("model.gguf", None),
+    ],
+)
+def test_the_type_in_a_file_name(file: str, found: str | None) -> None:
+    assert download("org/name:x.gguf", {file: 1}).type == found
+
+
+def test_types_that_are_not_read_are_refused() -> None:
+    (problem,) = find_problems(download("org/name:IQ4_XS", {"m-IQ4_XS.gguf": GB}), MEMORY, 100 * GB)
+    assert problem.startswith("weights of type IQ4_XS are not supported; these are: F32, ")
+    assert find_problems(download("org/name:Q4_K_M", {"m-Q4_K_M.gguf": GB}), MEMORY, 100 * GB) == []
+
+
+def test_a_gpu_holds_16_bits_and_a_cpu_5(folder: dict[str, bytes]) -> None:
+    config = {**json.loads(folder["config.json"]), "torch_dtype": "bfloat16"}
+    large = download("org/name", {"config.json": 1, "model.safetensors": 40 * GB}, config=config)
+    assert "its weights take " in find_problems(large, MEMORY, 100 * GB)[0]
+    assert find_problems(large, Memory(16 * GB, 12 * GB, 80 * GB, 70 * GB), 100 * GB) == []
+    assert find_problems(large, Memory(64 * GB, 12 * GB), 100 * GB) == []  # in 8 bits
+    assert "are free on the disk" in find_problems(large, Memory(64 * GB, 12 * GB), 10 * GB)[0]
+    assert find_context(large) == config["max_position_embeddings"]
+
+
+def test_quantised_safetensors_are_refused(folder: dict[str, bytes]) -> None:
+    config = {**json.loads(folder["config.json"]), "quantization_config": {"quant_method": "awq"}}
+    found = download("org/name", {"config.json": 1, "model.safetensors": GB}, config=config)
+    assert "quantised safetensors are not supported" in find_problems(found, MEMORY, 100 * GB)[0]
+
+
+# quire rm
+
+
+def test_rm_deletes_one_gguf_or_the_whole_repository(hub: FakeHub, tmp_path: Path) -> None:
+    env = hub.env(tmp_path)
+    first, second = (Path(pull(hub, tmp_path, f"org/gguf:{tag}").stdout.strip()) for tag in ("Q4_0", "Q8_0"))
+    outcome = quire("rm", "org/gguf:Q4_0", env=env)
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith("quire: deleting org/gguf:Q4_0 (")
+    assert outcome.stderr.endswith(" needs --yes where there is no terminal to ask on\n")
+    assert first.exists()
+    outcome = quire("rm", "org/gguf:tiny-Q4_0.gguf", "--yes", env=env)
+    assert outcome.stdout.startswith("deleted org/gguf:tiny-Q4_0.gguf: ")
+    assert outcome.stdout.endswith(" freed\n")
+    assert not first.is_symlink()
+    home = first.parent.parent.parent
+    quire("rm", "org/gguf", "--yes", env=env)
+    assert not second.exists()
+    assert not home.exists()
+    assert "no such model on this machine" in quire("rm", "org/gguf", "--yes", env=env).stderr
+
+
+def test_rm_asks_at_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
+    path = Path(pull(hub, tmp_path, "org/gguf:Q4_0").stdout.strip())
+    for answer, is_there in (("n", True), ("y", False)):
+        terminal = Terminal("rm", "org/gguf:Q4_0", env=hub.env(tmp_path))
+        try:
+            terminal.wait_for("[y/N]: ")
+            terminal.type(f"{answer}\n")
+            assert terminal.exit_code() == (1 if is_there else 0)
+        finally:
+            terminal.close()
+        assert path.exists() == is_there
+
+
+def test_rm_refuses_what_quire_did_not_download(tmp_path: Path) -> None:
+    own = tmp_path / "models"
+    own.mkdir()
+    (own / "mine.gguf").write_bytes(GGUF)
+    (tmp_path / "x.gguf").write_bytes(GGUF)
+    env = {"QUIRE_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
+    for name, path in (("mine", own / "mine.gguf"), (str(tmp_path / "x.gguf"), tmp_path / "x.gguf")):
+        outcome = quire("rm", name, "--yes", env=env)
+        assert outcome.stderr == f"quire: {name}: quire did not download this model; delete {path} yourself\n"
+        assert path.exists()
+    assert "is not on this machine" in quire("rm", "smollm2", "--yes", env=env).stderr
