@@ -175,6 +175,17 @@ def test_a_batch_can_be_cancelled_while_it_runs_and_while_it_waits(server: Serve
     server.wait_free()
 
 
+def test_a_batch_may_be_cancelled_at_any_moment(server: Server, client: OpenAI) -> None:
+    """A state that is being written when the batch is cancelled is followed by the next one, not mixed with it."""
+    with paused(server.worker_pid):
+        for _ in range(20):
+            batch = submit(client, line("a"))
+            client.batches.cancel(batch.id)
+            assert finished(client, batch.id).status == "cancelled"
+            stored = json.loads((Path(server.state_dir) / "batches" / f"{batch.id}.json").read_text())
+            assert stored["batch"]["status"] in ("cancelling", "cancelled")
+
+
 # What clients may send
 
 

@@ -74,6 +74,7 @@ class StateDir:
         self._lock_file: BinaryIO | None = None
         self._opening = asyncio.Lock()
         self._saving = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
         self._reserving = threading.Lock()
 
     # The directory
@@ -93,7 +94,9 @@ class StateDir:
     def is_open(self) -> bool:
         return self._lock_file is not None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Let go of the directory, after the writes that are in progress."""
+        await asyncio.gather(*self._saves, return_exceptions=True)
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
@@ -243,6 +246,13 @@ class StateDir:
         return self.path / folder / f"{name}.json"
 
     async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
+        """A caller that is cancelled does not end the write: a second one of the same file would overtake it."""
+        task = asyncio.create_task(self._save_alone(folder, name, value))
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+        await asyncio.shield(task)
+
+    async def _save_alone(self, folder: str, name: str, value: msgspec.Struct) -> None:
         async with self._saving:  # one writer, so that the last state is also the last to be written
             await asyncio.to_thread(_write, self._facts(folder, name), msgspec.json.encode(value))
 
