@@ -22,7 +22,8 @@ from quire.errors import MissingExtra, QuireError
 STOP_S = 10.0  # after SIGTERM; then it is killed
 NUM_TAIL_LINES = 10
 KEPT_VARIABLES = ("QUIRE_CACHE",)  # the folder of models; other variables would set options of the server
-_SERVE = "from quire.cli.bench_server import run_while_parent_lives; run_while_parent_lives()"
+# The comment names the process in a list of processes.
+_SERVE = "from quire.cli.bench_server import run_while_parent_lives as run; run()  # quire serve"
 
 
 @dataclass(frozen=True, slots=True)
