@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import stat
@@ -13,6 +14,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from quire.server.auth import Key
+from quire.server.batches.store import StateDir
 from tests.server.rig import FAKE, Answer, Server, serving
 from tests.waiting import HANG_S, eventually, paused
 
@@ -483,3 +486,22 @@ def test_a_server_without_state_says_so(tiny_model: Path, tmp_path: Path) -> Non
             answer = server.get("/v1/batches")
             assert answer.status == status, answer
             assert server.chat().status == 200
+
+
+def test_an_upload_that_is_closed_while_a_thread_writes_reserves_nothing(tmp_path: Path) -> None:
+    """A write after the end, as of a thread that outlives a cancelled request, is refused and not counted."""
+
+    async def check() -> None:
+        store = StateDir(tmp_path / "state", max_file_bytes=1 << 20, max_key_bytes=100)
+        await store.open()
+        upload = store.begin_upload(Key("alice"), 0)
+        upload.write(b"x" * 60)
+        upload.close()
+        with pytest.raises(ValueError, match="the upload was closed"):
+            upload.write(b"x" * 60)
+        other = store.begin_upload(Key("alice"), 0)
+        other.write(b"x" * 100)  # the whole quota is free again
+        other.close()
+        await store.close()
+
+    asyncio.run(check())

@@ -258,20 +258,28 @@ class StateDir:
 
 
 class Upload:
-    """Content on its way into the store."""
+    """Content of an upload, until the store takes it over.
+
+    A thread writes, and a cancelled request closes the upload while that thread may still be writing: hence the lock.
+    """
 
     def __init__(self, store: StateDir, key: Key) -> None:
         self._store = store
         self._owner = key.owner
         self.path = store.path / "files" / f"{secrets.token_hex(12)}.upload"
         self.num_bytes = 0
+        self._lock = threading.Lock()
         self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
+        """Append content. Raises ValueError if the upload was closed."""
         self._store.check_size(self.num_bytes + len(data))
-        self._store.reserve(self._owner, len(data))
-        self.num_bytes += len(data)
-        self._file.write(data)
+        with self._lock:
+            if self._file.closed:
+                raise ValueError("the upload was closed")
+            self._store.reserve(self._owner, len(data))
+            self.num_bytes += len(data)
+            self._file.write(data)
 
     def finish(self) -> None:
         """The content is complete, and on the disk."""
@@ -280,10 +288,11 @@ class Upload:
         self._file.close()
 
     def close(self) -> None:
-        """Remove what was not moved into the store, and what was reserved."""
-        self._file.close()
-        self._store.reserve(self._owner, -self.num_bytes)
-        self.path.unlink(missing_ok=True)
+        """Release the reserved bytes, and delete the content unless the store has taken it over."""
+        with self._lock:
+            self._file.close()
+            self._store.reserve(self._owner, -self.num_bytes)
+            self.path.unlink(missing_ok=True)
 
 
 def new_file(filename: str, num_bytes: int, purpose: str, ttl_s: int) -> FileObject:
