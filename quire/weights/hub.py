@@ -74,8 +74,12 @@ def find_known(name: str) -> KnownModel | None:
 
 
 def known_generation(path: Path) -> GenerationDefaults:
-    """Return the recommended sampling settings of a known model, if its file does not contain any."""
-    return next((model.generation for model in KNOWN_MODELS.values() if model.file_name == path.name), NO_DEFAULTS)
+    """Return the sampling settings for a known model, whose file contains none.
+
+    A file is recognised by its exact size, so that a renamed copy gets them too.
+    """
+    size = path.stat().st_size if path.is_file() else None
+    return next((model.generation for model in KNOWN_MODELS.values() if model.size_bytes == size), NO_DEFAULTS)
 
 
 def resolve(name: str | None = None) -> Path:
