@@ -147,7 +147,7 @@ def serve(
     log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
 ) -> None:
-    """Serve models to OpenAI, Anthropic and Ollama clients. Each option is also QUIRE_NAME in the environment."""
+    """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be set in the environment, as QUIRE_NAME."""
     options = dict(locals())
     for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
         signal.signal(number, _leave)
