@@ -42,7 +42,10 @@ def _many(what: str) -> Any:
 
 
 AdminKeys = Annotated[Texts, _many("API key that may also load and unload models, cancel requests and clear the cache")]
-Memory = Annotated[str | None, Opt(metavar="SIZE", help="Memory for weights and KV cache of all models, like 8G.")]
+Memory = Annotated[
+    str | None,
+    Opt(metavar="SIZE", help="Memory for weights and KV cache of all models; by default 80 % of free memory."),
+]
 IdleUnload = Annotated[
     float | None, Opt(help="Unload a model after this many seconds without requests; default: never.")
 ]
@@ -147,7 +150,7 @@ def serve(
     log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
 ) -> None:
-    """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be set in the environment, as QUIRE_NAME."""
+    """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be environment variables, QUIRE_NAME."""
     options = dict(locals())
     for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
         signal.signal(number, _leave)
