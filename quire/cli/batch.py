@@ -40,26 +40,30 @@ class _Target:
 
 
 def batch(
-    source: Annotated[str, typer.Argument(metavar="IN", help="JSONL: prompts or requests; - reads a pipe.")],
-    output: Annotated[str, typer.Argument(metavar="OUT", help="JSONL: the results; - writes to a pipe.")],
+    source: Annotated[str, typer.Argument(metavar="IN", help="JSONL file of prompts or requests; -: standard input.")],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="JSONL file for the results; -: standard output.")],
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Use this model for every line. By default a line may name its own."),
     ] = None,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    local: options.LocalOption = False,
-    priority: Annotated[str, typer.Option(help="Of every request: high, normal or low.")] = "low",
+    local: Annotated[
+        bool, typer.Option("--local", help="Start a private server process, even if a server runs.")
+    ] = False,
+    priority: Annotated[str, typer.Option(help="Priority of all requests: high, normal or low.")] = "low",
     max_in_flight: Annotated[int, typer.Option(help="Requests sent at once, 1 to 1024.")] = 64,
     ordered: Annotated[bool, typer.Option("--ordered", help="Write results in the order of the input.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Of plain prompts: the longest answer.")] = 512,
-    temperature: Annotated[float | None, typer.Option(help="Of plain prompts; the model's own by default.")] = None,
-    system: Annotated[str | None, typer.Option(help="Of plain prompts: the system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer to a plain prompt, in tokens.")] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature for plain prompts; by default the model's own.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt for plain prompts.")] = None,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run lines again that failed in an earlier run.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT instead of continuing it.")] = False,
-    retries: Annotated[int, typer.Option(help="Sends of one request before the run stops.")] = 20,
+    retries: Annotated[int, typer.Option(help="Times a request is sent before the run stops.")] = 20,
     backend: options.BackendOption = None,
     precision: options.PrecisionOption = None,
     dtype: options.DtypeOption = None,
@@ -68,7 +72,7 @@ def batch(
     threads: options.ThreadsOption = None,
     max_model_len: options.ContextOption = None,
     kv_memory: options.MemoryOption = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")] = False,
 ) -> None:
     """Answer every line of a JSONL file: plain prompts, or requests in OpenAI's batch format.
 
@@ -253,7 +257,7 @@ class _Run:
         text = f"{num_good + self.num_failed:,} lines: {num_good:,} answered, {self.num_failed:,} failed"
         if progress.num_done:
             rate = progress.num_done / max(progress.elapsed_s, 1e-9)
-            text += f"; {progress.num_done:,} of them in {progress.elapsed_s:.1f} s,"
+            text += f"; this run: {progress.num_done:,} in {progress.elapsed_s:.1f} s,"
             text += f" {rate:.1f} lines/s, {progress.tokens_per_s:.0f} tokens/s"
         self.tell(text)
 

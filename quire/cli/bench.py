@@ -59,14 +59,16 @@ PLOT_NAME = "speedup.png"
 def bench(
     model: Annotated[
         str | None,
-        typer.Option(help="A name `quire models` lists, a folder or a .gguf file (the default model)."),
+        typer.Option(help="A name from `quire models`, a folder or a .gguf file; by default the default model."),
     ] = None,
-    clients: Annotated[list[str] | None, typer.Option(help="Numbers of concurrent clients (1,2,4,8,16).")] = None,
+    clients: Annotated[
+        list[str] | None, typer.Option(help="Numbers of concurrent clients; by default 1,2,4,8,16.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Number of measurements of each part.")] = _DEFAULT.rounds,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = _DEFAULT.prompt_tokens,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = _DEFAULT.output_tokens,
     only: Annotated[
-        list[str] | None, typer.Option(help=f"Part to measure: {', '.join(PARTS)}; repeatable (all).")
+        list[str] | None, typer.Option(help=f"Part to measure: {', '.join(PARTS)}; repeatable, by default all.")
     ] = None,
     seconds: Annotated[
         float, typer.Option(help="Fairness: seconds of HIGH requests beside a LOW backlog.")

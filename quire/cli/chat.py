@@ -218,7 +218,9 @@ class Repl:
     def help(self, _rest: str) -> None:
         for command in dict.fromkeys(COMMANDS.values()):
             self._writer.say(f"{command.usage:18}{command.what}\n")
-        self._writer.say("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D leaves.\n")
+        self._writer.say(
+            "A line that ends with \\ continues on the next one. Ctrl-C stops an answer, Ctrl-D ends the chat.\n"
+        )
 
     def reset(self, _rest: str) -> None:
         self.messages = []
@@ -294,9 +296,9 @@ COMMANDS: dict[str, _Command] = {
         _Command("/system TEXT", "instructions to the model; without TEXT, none", Repl.set_system),
         _Command("/set NAME VALUE", "change sampling; /set alone shows what can be set", Repl.set_param),
         _Command("/save FILE", "write the conversation as JSON, or as JSON lines to a .jsonl file", Repl.save),
-        _Command("/load FILE", "go on with a saved conversation", Repl.load),
-        _Command("/stats", "speed of the last answer, and what the cache spared", Repl.stats),
-        _Command("/exit", "leave; so do Ctrl-D and Ctrl-C at the prompt", Repl.leave),
+        _Command("/load FILE", "continue a saved conversation", Repl.load),
+        _Command("/stats", "speed of the last answer, and tokens reused from the cache", Repl.stats),
+        _Command("/exit", "end the chat, like Ctrl-D or Ctrl-C at the prompt", Repl.leave),
     )
 }
 COMMANDS["/quit"] = COMMANDS["/exit"]

@@ -169,7 +169,7 @@ def _cpu() -> tuple[str, list[str]]:
 
 def _backends(native: dict[str, Any], torch: dict[str, Any]) -> list[dict[str, Any]]:
     runs = {"runs": native["works"], "kernels": native["kernels"], "other_kernels": native["others"]}
-    cpu_kernels = f"plain PyTorch, {torch['cpu_kernels']}" if torch["works"] else ""
+    cpu_kernels = f"plain PyTorch, CPU capability {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
     has_triton = importlib.util.find_spec("triton") is not None
     gpu_kernels = "Triton" if has_triton else f"plain PyTorch, many times slower: {install_command('triton')}"
@@ -292,7 +292,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     for backend in report["backends"]:
         others = backend.get("other_kernels")
-        kernels = backend["kernels"] + (f"; {', '.join(others)} also run" if others else "")
+        kernels = backend["kernels"] + (f"; {', '.join(others)} also available" if others else "")
         runs = f"runs in {backend['dtype']} ({kernels})" if backend["runs"] else "does not run here"
         yield f"{backend['name']:12}{runs}"
     yield ""
@@ -300,8 +300,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{name:18}{version or 'not installed'}"
     yield ""
     for model in report["models"]:
-        said = f"{model['type']} {model['architecture']}, opens" if model["opens"] else "does not open"
-        yield f"model     {model['name']}, {file_size(model['size_bytes'])}, {said}"
+        state = f"{model['type']} {model['architecture']}, opens" if model["opens"] else "does not open"
+        yield f"model     {model['name']}, {file_size(model['size_bytes'])}, {state}"
     for name, value in report["environment"].items():
         if value is not None:
             yield f"{name}={value}"

@@ -21,10 +21,10 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of a reques
 def ps(
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    requests: Annotated[bool, typer.Option("--requests", help="List the running requests only.")] = False,
+    requests: Annotated[bool, typer.Option("--requests", help="List only the requests.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the models of a server with their state and memory, and its running requests."""
+    """List the models of a server with their state and memory, and its current requests."""
     remote = reach_server(server, api_key)
     if as_json:
         found = _list_requests(remote) if requests else remote.list_models()
@@ -42,7 +42,7 @@ def ps(
 
 
 def cancel(name: RequestId, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
-    """Cancel a running request. An admin key cancels any request, another key its own."""
+    """Cancel a waiting or running request. An admin key cancels any request, another key its own."""
     remote = reach_server(server, api_key)
     found = remote.post(f"/v1/requests/{quote(name, safe='')}/cancel", {})
     if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
@@ -60,7 +60,7 @@ def unload(
     name: Name,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Cancel its running requests.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Cancel the requests of the model.")] = False,
 ) -> None:
     """Unload a model when its requests have finished. The next request loads it again."""
     _print_state(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))

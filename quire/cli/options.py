@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A name `quire models` lists, a folder of safetensors or a .gguf file."),
+    typer.Option("--model", "-m", help="A name from `quire models`, a folder of safetensors or a .gguf file."),
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 TemperatureOption = Annotated[
@@ -46,7 +46,7 @@ SeedOption = Annotated[int | None, typer.Option(help="Seed of random sampling; t
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
 BackendOption = Annotated[
     str | None,
-    typer.Option(help="Backend: auto, native, torch, or fake, which computes nothing, for tests of clients."),
+    typer.Option(help="Backend: auto, native, torch, or fake (generates meaningless text, to test clients)."),
 ]
 PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
 DtypeOption = Annotated[
@@ -54,7 +54,7 @@ DtypeOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu or cuda.")]
 LoadFormatOption = Annotated[
-    str | None, typer.Option(help="Weights: auto, or dummy for random ones of the shapes in config.json.")
+    str | None, typer.Option(help="Weights: auto (from files), or dummy (random, with the shapes in config.json).")
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="Number of CPU threads; by default the number of cores.")]
 ContextOption = Annotated[
@@ -73,11 +73,13 @@ MemoryOption = Annotated[
 ServerOption = Annotated[
     str | None,
     typer.Option(
-        "--server", metavar="URL", help=f"Server to use; else $QUIRE_SERVER, else {DEFAULT_URL} if a server runs there."
+        "--server",
+        metavar="URL",
+        help=f"Server to use; by default $QUIRE_SERVER, or {DEFAULT_URL} if a server runs there.",
     ),
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--api-key", metavar="KEY", help="API key for the server; else $QUIRE_API_KEY.")
+    str | None, typer.Option("--api-key", metavar="KEY", help="API key for the server; by default $QUIRE_API_KEY.")
 ]
 PatienceOption = Annotated[
     float | None,

@@ -23,7 +23,7 @@ def pull(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A name `quire models` lists, or org/name of the Hugging Face hub; org/name:Q4_K_M for a GGUF file.",
+            help="A name from `quire models`, or org/name of the Hugging Face hub; org/name:Q4_K_M for a GGUF file.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Download a model even if it will not run here.")] = False,

@@ -33,9 +33,11 @@ def replay(
         str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
     ] = None,
     from_log: Annotated[
-        str | None, typer.Option(metavar="LOG", help="In place of a trace: the log of a server with --log-format json.")
+        str | None, typer.Option(metavar="LOG", help="Log of a server with --log-format json, instead of a trace.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model of the server (the first).")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model of the server; by default the first.")
+    ] = None,
     speed: Annotated[float, typer.Option(help="Speed of the trace: 2.0 sends it in half the time.")] = 1.0,
     max_requests: Annotated[int | None, typer.Option(help="Maximum number of requests to send.")] = None,
     base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the measured one.")] = None,

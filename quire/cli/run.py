@@ -13,7 +13,7 @@ from quire.cli.generate import generate
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A name `quire models` lists, a folder or a .gguf file.")],
+    model: Annotated[str, typer.Argument(help="A name from `quire models`, a folder or a .gguf file.")],
     prompt: Annotated[list[str] | None, typer.Argument(help="The prompt; without one, a chat begins.")] = None,
     system: options.SystemOption = None,
     max_tokens: options.MaxTokensOption = 1024,

@@ -42,6 +42,27 @@ def _many(what: str) -> Any:
 
 
 AdminKeys = Annotated[Texts, _many("API key that may also load and unload models, cancel requests and clear the cache")]
+Memory = Annotated[
+    str | None,
+    Opt(metavar="SIZE", help="Memory for weights and KV cache of all models; by default 80 % of free memory."),
+]
+IdleUnload = Annotated[
+    float | None, Opt(help="Unload a model after this many seconds without requests; default: never.")
+]
+MaxModelLen = Annotated[int | None, Opt(help="Maximum tokens of prompt and answer; by default the model's own.")]
+MaxNumBatchedTokens = Annotated[
+    int | None, Opt(help="Maximum tokens in one step; the default depends on device and model.")
+]
+MaxChunkTokens = Annotated[
+    int | None, Opt(help="Maximum tokens of one prompt in one step; the default depends on the device.")
+]
+StateDir = Annotated[
+    str | None,
+    Opt(
+        metavar="PATH",
+        help="Folder for uploaded files and batches, by default ~/.local/state/quire; none: disable them.",
+    ),
+]
 DefaultMaxTokens = Annotated[
     int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
 ]
@@ -78,21 +99,21 @@ def serve(
     host: Annotated[str, Opt(help="Address to listen on. Beyond this machine, API keys are required.")] = "127.0.0.1",
     port: Annotated[int, Opt(help="Port to listen on; 0: any free port.")] = 8000,
     models_dir: Annotated[Path | None, Opt(help="Serve every model in this folder.")] = None,
-    memory: Annotated[str | None, Opt(metavar="SIZE", help="Memory for weights and KV of all models, like 8G.")] = None,
-    idle_unload: Annotated[float | None, Opt(help="Unload a model after this many seconds without a request.")] = None,
-    served_model_name: Annotated[Texts, _many("Names clients may use")] = None,
+    memory: Memory = None,
+    idle_unload: IdleUnload = None,
+    served_model_name: Annotated[Texts, _many("Name of the model in requests")] = None,
     api_key: Annotated[Texts, _many("API key of clients")] = None,
     admin_api_key: AdminKeys = None,
     api_keys_file: Annotated[Path | None, Opt(help="YAML file of API keys with names, tiers and limits.")] = None,
-    insecure: Annotated[bool, Opt("--insecure", help="Accept requests of other machines without an API key.")] = False,
+    insecure: Annotated[bool, Opt("--insecure", help="Serve other machines without an API key.")] = False,
     share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Share cached prefixes among keys.")] = False,
-    max_model_len: Annotated[int | None, Opt(help="Maximum number of tokens of prompt and answer.")] = None,
+    max_model_len: MaxModelLen = None,
     default_max_tokens: DefaultMaxTokens = 4096,
     max_num_seqs: Annotated[int | None, Opt(help="Maximum requests in one step; by default 64, on a GPU 256.")] = None,
-    max_num_batched_tokens: Annotated[int | None, Opt(help="Maximum tokens in one step (by device and model).")] = None,
-    max_chunk_tokens: Annotated[int | None, Opt(help="Maximum tokens of one prompt in one step (by device).")] = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_chunk_tokens: MaxChunkTokens = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
-    num_blocks: Annotated[int | None, Opt(help="Blocks of the KV cache, in place of --kv-memory.")] = None,
+    num_blocks: Annotated[int | None, Opt(help="Number of blocks of the KV cache, instead of --kv-memory.")] = None,
     kv_memory: options.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
     backend: options.BackendOption = "auto",
@@ -105,14 +126,12 @@ def serve(
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
     patience: options.PatienceOption = None,
-    max_queue: Annotated[int, Opt(help="Maximum number of waiting requests; more are refused with status 429.")] = 512,
-    max_queued_tokens: Annotated[int, Opt(help="Maximum number of prompt tokens of waiting requests.")] = 1 << 20,
+    max_queue: Annotated[int, Opt(help="Maximum number of waiting requests of each tier; more are refused.")] = 512,
+    max_queued_tokens: Annotated[int, Opt(help="Maximum prompt tokens of all waiting requests of a tier.")] = 1 << 20,
     queue_timeout: Annotated[float, Opt(help="Seconds a request may wait before it is refused.")] = 60.0,
     drain: Annotated[float, Opt(help="Seconds that running requests may take to finish after SIGTERM.")] = 30.0,
     max_body_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of a request body.")] = "16M",
-    state_dir: Annotated[
-        str | None, Opt(metavar="PATH", help="Folder for uploaded files and batches; none: do not serve them.")
-    ] = None,
+    state_dir: StateDir = None,
     max_file_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of an uploaded file.")] = "200M",
     max_file_storage: Annotated[str, Opt(metavar="SIZE", help="Maximum size of all files of one key.")] = "2G",
     body_timeout: Annotated[float, Opt(help="Seconds for a request body to arrive, plus one for each MiB.")] = 10.0,
@@ -120,18 +139,18 @@ def serve(
     slow_client_timeout: Annotated[float, Opt(help="Seconds until a stream that is not read is cancelled.")] = 30.0,
     keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a stream without events.")] = 10.0,
     max_connections: Annotated[int, Opt(help="Maximum number of open connections.")] = 4096,
-    hang_limit: Annotated[float, Opt(help="Seconds without a sign of life until a worker process is replaced.")] = 30.0,
+    hang_limit: Annotated[float, Opt(help="Seconds without a message until a busy worker is replaced.")] = 30.0,
     allowed_origins: Annotated[Texts, _many("Origins of web pages that may send requests (CORS)")] = None,
     allowed_hosts: Annotated[Texts, _many("Host names that a server without API keys accepts")] = None,
     ssl_certfile: Annotated[Path | None, Opt(help="File with the TLS certificate.")] = None,
     ssl_keyfile: Annotated[Path | None, Opt(help="File with the private key of the TLS certificate.")] = None,
     root_path: Annotated[str, Opt(help="Path prefix that a reverse proxy removes.")] = "",
-    metrics_compat: Annotated[str | None, Opt(help="vllm: publish metrics under vLLM's names too.")] = None,
+    metrics_compat: Annotated[str | None, Opt(help="vllm: also export metrics under vLLM's names.")] = None,
     log_level: Annotated[str, Opt(help="Log level: debug, info, warning or error.")] = "info",
     log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
 ) -> None:
-    """Serve models to OpenAI, Anthropic and Ollama clients. Each option is also QUIRE_NAME in the environment."""
+    """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be environment variables, QUIRE_NAME."""
     options = dict(locals())
     for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
         signal.signal(number, _leave)
@@ -233,13 +252,14 @@ def announce(startup: Startup) -> None:
     capacity, facts = ready.capacity, ready.facts
     num_blocks = capacity.num_blocks - 1
     parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in startup.timings_s.items() if name != "all")
+    threads = "thread" if facts.num_threads == 1 else "threads"
     key = "YOUR_KEY" if config.has_keys else "none"
     tokens = f"{num_blocks * capacity.block_size:,} tokens in {num_blocks:,} blocks of {capacity.block_size}"
     lines = [
         f"quire serves {startup.model} at {config.url}",
         "",
         *_others(startup),
-        f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} threads",
+        f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} {threads}",
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
@@ -253,7 +273,7 @@ def announce(startup: Startup) -> None:
         f"  export ANTHROPIC_API_KEY={key}",
         f"  export OLLAMA_HOST={config.url}",
         "",
-        f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
+        f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and exit",
         "",
     ]
     typer.echo("\n".join(lines))
@@ -265,12 +285,12 @@ def _others(startup: Startup) -> list[str]:
     lines: list[str] = []
     others = startup.config.models[1:]
     label = "others"
-    for is_preloaded, when in ((True, "loaded now, one after the other"), (False, "loaded when first asked for")):
+    for is_preloaded, when in ((True, "loaded now, one after the other"), (False, "loaded on first use")):
         if names := [model.names[0] for model in others if model.is_preloaded is is_preloaded]:
             lines.append(f"  {label:9}  {', '.join(names)}: {when}")
             label = ""
     if startup.memory_bytes is not None:
-        why = "chosen by what is free; --memory sets it" if startup.has_chosen_memory else "--memory"
+        why = "from free memory; --memory sets it" if startup.has_chosen_memory else "--memory"
         lines.append(f"  budget     {reported_size(startup.memory_bytes)} for the weights and KV of all models ({why})")
     return lines
 
@@ -287,7 +307,7 @@ def _why(startup: Startup) -> str:
     facts = startup.ready.facts
     on_cpu = facts.device == "cpu"
     if facts.backend == "fake":
-        return "as always; --num-blocks sets it"
+        return "fixed; --num-blocks sets it"
     if startup.memory_bytes is not None:
         limit = f", at most {CPU_CAP >> 30} GiB" if on_cpu else ""
         return f"its share of the budget{limit}; --kv-memory sets it"

@@ -22,7 +22,7 @@ CONTEXT_SHOWN = 32_768
 
 def show(
     name: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A name `quire models` lists, a folder or a .gguf file.")
+        str | None, typer.Argument(metavar="[MODEL]", help="A name from `quire models`, a folder or a .gguf file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,

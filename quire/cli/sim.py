@@ -46,12 +46,14 @@ def sim(
         str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
     ] = None,
     scheduling_policy: Annotated[
-        list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeat to compare (all).")
+        list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
     ] = None,
     num_blocks: Annotated[
-        list[int] | None, typer.Option(help="Blocks of the KV cache; repeat to compare (512 and 4096).")
+        list[int] | None, typer.Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
     ] = None,
-    machine: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(MACHINES)}.")] = "h200-llama3-8b",
+    machine: Annotated[
+        str, typer.Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")
+    ] = "h200-llama3-8b",
     base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the machine's.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per computed token, in place of the machine's.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per read KV token, in place of the machine's.")] = None,

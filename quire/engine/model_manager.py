@@ -386,7 +386,7 @@ class ModelManager:
         if need > budget - fixed:
             pinned = f", of which pinned models hold {memory_size(fixed)}" if fixed else ""
             needed, total = compared_sizes(need, budget)
-            raise ModelTooLarge(f"{managed.name} needs {needed}; the models of this server have {total}{pinned}")
+            raise ModelTooLarge(f"{managed.name} needs {needed}; the memory of all models is {total}{pinned}")
 
     def _choose_evictions(self, managed: ManagedModel, missing: int) -> list[ManagedModel]:
         """The models to unload. Those that are unloading already are counted first."""

@@ -102,7 +102,7 @@ def resolve(name: str | None = None) -> Path:
     if found is None and path.is_dir():
         raise ModelNotFound(f"{name}: is a folder without config.json or a .gguf file, and not in the hub's cache")
     if found is None:
-        raise ModelNotFound(f"{name}: is not on this machine, or incomplete; `quire pull {name}` fetches it")
+        raise ModelNotFound(f"{name} is not on this machine, or incomplete; `quire pull {name}` downloads it")
     return found
 
 
@@ -190,8 +190,8 @@ def _resolve_known(model: KnownModel) -> Path:
         return path
     if path.exists():
         problem = f"{path} has {path.stat().st_size} bytes, not {model.size_bytes}"
-        raise ModelNotFound(f"{model.name}: {problem}; `quire pull {model.name}` fetches it again")
-    raise ModelNotFound(f"{model.name}: is not on this machine; `quire pull {model.name}` fetches it")
+        raise ModelNotFound(f"{model.name}: {problem}; `quire pull {model.name}` downloads it again")
+    raise ModelNotFound(f"{model.name} is not on this machine; `quire pull {model.name}` downloads it")
 
 
 def _near(name: str) -> str:
@@ -200,4 +200,6 @@ def _near(name: str) -> str:
     except (OSError, MissingExtra):
         cached = []
     near = difflib.get_close_matches(name.lower(), [*KNOWN_MODELS, *ALIASES, *cached], n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; `quire pull` alone fetches {DEFAULT_MODEL}"
+    return (
+        f"; did you mean {' or '.join(near)}?" if near else f"; `quire pull` without a name downloads {DEFAULT_MODEL}"
+    )

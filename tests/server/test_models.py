@@ -110,7 +110,7 @@ def tight(folder: Path) -> Iterator[Server]:
 
 def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server) -> None:
     assert states(roomy) == "ready unloaded unloaded"
-    assert "others     b, c: loaded when first asked for" in roomy.log
+    assert "others     b, c: loaded on first use" in roomy.log
     assert re.search(r"budget     [\d.,]+ GiB for the weights and KV of all models \(chosen by what is free", roomy.log)
     assert len(workers(roomy)) == 1
     answers = [roomy.chat(**({"model": name} if name else {})).json for name in ("", "b", "a")]
@@ -214,7 +214,7 @@ def test_pinned_models_stay_and_a_model_that_cannot_fit_is_refused(tight: Server
     answer = tight.chat(model="c")
     assert answer.status == 503
     assert re.fullmatch(
-        r"c needs 6\.\d MiB; the models of this server have 15\.0 MiB, of which pinned models hold 13\.\d MiB",
+        r"c needs 6\.\d MiB; the memory of all models is 15\.0 MiB, of which pinned models hold 13\.\d MiB",
         answer.json["error"]["message"],
     )
     assert answer.headers["x-should-retry"] == "false"
@@ -300,7 +300,7 @@ models:
         names = {entry["id"]: entry for entry in server.get("/v1/models").json["data"]}
         assert list(names) == ["first", "one", "uno", "b", "c"]
         server.wait_for(f"  page: {server.url}/    API: ")  # the last line
-        said = "  others     b: loaded now, one after the other\n             c: loaded when first asked for\n"
+        said = "  others     b: loaded now, one after the other\n             c: loaded on first use\n"
         assert said in "".join(server.stdout)
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True

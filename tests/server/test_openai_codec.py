@@ -1143,25 +1143,25 @@ def test_the_fingerprint_is_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("reason", "num_tokens", "message"),
     [
-        (StopReason.COMPLETE, 1059, "1,059 of 1,060 prompt tokens come from the cache, all that can: the last one is"),
+        (StopReason.COMPLETE, 1059, "1,059 of 1,060 prompt tokens come from the cache. The last token is"),
         (
             StopReason.DIVERGED,
             1024,
-            "1,024 of 1,060 prompt tokens come from the cache; from token 1,024 on something else",
+            "1,024 of 1,060 prompt tokens come from the cache. At token 1,024 the prompt differs",
         ),
-        (StopReason.EVICTED, 32, "32 of 1,060 prompt tokens come from the cache; what followed was cached, and made"),
+        (StopReason.EVICTED, 32, "32 of 1,060 prompt tokens come from the cache. The rest, from token 32 on, was"),
         (
             StopReason.TOO_SHORT,
             1056,
-            "1,056 of 1,060 prompt tokens come from the cache; the rest, from token 1,056 on,",
+            "1,056 of 1,060 prompt tokens come from the cache. The rest, from token 1,056 on,",
         ),
         (
             StopReason.IN_FLIGHT,
             0,
-            "None of 1,060 prompt tokens come from the cache; the rest, from token 0 on, is being",
+            "None of 1,060 prompt tokens come from the cache. The rest, from token 0 on, is being",
         ),
-        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache; nothing that is cached goes on"),
-        (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache: it is switched off, or"),
+        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache. No cached prompt continues"),
+        (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache. Caching is off, or"),
     ],
 )
 def test_cache_explanations(reason: StopReason, num_tokens: int, message: str) -> None:
@@ -1176,7 +1176,9 @@ def test_cache_explanations(reason: StopReason, num_tokens: int, message: str) -
 def test_a_prompt_that_diverged_is_quoted() -> None:
     text = Excerpt("…Name three", " rivers.")
     found = view(CacheExplanation(26, 0, 26, StopReason.DIVERGED), 34, text)
-    assert found.message.endswith(' It diverges between "…Name three" and " rivers.".')
+    assert found.message.endswith(
+        'At token 26 the prompt differs from the cached ones, between "…Name three" and " rivers.".'
+    )
     assert found.stopped_text is not None
     assert (found.stopped_text.before, found.stopped_text.after) == ("…Name three", " rivers.")
     other = view(CacheExplanation(26, 0, 26, StopReason.EVICTED), 34, text)

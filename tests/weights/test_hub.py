@@ -63,7 +63,7 @@ def cached(tmp_path: Path) -> list[str]:
 
 
 def test_pull_then_resolve(known: KnownModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="`quire pull tiny` fetches it"):
+    with pytest.raises(ModelNotFound, match="`quire pull tiny` downloads it"):
         hub.resolve("tiny")
     steps: list[tuple[str, int, int]] = []
     path = hub.pull("tiny", lambda *step: steps.append(step))
@@ -79,7 +79,7 @@ def test_pull_then_resolve(known: KnownModel, tmp_path: Path) -> None:
 def test_a_file_cut_short_is_not_trusted_and_is_fetched_again(known: KnownModel) -> None:
     path = hub.pull("tiny")
     path.write_bytes(DATA[:-1])
-    with pytest.raises(ModelNotFound, match=f"not {known.size_bytes}; `quire pull tiny` fetches it again"):
+    with pytest.raises(ModelNotFound, match=f"not {known.size_bytes}; `quire pull tiny` downloads it again"):
         hub.resolve("tiny")
     assert hub.pull("tiny").read_bytes() == DATA
 
@@ -236,9 +236,9 @@ def test_hub_models_are_used_from_the_hub_cache(hub_cache: Path) -> None:
         (hub_cache / name).write_bytes(DATA)
     assert hub.resolve("org/name:q4_k") == hub_cache / "m-Q4_K.gguf"
     assert hub.resolve("org/name:m-Q4_K_M.gguf") == hub_cache / "m-Q4_K_M.gguf"
-    with pytest.raises(ModelNotFound, match="`quire pull org/name:Q8_0` fetches it"):
+    with pytest.raises(ModelNotFound, match="`quire pull org/name:Q8_0` downloads it"):
         hub.resolve("org/name:Q8_0")
-    with pytest.raises(ModelNotFound, match="`quire pull org/other` fetches it"):
+    with pytest.raises(ModelNotFound, match="`quire pull org/other` downloads it"):
         hub.resolve("org/other")
 
 

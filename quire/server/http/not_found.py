@@ -20,7 +20,7 @@ BASES = {
     "anthropic": "Anthropic clients add /v1 themselves: their base URL ends without it",
     "ollama": "Ollama clients take the bare address, without a path",
 }
-_NO_EMBEDDINGS = "quire serves models that write, and makes no embeddings"
+_NO_EMBEDDINGS = "quire serves models that generate text, and has no embeddings"
 _NO_STORE = "nothing is stored here"
 _NO_MODELS = "models are files of this server: `quire pull` fetches them, and the server is started with them"
 

@@ -12,13 +12,13 @@ from quire.text.excerpt import Excerpt
 
 # Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
 _WHY = {
-    StopReason.COMPLETE: ", all that can: the last one is always computed.",
-    StopReason.DIVERGED: "; from token {at} on something else is cached: your prompt differs there.",
-    StopReason.EVICTED: "; what followed was cached, and made room for newer content at token {at}.",
-    StopReason.TOO_SHORT: "; the rest, from token {at} on, does not fill a block, and nothing cached begins with it.",
-    StopReason.IN_FLIGHT: "; the rest, from token {at} on, is being computed by another request right now.",
-    StopReason.NOT_FOUND: "; nothing that is cached goes on from token {at}.",
-    StopReason.OFF: ": it is switched off, or the request needs every token of the prompt computed.",
+    StopReason.COMPLETE: ". The last token is always computed",
+    StopReason.DIVERGED: ". At token {at} the prompt differs from the cached ones",
+    StopReason.EVICTED: ". The rest, from token {at} on, was cached, but has been evicted",
+    StopReason.TOO_SHORT: ". The rest, from token {at} on, does not fill a block, and no cached block begins with it",
+    StopReason.IN_FLIGHT: ". The rest, from token {at} on, is being computed by another request",
+    StopReason.NOT_FOUND: ". No cached prompt continues like this one from token {at} on",
+    StopReason.OFF: ". Caching is off, or the request needs every prompt token to be computed",
 }
 
 
@@ -56,7 +56,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
         prompt_tokens=prompt_tokens,
         stopped_at=None if is_complete else explanation.stopped_at,
         reason=explanation.reason.value,
-        message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text),
+        message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text) + ".",
         stopped_text=None if stopped_text is None else StoppedText(stopped_text.before, stopped_text.after),
     )
 
@@ -64,7 +64,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
 def _quote(reason: StopReason, text: Excerpt | None) -> str:
     if text is None or reason is not StopReason.DIVERGED:
         return ""
-    return f' It diverges between "{text.before}" and "{text.after}".'
+    return f', between "{text.before}" and "{text.after}"'
 
 
 def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
