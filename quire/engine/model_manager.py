@@ -89,7 +89,7 @@ class ManagedModel:
         self.load_s: float | None = None  # duration of the last load
         self.began_s: float | None = None  # start of the current load
         self.is_load_requested = False  # by `load`, without a waiting request
-        self.is_evicted = False  # unloading to free memory: cancelled if another model can go instead
+        self.is_evicted = False  # unloading to free memory; cancelled if another model can be unloaded instead
         self.is_closing = False  # the unload can no longer be cancelled
         self.is_loaded = False
         self.idle = asyncio.Event()  # there are no leases
@@ -343,9 +343,9 @@ class ModelManager:
     # Memory
 
     def kv_bytes(self, managed: ManagedModel, needs: Needs) -> int | None:
-        """The size of a model's KV cache: as configured, else an equal share of what the weights of all models leave.
+        """The size of a model's KV cache: as configured, else an equal share of the budget without all weights.
 
-        A share is at least one full context, and at most what pinned models leave.
+        A share is at least one full context, and at most the memory that pinned models do not hold.
         """
         if needs.kv_bytes is not None or self.budget_bytes is None:
             return needs.kv_bytes
@@ -386,7 +386,7 @@ class ModelManager:
         if need > budget - fixed:
             pinned = f", of which pinned models hold {memory_size(fixed)}" if fixed else ""
             needed, total = compared_sizes(need, budget)
-            raise ModelTooLarge(f"{managed.name} needs {needed}; the models of this server have {total}{pinned}")
+            raise ModelTooLarge(f"{managed.name} needs {needed}; the memory budget of all models is {total}{pinned}")
 
     def _choose_evictions(self, managed: ManagedModel, missing: int) -> list[ManagedModel]:
         """The models to unload. Those that are unloading already are counted first."""

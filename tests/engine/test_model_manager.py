@@ -163,7 +163,7 @@ def test_a_model_that_can_never_fit_unloads_no_other(caplog: pytest.LogCaptureFi
         rig = Rig("ab", 2**20 * 50)
         rig.models["b"].weight_bytes = 2**20 * 60
         await rig.touch("a")
-        with pytest.raises(ModelTooLarge, match=r"^b needs 60\.0 MiB; the models of this server have 50\.0 MiB$"):
+        with pytest.raises(ModelTooLarge, match=r"^b needs 60\.0 MiB; the memory budget of all models is 50\.0 MiB$"):
             await rig.hold("b")
         assert (rig.states(), rig.log) == ("a:ready b:failed", ["load a"])
 

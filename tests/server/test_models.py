@@ -214,7 +214,7 @@ def test_pinned_models_stay_and_a_model_that_cannot_fit_is_refused(tight: Server
     answer = tight.chat(model="c")
     assert answer.status == 503
     assert re.fullmatch(
-        r"c needs 6\.\d MiB; the models of this server have 15\.0 MiB, of which pinned models hold 13\.\d MiB",
+        r"c needs 6\.\d MiB; the memory budget of all models is 15\.0 MiB, of which pinned models hold 13\.\d MiB",
         answer.json["error"]["message"],
     )
     assert answer.headers["x-should-retry"] == "false"

@@ -235,7 +235,7 @@ class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     cells: tuple[CellRun, ...]
     totals: tuple[int, ...]  # number of blocks by `BlockState`
     max_holders: int  # the largest number of requests that share one block
-    num_pending: int  # blocks that are not up to date in the map: ask again
+    num_pending: int  # blocks that are not up to date in the map; a later query updates them
     running: tuple[Running, ...]  # most urgent first, at most MAX_RUNNING_LISTED
     held: tuple[HeldRun, ...] = ()  # blocks in use and pinned; a bounded number
 

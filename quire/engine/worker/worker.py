@@ -66,11 +66,11 @@ from quire.engine.worker.protocol import (
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
-AUDIT_AFTER_S = 1.0  # of idle time
+AUDIT_AFTER_S = 1.0  # an audit starts after this much idle time
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # the announced limit is this multiple of the prediction
 MAX_PATIENCE_S = 300.0  # maximum of that limit: SDKs time out after 600 s, and a hang must be found before that
-WARM_UP_TOKENS = 8  # of the prompt
+WARM_UP_TOKENS = 8  # tokens of the prompt
 WARM_UP_ANSWER = 2
 MAX_VISITED_BLOCKS = 500  # at once, by the block map or an audit: one to two milliseconds
 MAX_HELD_BLOCKS = 2000  # listed one by one for the map
@@ -249,7 +249,7 @@ class Worker:
         try:
             self._is_preparing = self._engine.runner.prepare()
         except Exception:
-            log.exception("the runner's optional preparation failed; it continues without")
+            log.exception("the runner's optional preparation failed; continuing without it")
             self._is_preparing = False
 
     def _continue_audit(self) -> None:
