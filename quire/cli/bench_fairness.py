@@ -114,7 +114,7 @@ class _Measurement:
             max_model_len = scheduling["max_model_len"]
             token_ids = tokens["tokens"]
         except (KeyError, TypeError):
-            raise self._server.malformed("no version or no tokens, but", (version, tokens)) from None
+            raise self._server.malformed("a malformed version or list of tokens", (version, tokens)) from None
         self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
         longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
         if longest > max_model_len:

@@ -218,7 +218,8 @@ class Repl:
     def help(self, _rest: str) -> None:
         for command in dict.fromkeys(COMMANDS.values()):
             self._writer.say(f"{command.usage:18}{command.what}\n")
-        self._writer.say("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D leaves.\n")
+        self._writer.say("A line that ends with \\ continues on the next line.\n")
+        self._writer.say("Ctrl-C stops an answer, Ctrl-D ends the chat.\n")
 
     def reset(self, _rest: str) -> None:
         self.messages = []
@@ -256,7 +257,7 @@ class Repl:
         try:
             cache = self.model.cache_stats()
         except QuireError as error:
-            self._writer.say(f"cache: not known: {error}\n")
+            self._writer.say(f"cache: unknown: {error}\n")
             return
         self._writer.say(
             f"cache: {cache.num_cached} of {cache.num_blocks} blocks hold earlier text, {cache.num_evictions} evicted;"
@@ -270,7 +271,7 @@ class Repl:
                 self._writer.say(f"{known:20}{_shown(getattr(self.params, known))}\n")
             return
         if name not in SETTINGS:
-            raise InvalidRequest(f"/set {name}: is not one of {', '.join(SETTINGS)}")
+            raise InvalidRequest(f"/set {name} is not one of {', '.join(SETTINGS)}")
         changed = replace(self.params, **{name: _parsed(name, value.strip())})
         options.check_answer(changed)
         self.params = changed
@@ -292,11 +293,11 @@ COMMANDS: dict[str, _Command] = {
         _Command("/help", "this list", Repl.help),
         _Command("/reset", "forget the conversation", Repl.reset),
         _Command("/system TEXT", "instructions to the model; without TEXT, none", Repl.set_system),
-        _Command("/set NAME VALUE", "change sampling; /set alone shows what can be set", Repl.set_param),
+        _Command("/set NAME VALUE", "change a sampling parameter; /set alone lists them", Repl.set_param),
         _Command("/save FILE", "write the conversation as JSON, or as JSON lines to a .jsonl file", Repl.save),
-        _Command("/load FILE", "go on with a saved conversation", Repl.load),
-        _Command("/stats", "speed of the last answer, and what the cache spared", Repl.stats),
-        _Command("/exit", "leave; so do Ctrl-D and Ctrl-C at the prompt", Repl.leave),
+        _Command("/load FILE", "continue a saved conversation", Repl.load),
+        _Command("/stats", "speed of the last answer, and cache statistics", Repl.stats),
+        _Command("/exit", "end the chat, as Ctrl-D and Ctrl-C at the prompt do", Repl.leave),
     )
 }
 COMMANDS["/quit"] = COMMANDS["/exit"]

@@ -120,7 +120,7 @@ def serve(
     slow_client_timeout: Annotated[float, Opt(help="Seconds until a stream that is not read is cancelled.")] = 30.0,
     keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a stream without events.")] = 10.0,
     max_connections: Annotated[int, Opt(help="Maximum number of open connections.")] = 4096,
-    hang_limit: Annotated[float, Opt(help="Seconds without a sign of life until a worker process is replaced.")] = 30.0,
+    hang_limit: Annotated[float, Opt(help="Seconds without a message from a busy worker until it is replaced.")] = 30.0,
     allowed_origins: Annotated[Texts, _many("Origins of web pages that may send requests (CORS)")] = None,
     allowed_hosts: Annotated[Texts, _many("Host names that a server without API keys accepts")] = None,
     ssl_certfile: Annotated[Path | None, Opt(help="File with the TLS certificate.")] = None,
@@ -218,7 +218,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
 
 
 def _state_dir(given: str | None) -> Path | None:
-    """By default where programs of this user keep their state."""
+    """The state directory; by default in the user's directory for program state."""
     if given is not None:
         return None if given.lower() == "none" else Path(os.path.abspath(os.path.expanduser(given)))
     try:
@@ -253,7 +253,7 @@ def announce(startup: Startup) -> None:
         f"  export ANTHROPIC_API_KEY={key}",
         f"  export OLLAMA_HOST={config.url}",
         "",
-        f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
+        f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and exit",
         "",
     ]
     typer.echo("\n".join(lines))
@@ -265,12 +265,12 @@ def _others(startup: Startup) -> list[str]:
     lines: list[str] = []
     others = startup.config.models[1:]
     label = "others"
-    for is_preloaded, when in ((True, "loaded now, one after the other"), (False, "loaded when first asked for")):
+    for is_preloaded, when in ((True, "loaded now, one after the other"), (False, "loaded at the first request")):
         if names := [model.names[0] for model in others if model.is_preloaded is is_preloaded]:
             lines.append(f"  {label:9}  {', '.join(names)}: {when}")
             label = ""
     if startup.memory_bytes is not None:
-        why = "chosen by what is free; --memory sets it" if startup.has_chosen_memory else "--memory"
+        why = "from the free memory; --memory sets it" if startup.has_chosen_memory else "--memory"
         lines.append(f"  budget     {reported_size(startup.memory_bytes)} for the weights and KV of all models ({why})")
     return lines
 
@@ -287,13 +287,13 @@ def _why(startup: Startup) -> str:
     facts = startup.ready.facts
     on_cpu = facts.device == "cpu"
     if facts.backend == "fake":
-        return "as always; --num-blocks sets it"
+        return "the default; --num-blocks sets it"
     if startup.memory_bytes is not None:
         limit = f", at most {CPU_CAP >> 30} GiB" if on_cpu else ""
         return f"its share of the budget{limit}; --kv-memory sets it"
     if on_cpu:
         return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
-    return "all that steps leave; --kv-memory sets it"
+    return "the memory that steps do not need; --kv-memory sets it"
 
 
 def _audience(config: ServeConfig) -> str:
@@ -314,12 +314,12 @@ def _elsewhere(config: ServeConfig) -> str:
 
 
 def _lan_address() -> str:
-    """The IPv4 address other machines of the network can use; the host name where there is none.
+    """The IPv4 address other machines of the network can use; the host name if there is none.
 
     Connecting a UDP socket sends no packet: it only asks the system which of its addresses it would send from.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation
+        probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
         address: str = probe.getsockname()[0]
         if not address.startswith(("127.", "0.")):
             return address

@@ -96,7 +96,7 @@ def test_lines_are_joined_by_a_backslash(echo: EchoLLM) -> None:
     ("line", "complaint"),
     [
         ("/frob", "/frob is not a command; /help lists them"),
-        ("/set warmth 3", "/set warmth: is not one of temperature, top_k"),
+        ("/set warmth 3", "/set warmth is not one of temperature, top_k"),
         ("/set temperature", "/set temperature: needs a value"),
         ("/set temperature hot", "temperature = 'hot' is not a number"),
         ("/set top_k 1.5", "top_k = '1.5' is not a whole number"),

@@ -150,7 +150,7 @@ def test_rm_deletes_one_gguf_or_the_whole_repository(hub: FakeHub, tmp_path: Pat
     outcome = quire("rm", "org/gguf:Q4_0", env=env)
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith("quire: deleting org/gguf:Q4_0 (")
-    assert outcome.stderr.endswith(" needs --yes where there is no terminal to ask on\n")
+    assert outcome.stderr.endswith(" needs --yes: standard input is not a terminal\n")
     assert first.exists()
     outcome = quire("rm", "org/gguf:tiny-Q4_0.gguf", "--yes", env=env)
     assert outcome.stdout.startswith("deleted org/gguf:tiny-Q4_0.gguf: ")
