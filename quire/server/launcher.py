@@ -41,7 +41,7 @@ class Startup:
     ready: Ready
     timings_s: dict[str, float]
     memory_bytes: int | None = None  # shared by all models
-    has_chosen_memory: bool = False  # from the free memory, not from a setting
+    has_chosen_memory: bool = False  # memory_bytes was chosen from the free memory, not set
 
 
 OnReady = Callable[[Startup], None]

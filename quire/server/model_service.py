@@ -237,7 +237,7 @@ class ModelService:
         return replace(built, pins=tuple(pins)) if pins else built
 
     def _bounded(self, request: InferenceRequest) -> GenerationParams:
-        """Its params, with the default limit where it sets none. Longer than the context is no error."""
+        """The request's params, with the default limit if it sets none. The limit may exceed the context."""
         params, limit = request.params, self._default_max_tokens
         if params.max_tokens is not None or request.is_unbounded or limit is None:
             return params

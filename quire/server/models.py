@@ -201,7 +201,7 @@ class Model:
         self.max_model_len = ready.max_model_len
         if self.full_context is not None and self.max_model_len < self.full_context:
             log.warning(
-                "%s has a context of %s tokens instead of %s: its KV cache has no room for more",
+                "%s has a context of %s tokens instead of %s: its KV cache is too small for more",
                 self.name,
                 f"{self.max_model_len:,}",
                 f"{self.full_context:,}",
@@ -458,7 +458,7 @@ class Models:
         self.has_started = True
 
     async def preload(self) -> None:
-        """Load the other models that are configured to be preloaded. A failure is logged, and use tries again."""
+        """Load the other models that are configured to be preloaded. A failure is logged; the next request retries."""
         for model in self._models[1:]:
             if model.config.is_preloaded:
                 with suppress(QuireError):

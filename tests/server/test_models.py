@@ -110,8 +110,8 @@ def tight(folder: Path) -> Iterator[Server]:
 
 def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server) -> None:
     assert states(roomy) == "ready unloaded unloaded"
-    assert "others     b, c: loaded when first asked for" in roomy.log
-    assert re.search(r"budget     [\d.,]+ GiB for the weights and KV of all models \(chosen by what is free", roomy.log)
+    assert "others     b, c: loaded at the first request" in roomy.log
+    assert re.search(r"budget     [\d.,]+ GiB for the weights and KV of all models \(from the free memory", roomy.log)
     assert len(workers(roomy)) == 1
     answers = [roomy.chat(**({"model": name} if name else {})).json for name in ("", "b", "a")]
     assert [answer["model"] for answer in answers] == ["a", "b", "a"]
@@ -300,14 +300,15 @@ models:
         names = {entry["id"]: entry for entry in server.get("/v1/models").json["data"]}
         assert list(names) == ["first", "one", "uno", "b", "c"]
         server.wait_for(f"  page: {server.url}/    API: ")  # the last line
-        said = "  others     b: loaded now, one after the other\n             c: loaded when first asked for\n"
+        said = "  others     b: loaded now, one after the other\n             c: loaded at the first request\n"
         assert said in "".join(server.stdout)
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True
         assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights only
-        server.wait_for("b has a context of 608 tokens instead of 4,096: its KV cache has no room for more")
+        server.wait_for("b has a context of 608 tokens instead of 4,096: its KV cache is too small for more")
         loaded = quire("load", "b", "--server", server.url).stdout
-        assert loaded == "b is ready, pinned, with 608 tokens of context instead of 4,096: its KV cache has no room\n"
+        context = "608 tokens of context instead of 4,096: its KV cache is too small for more"
+        assert loaded == f"b is ready, pinned, with {context}\n"
         assert re.search(r"c +unloaded +weights [\d.]+ [KM]i?B ", quire("ps", "--server", server.url).stdout)
         answer = server.chat(model="uno").json
         assert (answer["model"], answer["service_tier"]) == ("first", "default")

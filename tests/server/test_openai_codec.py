@@ -1143,13 +1143,13 @@ def test_the_fingerprint_is_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("reason", "num_tokens", "message"),
     [
-        (StopReason.COMPLETE, 1059, "1,059 of 1,060 prompt tokens come from the cache, all that can: the last one is"),
+        (StopReason.COMPLETE, 1059, "1,059 of 1,060 prompt tokens come from the cache, the maximum: the last token"),
         (
             StopReason.DIVERGED,
             1024,
-            "1,024 of 1,060 prompt tokens come from the cache; from token 1,024 on something else",
+            "1,024 of 1,060 prompt tokens come from the cache; your prompt differs from the cached",
         ),
-        (StopReason.EVICTED, 32, "32 of 1,060 prompt tokens come from the cache; what followed was cached, and made"),
+        (StopReason.EVICTED, 32, "32 of 1,060 prompt tokens come from the cache; the rest, from token 32 on, was"),
         (
             StopReason.TOO_SHORT,
             1056,
@@ -1160,8 +1160,8 @@ def test_the_fingerprint_is_of_the_model() -> None:
             0,
             "None of 1,060 prompt tokens come from the cache; the rest, from token 0 on, is being",
         ),
-        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache; nothing that is cached goes on"),
-        (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache: it is switched off, or"),
+        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache; no cached prompt matches from"),
+        (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache: prefix caching is off, or"),
     ],
 )
 def test_cache_explanations(reason: StopReason, num_tokens: int, message: str) -> None:

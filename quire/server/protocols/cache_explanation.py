@@ -12,13 +12,13 @@ from quire.text.excerpt import Excerpt
 
 # Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
 _WHY = {
-    StopReason.COMPLETE: ", all that can: the last one is always computed.",
-    StopReason.DIVERGED: "; from token {at} on something else is cached: your prompt differs there.",
-    StopReason.EVICTED: "; what followed was cached, and made room for newer content at token {at}.",
-    StopReason.TOO_SHORT: "; the rest, from token {at} on, does not fill a block, and nothing cached begins with it.",
-    StopReason.IN_FLIGHT: "; the rest, from token {at} on, is being computed by another request right now.",
-    StopReason.NOT_FOUND: "; nothing that is cached goes on from token {at}.",
-    StopReason.OFF: ": it is switched off, or the request needs every token of the prompt computed.",
+    StopReason.COMPLETE: ", the maximum: the last token is always computed.",
+    StopReason.DIVERGED: "; your prompt differs from the cached ones at token {at}.",
+    StopReason.EVICTED: "; the rest, from token {at} on, was cached and has been evicted.",
+    StopReason.TOO_SHORT: "; the rest, from token {at} on, does not fill a block, and no cached block begins with it.",
+    StopReason.IN_FLIGHT: "; the rest, from token {at} on, is being computed by another request.",
+    StopReason.NOT_FOUND: "; no cached prompt matches from token {at} on.",
+    StopReason.OFF: ": prefix caching is off, or the request needs every prompt token computed.",
 }
 
 
@@ -68,7 +68,7 @@ def _quote(reason: StopReason, text: Excerpt | None) -> str:
 
 
 def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
-    """Worded so that it is true of a request and of a dry run."""
+    """One sentence that fits both a request and a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
     why = _WHY[explanation.reason].format(at=f"{explanation.stopped_at:,}")

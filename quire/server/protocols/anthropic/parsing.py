@@ -118,7 +118,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def _without_billing(system: str | list[Block] | None) -> str | list[Block] | None:
-    """Drops Claude Code's billing block: it is not meant for the model and differs in every conversation, which would
+    """Drop Claude Code's billing block: it is not meant for the model and differs in every conversation, which would
     defeat the prefix cache."""
     if not isinstance(system, list):
         return system
