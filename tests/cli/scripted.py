@@ -156,7 +156,7 @@ def chunk(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
 def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     explanation: dict[str, Any] = {"matched_tokens": cached, "matched_blocks": cached // 32, "prompt_tokens": prompt}
-    explanation |= {"stopped_at": cached, "reason": "not_found", "message": "nothing cached goes on from here"}
+    explanation |= {"stopped_at": cached, "reason": "not_found", "message": "no cached prompt continues like this one"}
     return chunk(usage={**counts, "prompt_tokens_details": {"cached_tokens": cached}}, cache=explanation)
 
 

@@ -187,7 +187,7 @@ def test_an_unknown_model_is_not_fetched() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "--temperature = -1.0 is not at least 0"),
+        (["--temperature", "-1"], "--temperature = -1.0 is not from 0 to 2"),
         (["--top-p", "2"], "--top-p = 2.0"),
         (["--top-k", "-5"], "--top-k = -5"),
         (["--min-p", "7"], "--min-p = 7.0"),

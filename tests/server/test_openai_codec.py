@@ -1160,7 +1160,7 @@ def test_the_fingerprint_is_of_the_model() -> None:
             0,
             "None of 1,060 prompt tokens come from the cache; the rest, from token 0 on, is being",
         ),
-        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache; no cached prompt matches from"),
+        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache; no cached prompt continues"),
         (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache: prefix caching is off, or"),
     ],
 )

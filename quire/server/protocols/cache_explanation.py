@@ -17,7 +17,7 @@ _WHY = {
     StopReason.EVICTED: "; the rest, from token {at} on, was cached and has been evicted.",
     StopReason.TOO_SHORT: "; the rest, from token {at} on, does not fill a block, and no cached block begins with it.",
     StopReason.IN_FLIGHT: "; the rest, from token {at} on, is being computed by another request.",
-    StopReason.NOT_FOUND: "; no cached prompt matches from token {at} on.",
+    StopReason.NOT_FOUND: "; no cached prompt continues like this one at token {at}.",
     StopReason.OFF: ": prefix caching is off, or the request needs every prompt token computed.",
 }
 
