@@ -64,8 +64,8 @@ from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, QuireError,
 MAX_BACKOFF_S = 30.0
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
 PROBE_ID = 0  # query id of probes; ids of callers start at 1
-MOVING_LIMIT_S = 10.0  # of silence while there is work, after which the worker is reported as stuck
-LOAD_LIMIT_S = 180.0  # of silence while loading: importing libraries, or reading the largest tensor
+MOVING_LIMIT_S = 10.0  # allowed silence while there is work; after that, the worker is reported as stuck
+LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class WorkerConnection:
 
     def submit(self, request: GenerationRequest, generation: Generation) -> None:
         ids = generation.request_ids
-        if self.process.is_over:  # its end may have been handled already, and would not be reported to this request
+        if self.process.is_over:  # `on_end` may have run already: this request would wait forever
             raise LostBeforeStart(f"the process that runs {self._name} has just ended and is being replaced")
         self.process.send(
             Add(

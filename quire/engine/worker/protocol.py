@@ -131,7 +131,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     capacity: Capacity
     max_model_len: int
     facts: RunnerFacts
-    timings_s: dict[str, float]  # of the start: "import" (the backend's libraries), "weights", "warm_up"
+    timings_s: dict[str, float]  # durations of the start: "import" (the backend's libraries), "weights", "warm_up"
     step_s: float = 0.0  # predicted duration of a full step, from the warm-up
 
     @property
@@ -166,7 +166,7 @@ class Stepped(msgspec.Struct, tag="stepped", frozen=True):
     """
 
     outputs: tuple[EngineOutput, ...]
-    started: tuple[Started, ...] = ()  # in this step; the same as in `Begun`
+    started: tuple[Started, ...] = ()  # requests started in this step, as in `Begun`
     num_tokens: int = 0  # computed in the step, prompts and answers
     took_s: float = 0.0
 

@@ -17,7 +17,7 @@ KEPT = 9  # steps per size: the median is used, so that an outlier does not matt
 # Cost of attention relative to the rest of a token. Both depend on model and machine. The middle of the measured range
 # is good enough for a limit of ten times the prediction.
 CONTEXT_PER_TOKEN = 300  # keys read from the cache: 70 to 1,000
-PAIRS_PER_TOKEN = 8000  # of a query and a key, in a prompt: 4,000 (135M) to 30,000 (8B)
+PAIRS_PER_TOKEN = 8000  # pairs of a query and a key in a prompt: 4,000 (135M) to 30,000 (8B)
 MAX_BATCH = 512  # in tokens of effort: larger steps do not show the cost of another row
 MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limited by reading the weights
 
