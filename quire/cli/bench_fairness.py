@@ -43,8 +43,8 @@ from quire.errors import InvalidRequest
 HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)
 NUM_WARM_UP = 3
 MAX_PAUSE_S = 0.2  # between two HIGH requests, so that they arrive at any point of a step
-GRACE_S = 30.0  # for a HIGH request that is running when its phase ends
-SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all start at the same time
+GRACE_S = 30.0  # time for a HIGH request that is running when its phase ends
+SETTLE_SHARE = 0.25  # of a saturated phase passes before tokens are counted: the first requests start together
 POLL_S = 0.05
 PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
 

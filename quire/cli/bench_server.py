@@ -1,4 +1,4 @@
-"""A private `quire serve` process on a free port, for `quire bench` and `quire batch`. Stopped however they end."""
+"""A private `quire serve` process on a free port, for `quire bench` and `quire batch`, which stop it when they end."""
 
 from __future__ import annotations
 
