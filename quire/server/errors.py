@@ -84,7 +84,7 @@ class Dialect:
 
     name: str
     status: Callable[[ApiError], int]
-    body: Callable[[ApiError, str], bytes]  # of the error and the request id
+    body: Callable[[ApiError, str], bytes]  # encodes the error and the request id
     event: Callable[[ApiError, str], bytes]  # a complete stream event, for an error in mid-stream
     stream_type: str = SERVER_SENT_EVENTS
     keep_alive: bytes = b": keep-alive\n\n"  # clients ignore it between two events

@@ -168,7 +168,7 @@ class _Main:
         self._is_draining = True
         models = self._models
         if self._batches is not None:
-            await self._batches.stop()  # they continue after the next start
+            await self._batches.stop()  # batches continue after the next start
         if models.num_open:
             text = "draining: %d request(s) are running, %g s at most; a second signal ends them at once"
             log.warning(text, models.num_open, self._config.drain)

@@ -32,7 +32,7 @@ from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
-MIN_WAIT_S = 1.0  # in the queue, for a request that spent its time on loading the model
+MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
 Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
 
 log = logging.getLogger(__name__)

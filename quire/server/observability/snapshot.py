@@ -295,7 +295,7 @@ class SnapshotBuilder:
         return sorted(shown, key=lambda one: not one.is_running)
 
     def _request(self, active: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
-        """`running`: the worker's report by request id; None: no report yet."""
+        """Describe a request. `running`: the worker's report by request id; None: no report yet."""
         usage = active.usage
         ids = [request_id for generation in active.generations for request_id in generation.request_ids]
         here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]

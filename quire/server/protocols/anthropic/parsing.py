@@ -161,7 +161,7 @@ def _wants_thought(body: CountTokensRequest) -> bool | None:
 
 
 def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
-    """`references`: names of deferred tools that tool results have referenced."""
+    """Parse the tools. `references`: names of deferred tools that tool results have referenced."""
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")

@@ -63,7 +63,10 @@ def params_of(
     prompt_logprobs: int | None = None,
     may_be_empty: bool = False,
 ) -> GenerationParams:
-    """`max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0."""
+    """Parse the generation parameters.
+
+    `max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0.
+    """
     refuse_unsupported(body, other_servers.REFUSED)
     _refuse_contradictions(body)
     names: dict[str, str] = {}

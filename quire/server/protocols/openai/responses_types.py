@@ -39,7 +39,7 @@ ACCEPTED = {
     "max_tool_calls": "it limits calls that the server runs, and quire runs none",
     "truncation": "a conversation that is too long is refused",
 }
-LOGPROBS = "message.output_text.logprobs"  # of include; other values are for tools and stores that quire does not have
+LOGPROBS = "message.output_text.logprobs"  # in `include`; other values are for tools and stores that quire lacks
 
 
 def _refused(field: str) -> Meta:
