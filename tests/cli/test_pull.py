@@ -66,7 +66,7 @@ def test_a_model_that_runs_is_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     [
         ("org/other", "'MambaForCausalLM' is not supported; these run: LlamaForCausalLM, "),
         ("org/mamba:Q4_0", "architecture 'mamba' is not supported; these run: llama, "),
-        ("org/huge:Q4_K_M", "it has 900.0 GB, and "),
+        ("org/huge:Q4_K_M", "it needs 900.0 GB, and "),
         ("org/huge:Q4_K_M", "its weights take 931 GiB, and this machine has "),
         ("org/pickle", "its weights are in a format that can run code when read"),
         ("org/gguf", "the repository has GGUF files: name one, as in `quire pull org/gguf:Q4_K_M`"),
