@@ -94,7 +94,7 @@ class BatchService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.store.close()
+        await self.store.close()
 
     async def _sweep(self) -> None:
         while True:

@@ -74,6 +74,7 @@ class StateDir:
         self._lock_file: BinaryIO | None = None
         self._opening = asyncio.Lock()
         self._saving = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
         self._reserving = threading.Lock()
 
     # The directory
@@ -93,7 +94,9 @@ class StateDir:
     def is_open(self) -> bool:
         return self._lock_file is not None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Let go of the directory, after the writes that are in progress."""
+        await asyncio.gather(*self._saves, return_exceptions=True)
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
@@ -243,25 +246,40 @@ class StateDir:
         return self.path / folder / f"{name}.json"
 
     async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
+        """Write facts. Cancelling the caller does not end the write, so that a later one cannot overtake it."""
+        task = asyncio.create_task(self._save_alone(folder, name, value))
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+        await asyncio.shield(task)
+
+    async def _save_alone(self, folder: str, name: str, value: msgspec.Struct) -> None:
         async with self._saving:  # one writer at a time, so that states are written in order
             await asyncio.to_thread(_write, self._facts(folder, name), msgspec.json.encode(value))
 
 
 class Upload:
-    """A file that is being uploaded."""
+    """Content of an upload, until the store takes it over.
+
+    A thread writes, and a cancelled request closes the upload while that thread may still be writing: hence the lock.
+    """
 
     def __init__(self, store: StateDir, key: Key) -> None:
         self._store = store
         self._owner = key.owner
         self.path = store.path / "files" / f"{secrets.token_hex(12)}.upload"
         self.num_bytes = 0
+        self._lock = threading.Lock()
         self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
+        """Append content. Raises ValueError if the upload was closed."""
         self._store.check_size(self.num_bytes + len(data))
-        self._store.reserve(self._owner, len(data))
-        self.num_bytes += len(data)
-        self._file.write(data)
+        with self._lock:
+            if self._file.closed:
+                raise ValueError("the upload was closed")
+            self._store.reserve(self._owner, len(data))
+            self.num_bytes += len(data)
+            self._file.write(data)
 
     def finish(self) -> None:
         """Write the complete content to disk."""
@@ -270,10 +288,11 @@ class Upload:
         self._file.close()
 
     def close(self) -> None:
-        """Delete content that was not moved into the store, and release the reserved bytes."""
-        self._file.close()
-        self._store.reserve(self._owner, -self.num_bytes)
-        self.path.unlink(missing_ok=True)
+        """Release the reserved bytes, and delete the content unless the store has taken it over."""
+        with self._lock:
+            self._file.close()
+            self._store.reserve(self._owner, -self.num_bytes)
+            self.path.unlink(missing_ok=True)
 
 
 def new_file(filename: str, num_bytes: int, purpose: str, ttl_s: int) -> FileObject:
