@@ -95,7 +95,7 @@ class StateDir:
         return self._lock_file is not None
 
     async def close(self) -> None:
-        """Let go of the directory, after the writes that are in progress."""
+        """Release the directory after the writes that are in progress."""
         await asyncio.gather(*self._saves, return_exceptions=True)
         if self._lock_file is not None:
             self._lock_file.close()
@@ -258,9 +258,9 @@ class StateDir:
 
 
 class Upload:
-    """Content of an upload, until the store takes it over.
+    """Content of an upload, until it is moved into the store.
 
-    A thread writes, and a cancelled request closes the upload while that thread may still be writing: hence the lock.
+    The lock is needed because a cancelled request may close the upload while a thread is still writing.
     """
 
     def __init__(self, store: StateDir, key: Key) -> None:
@@ -288,7 +288,7 @@ class Upload:
         self._file.close()
 
     def close(self) -> None:
-        """Release the reserved bytes, and delete the content unless the store has taken it over."""
+        """Release the reserved bytes, and delete the content unless it was moved into the store."""
         with self._lock:
             self._file.close()
             self._store.reserve(self._owner, -self.num_bytes)
