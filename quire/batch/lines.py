@@ -1,6 +1,6 @@
 """Batch input: one request per line, in OpenAI's batch format or as a plain prompt.
 
-An invalid line becomes an `InvalidLine`, which names the line and the field. It never ends the file.
+An invalid line becomes an `InvalidLine`, which names the line and the field. Reading continues after it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ BatchLine = BatchRequest | InvalidLine
 class LineSettings:
     """How lines become requests."""
 
-    model: str | None = None  # for every line, whatever its body names; None: as the body says
-    priority: str | None = None  # likewise
+    model: str | None = None  # replaces the model of every body; None: use that of the body
+    priority: str | None = None  # the same for the priority
     endpoint: str | None = None  # the only URL that lines may have; None: any of ENDPOINTS
-    allows_plain: bool = True  # plain prompts beside OpenAI's format
+    allows_plain: bool = True  # accept plain prompts as well as OpenAI's format
     system: str | None = None  # the system message of plain prompts
     defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of the body of plain prompts
 
@@ -64,7 +64,7 @@ class _Wrong(Exception):
 
 
 def read_lines(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines that are not blank, one at a time. None: a line of more than `max_bytes`."""
+    """Yield the lines that are not blank, with their numbers. A line above `max_bytes` is yielded as None."""
     number = 0
     while data := file.readline(max_bytes + 1):
         number += 1
@@ -80,7 +80,7 @@ def read_lines(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tupl
 
 
 class LineParser:
-    """Turns the lines of one file into requests. It remembers each custom_id, because none may come twice."""
+    """Turns the lines of one file into requests. Stores each custom_id, to refuse duplicates."""
 
     def __init__(self, settings: LineSettings) -> None:
         self._settings = settings
@@ -111,7 +111,7 @@ class LineParser:
             return InvalidLine(number, custom_id, f"line {number}: {error}", error.param, error.code)
 
     def _plain_body(self, value: object) -> dict[str, Any]:
-        """Of a bare string, {"prompt": "..."} or {"messages": [...]}; other fields of the object are kept."""
+        """The body for a string, {"prompt": "..."} or {"messages": [...]}. Other fields of the object are kept."""
         given = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(given, dict):
             raise _Wrong(f"a JSON {_kind(value)}, not an object or a string")
@@ -123,7 +123,7 @@ class LineParser:
         if messages is None:
             prompt = given.get("prompt")
             if not isinstance(prompt, str) or not prompt.strip():
-                raise _Wrong(f"prompt = {prompt!r:.80} is not a text, or is empty", "prompt")
+                raise _Wrong(f"prompt = {prompt!r:.80} is not text or is empty", "prompt")
             messages = [{"role": "user", "content": prompt}]
         if not isinstance(messages, list) or not messages:
             raise _Wrong(f"messages = {messages!r:.80} is not a list of messages", "messages")
@@ -138,7 +138,7 @@ class LineParser:
         if wanted is not None and url != wanted:
             raise _Wrong(f"url = {url!r} is not the endpoint of this batch, {wanted}", "url", "mismatched_endpoint")
         if body.get("stream"):
-            raise _Wrong("body.stream = true: a batch has no streams", "body.stream")
+            raise _Wrong("body.stream = true is not supported: a batch returns whole answers", "body.stream")
 
     def _encode(self, body: dict[str, Any]) -> bytes:
         forced = {"model": self._settings.model, "priority": self._settings.priority}

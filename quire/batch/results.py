@@ -1,7 +1,7 @@
-"""Batch output: OpenAI's batch output format, one result per line, and the lines that an output file holds already.
+"""Batch output in OpenAI's format, one result per line; also reads which lines an output file already holds.
 
-The `id` of a result ends with the number of its input line. A run that was interrupted reads the numbers back, and
-needs no other record of what is done.
+The `id` of a result ends with the number of its input line. A run that continues reads these numbers to find the
+finished lines.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, BinaryIO, NamedTuple
 from quire.batch.lines import BatchRequest, InvalidLine
 from quire.errors import InvalidRequest
 
-# Line ends of Unicode, which some readers of lines take for such. In JSON they stand in strings only.
+# Unicode line separators, which some programs treat as line ends. In JSON they occur only inside strings.
 _LINE_ENDS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029")
 _ID = re.compile(r"batch_req_(?:[0-9a-f]+_)?([1-9][0-9]{0,8})")
 
 
 class Reply(NamedTuple):
-    """The answer to one request, whatever its status."""
+    """The response to one request, of any status."""
 
     status: int
     request_id: str
@@ -47,7 +47,7 @@ class Result(NamedTuple):
 
 
 def result_id(number: int, batch_id: str = "") -> str:
-    """`batch_id`: hexadecimal, to tell the results of several batches apart."""
+    """The id of a result. `batch_id`: hexadecimal; distinguishes the results of several batches."""
     return f"batch_req_{batch_id}_{number}" if batch_id else f"batch_req_{number}"
 
 
@@ -81,7 +81,7 @@ def _encode(value: object) -> bytes:
 
 
 def num_completion_tokens(body: Any) -> int:
-    """Of an answer of any of the endpoints; 0 where it does not say."""
+    """Completion tokens of an answer of any endpoint; 0 if it does not report them."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return 0
@@ -108,12 +108,12 @@ class LineSet:
 
 @dataclass(slots=True)
 class ResultScan:
-    """What an output file holds."""
+    """The contents of an output file."""
 
     finished: LineSet = field(default_factory=LineSet)
     num_good: int = 0
     num_failed: int = 0
-    num_bytes: int = 0  # of whole lines: what follows was torn by an interruption
+    num_bytes: int = 0  # of complete lines; an interruption may have left part of a line after them
 
     @property
     def num_finished(self) -> int:
@@ -121,7 +121,7 @@ class ResultScan:
 
 
 def scan_results(path: Path, scan: ResultScan | None = None) -> ResultScan:
-    """Read the finished lines. Raises InvalidRequest where the file is not the output of a batch."""
+    """Read the finished lines. Raises InvalidRequest if the file is not the output of a batch."""
     found = ResultScan() if scan is None else scan
     found.num_bytes = 0
     with path.open("rb") as file:
@@ -138,7 +138,7 @@ def scan_results(path: Path, scan: ResultScan | None = None) -> ResultScan:
 
 
 def drop_failed(path: Path) -> None:
-    """Remove failed results from an output file, so that their lines run again. Replaces the file at once."""
+    """Remove failed results from an output file, so that their lines run again. Replaces the file atomically."""
     draft = path.with_name(f"{path.name}.tmp")
     with path.open("rb") as file, draft.open("wb") as kept:
         for at, data in enumerate(file, 1):
@@ -165,7 +165,7 @@ def _read_result(path: Path, at: int, data: bytes) -> tuple[int, bool]:
 
 
 class ResultFile:
-    """An output file that is appended to. A line is written by one call, so that only the last one can be torn."""
+    """An output file that is appended to. A line is written by one call, so that only the last can be incomplete."""
 
     def __init__(self, file: BinaryIO, batch_id: str = "") -> None:
         self._file = file
@@ -173,7 +173,7 @@ class ResultFile:
 
     @classmethod
     def append(cls, path: Path, num_bytes: int = 0, batch_id: str = "") -> ResultFile:
-        """Continue a file after its first `num_bytes`; what follows them is cut off."""
+        """Append to a file after its first `num_bytes`; the rest is truncated."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(descriptor, num_bytes)
         return cls(os.fdopen(descriptor, "ab"), batch_id)

@@ -1,7 +1,7 @@
-"""Continuing an interrupted run: which input and settings an output file belongs to, and which lines it has.
+"""Continues an interrupted run: checks that an output file belongs to the input and settings, and locks and reads it.
 
-A small JSON file beside the output, `OUT.batch.json`, names the input by size and digest, and the settings. An input
-that has grown since continues: its first bytes are still the same.
+A small JSON file beside the output, `OUT.batch.json`, records the size and digest of the input, and the settings. Lines
+may be appended to the input between runs: only the recorded part must be unchanged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """An input file, by its content."""
+    """Identifies an input file by its content."""
 
     num_bytes: int
     sha256: str
 
 
 def fingerprint(path: Path, num_bytes: int | None = None) -> Fingerprint:
-    """Of a file, or of its first bytes. A file that is shorter gives its own size."""
+    """The fingerprint of a file, or of its first `num_bytes` if it is longer."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as file:
         while num_bytes is None or done < num_bytes:
@@ -44,10 +44,10 @@ def fingerprint(path: Path, num_bytes: int | None = None) -> Fingerprint:
 
 @dataclass(slots=True)
 class Output:
-    """An output file that this process alone may write."""
+    """An output file, locked for this process."""
 
     path: Path
-    scan: ResultScan  # what it held when it was opened
+    scan: ResultScan  # its contents when it was opened
     file: ResultFile
     _lock: BinaryIO
 
@@ -64,9 +64,9 @@ def open_output(
     is_overwriting: bool = False,
     is_retrying: bool = False,
 ) -> Output:
-    """Begin or continue an output file. Raises InvalidRequest where it belongs to another input or other settings.
+    """Begin or continue an output file. Raises InvalidRequest if it belongs to another input or other settings.
 
-    `source`: the input; None where it is a pipe, which cannot be continued. `is_retrying`: failed lines run again.
+    `source`: the input; None if it is a pipe, which cannot be continued. `is_retrying`: failed lines run again.
     """
     notes = path.with_name(f"{path.name}.batch.json")
     lock = _locked(notes)
@@ -87,7 +87,7 @@ def open_output(
 
 
 def _locked(notes: Path) -> BinaryIO:
-    """The notes themselves are the lock: the operating system releases it when the process ends, however it ends."""
+    """Lock the notes file. The operating system releases the lock when the process ends, even if it is killed."""
     file = os.fdopen(os.open(notes, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ def _check_same(path: Path, notes: Path, source: Path | None, settings: Mapping[
     if source is None:
         raise InvalidRequest(f"{path} exists, and a batch read from standard input cannot be continued: {remedy}")
     if fingerprint(source, before.num_bytes) != before:
-        raise InvalidRequest(f"{path} holds results of another input than {source}: {remedy}")
+        raise InvalidRequest(f"{path} holds results of an input other than {source}: {remedy}")
     for name, value in settings.items():
         if given.get(name) != value:
             text = f"{path} was begun with {name} = {given.get(name)!r:.80}, not {value!r:.80}"
@@ -117,7 +117,7 @@ def _check_same(path: Path, notes: Path, source: Path | None, settings: Mapping[
 
 
 def _write_notes(notes: Path, lock: BinaryIO, source: Path | None, settings: Mapping[str, Any]) -> None:
-    """In place, because the file is locked. One call writes it all, so a killed process does not leave half of it."""
+    """Write the notes in place, because the file is locked, and in one call, so that they are never incomplete."""
     found = Fingerprint(0, "") if source is None else fingerprint(source)
     value = {"input_bytes": found.num_bytes, "input_sha256": found.sha256, "settings": dict(settings)}
     data = json.dumps(value, indent=1).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Runs the lines of a batch: a bounded number in flight, retries, results as they come or in the order of the input."""
+"""Runs the lines of a batch: limits requests in flight, retries, and returns results as they arrive or in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import QuireError
 
 READ_AHEAD_LINES = 64
 READ_AHEAD_BYTES = 4 << 20
-WINDOW = 4  # times the requests in flight: how far an ordered run may be ahead of its slowest request
+WINDOW = 4  # an ordered run holds at most this many lines per request in flight
 
 Send = Callable[[BatchRequest], Awaitable[Reply]]
 OnResult = Callable[[Result], None]
@@ -33,11 +33,11 @@ class RetryPolicy:
     """When to send a request again: after 429, 503 and lost connections."""
 
     max_tries: int | None = 20  # of one request; None: no limit
-    first_wait_s: float = 0.5  # doubled each time, where the server does not name a time
+    first_wait_s: float = 0.5  # doubled each time, unless the server sends a time
     max_wait_s: float = 60.0
 
     def wait_s(self, num_tries: int, retry_after_s: float | None) -> float:
-        """With up to a quarter added at random, so that requests do not return all at once."""
+        """Time before the next try. Up to a quarter is added at random, so that requests do not return all at once."""
         wait_s = min(self.first_wait_s * 2 ** min(num_tries - 1, 30), self.max_wait_s)
         return (wait_s if retry_after_s is None else retry_after_s) * random.uniform(1.0, 1.25)
 
@@ -61,15 +61,15 @@ class BatchRunner:
         self._max_in_flight = max_in_flight
         self._is_ordered = is_ordered
         self._retry = retry or RetryPolicy()
-        self._ahead: deque[BatchLine] = deque()  # read and not yet taken
+        self._ahead: deque[BatchLine] = deque()  # lines that were read and not yet taken
         self._reading = asyncio.Lock()
         self._num_taken = 0
-        self._num_written = 0  # of an ordered run: all before it are written
-        self._held: dict[int, Result] = {}  # finished before a line ahead of them
+        self._num_written = 0  # of an ordered run: number of results written, in order
+        self._held: dict[int, Result] = {}  # results that wait for an earlier line
         self._has_room = asyncio.Event()
 
     async def run(self) -> None:
-        """Until every line has a result. Raises GaveUp, or the first error of `send`; then the rest is cancelled."""
+        """Run until every line has a result. Raises GaveUp or the first error of `send`, and cancels the rest."""
         tasks = [asyncio.create_task(self._work()) for _ in range(self._max_in_flight)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -127,7 +127,7 @@ class BatchRunner:
 
 
 def _read_ahead(lines: Iterator[BatchLine]) -> list[BatchLine]:
-    """The next lines, bounded by number and size. In a thread: it reads a file and parses JSON."""
+    """The next lines, bounded by number and size. Runs in a thread: it reads a file and parses JSON."""
     found: list[BatchLine] = []
     num_bytes = 0
     for line in lines:

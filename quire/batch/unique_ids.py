@@ -1,4 +1,4 @@
-"""A set of strings that only remembers digests, so that a million of them take 16 MiB."""
+"""A set of strings that stores only digests, so that a million strings take 16 MiB."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 
 class UniqueIds:
-    """A hash table of 64-bit digests with open addressing. Two strings collide with a chance of 1 in 10^7 or less
-    among a million."""
+    """A hash table of 64-bit digests with open addressing. Among a million strings, the chance
+    of any collision is below 1 in 10^7."""
 
     def __init__(self) -> None:
         self._slots = array("Q", bytes(8 * 1024))
@@ -22,7 +22,7 @@ class UniqueIds:
         return self._slots.itemsize * len(self._slots)
 
     def add(self, text: str) -> bool:
-        """Add a string. False: it was there already."""
+        """Add a string. Returns False if it was present."""
         digest = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") or 1
         slot = self._find(self._slots, digest)
         if self._slots[slot] == digest:

@@ -1,1 +1,1 @@
-"""What a person types."""
+"""The `quire` command: one module per subcommand, and the code they share."""

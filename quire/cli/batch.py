@@ -32,11 +32,11 @@ PIPE = "-"
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The server that answers."""
+    """The server that the requests are sent to."""
 
     url: str
     api_key: str | None
-    model: str  # the name of --model there, or of the default model
+    model: str  # the server's name for --model or for the default model
 
 
 def batch(
@@ -60,7 +60,7 @@ def batch(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt for plain prompts.")] = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run lines again that failed in an earlier run.")
+        bool, typer.Option("--retry-failed", help="Run the lines that failed in an earlier run again.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT instead of continuing it.")] = False,
     retries: Annotated[int, typer.Option(help="Times a request is sent before the run stops.")] = 20,
@@ -105,7 +105,7 @@ def batch(
 
 
 def _check(priority: str, max_in_flight: int, retries: int, source: str, output: str) -> None:
-    """Refuse what can never work before a model is loaded."""
+    """Refuse invalid options before a model is loaded."""
     if priority not in PRIORITIES:
         raise InvalidRequest(f"--priority {priority!r} is not one of {', '.join(PRIORITIES)}")
     for name, value, high in (("--max-in-flight", max_in_flight, 1024), ("--retries", retries, 1_000_000)):
@@ -131,13 +131,13 @@ def _serving(
     from quire.cli.bench_server import check_installed, serving
     from quire.cli.model_loading import locate
 
-    check_installed("a model of its own")
-    locate(model)  # fetches the model with a bar; the server's output is hidden
+    check_installed("a private server")
+    locate(model)  # downloads the model with a progress bar; the server's output is hidden
     if sys.stderr.isatty():
         typer.echo(f"[loading {model or DEFAULT_MODEL}]", err=True)
     own_key = secrets.token_urlsafe(24)
     given = [text for pair in engine.items() for text in pair]
-    # A request waits in this program, not in the queue, so none may be refused for having waited.
+    # --max-in-flight bounds the queue, so the server must not refuse a request because of its own limits.
     patience = ["--queue-timeout", "86400", "--max-queue", "4096", "--max-queued-tokens", str(1 << 30)]
     with serving(model or DEFAULT_MODEL, [*given, *patience], {"QUIRE_API_KEY": own_key}) as process:
         name, _ = ServerClient(process.url, own_key, PATIENT).find_model(None)
@@ -165,13 +165,13 @@ class _Run:
         self._retry = retry
         self._is_quiet = is_quiet
         self._scan = ResultScan()
-        self._file: ResultFile  # while the output is open
+        self._file: ResultFile  # set while the output is open
         self._progress = BatchProgress(None, 0)
         self._total: int | None = None
 
     @contextmanager
     def opened(self, *, is_overwriting: bool, is_retrying: bool) -> Iterator[None]:
-        """With the output file held for this process."""
+        """Open the output file and lock it for this process."""
         if self._output is None:
             self._file = ResultFile(sys.stdout.buffer)
             yield

@@ -1,4 +1,4 @@
-"""Sends the requests of a batch to a server, each by a thread with a connection that it keeps."""
+"""Sends the requests of a batch to a server, each in a thread that keeps its connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RETRIED = (429, 502, 503, 504, 529)
 
 
 class BatchClient:
-    """Blocks in threads, because `http.client` does. `close` ends requests that still wait."""
+    """Sends requests in threads, because `http.client` blocks. `abort` ends requests that still wait."""
 
     def __init__(self, url: str, api_key: str | None, max_in_flight: int) -> None:
         self._url = url
@@ -118,7 +118,7 @@ class BatchClient:
 
 
 def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
-    """A body that is not JSON, as of a proxy, is put into an error of OpenAI's shape."""
+    """A body that is not JSON, such as a proxy's error page, is wrapped in an error in OpenAI's format."""
     try:
         json.loads(body)
     except (ValueError, RecursionError):

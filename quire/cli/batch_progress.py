@@ -1,4 +1,4 @@
-"""Progress of a batch on stderr: a bar on a terminal, a line now and then on a pipe."""
+"""Progress of a batch on stderr: a bar on a terminal, a line at intervals on a pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE_EVERY_S = 10.0
 
 
 class BatchProgress:
-    """Counts results and shows them. `total`: the lines of the input; None where it is a pipe."""
+    """Counts results and shows them. `total`: the lines of the input; None if it is a pipe."""
 
     def __init__(self, total: int | None, num_before: int, *, is_quiet: bool = False) -> None:
         self.num_good = 0
@@ -65,7 +65,7 @@ class BatchProgress:
             typer.echo(self.line(), err=True)
 
     def line(self) -> str:
-        """Where it stands, for a pipe."""
+        """The progress as one line of text, for a pipe."""
         done = self._num_before + self.num_done
         text = f"{done:,} of {self._total:,}" if self._total is not None else f"{done:,}"
         text += f" lines, {self.num_failed:,} failed, {self.tokens_per_s:.0f} tokens/s"

@@ -122,7 +122,7 @@ def bench(
     if out is not None:
         write_report(out, report, document)
     for problem in report.not_held:
-        typer.echo(f"not held: {problem}", err=True)
+        typer.echo(f"not met: {problem}", err=True)
     if report.not_held:
         raise typer.Exit(1)
 
@@ -308,7 +308,7 @@ def _speedup_text(report: BenchReport, speedup: SpeedupReport) -> str:
         f"Output tokens per second, prompts included: {config.prompt_tokens} tokens in, {config.output_tokens} out,"
         f" greedy, all arriving together; medians over rounds: {config.rounds}. One at a time is the best of"
         f" {num_singles} single requests measured before, between and after the batches"
-        f" (best by threads: {tried}), so that the ratios are the least that can be said;"
+        f" (best by threads: {tried}), so that the ratios are lower bounds;"
         f" against the median single request they are {typical}."
         f" Tokens found in the prefix cache: {speedup.num_cached_tokens}."
     )
@@ -325,7 +325,7 @@ def _prefix_text(prefix: PrefixReport) -> str:
         f" copies: {prefix.copies}. {_held(prefix.is_held)}\n"
         f"{one.num_requests} requests with one new prompt of {one.prompt_tokens} tokens, arriving together, computed"
         f" {one.prefill_tokens:,} prompt tokens instead of {one.prefill_tokens_unshared:,}; the last of them had its"
-        f" first token after {one.ttft_max_ms:.0f} ms. Blocks copied, for the last token that each computes:"
+        f" first token after {one.ttft_max_ms:.0f} ms. Blocks copied, as each computes its last token:"
         f" {one.copies}. {_held(one.is_held)}"
     )
 
@@ -366,7 +366,7 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
 
 
 def _held(is_held: bool) -> str:
-    return "Held." if is_held else "NOT HELD."
+    return "Expectation met." if is_held else "EXPECTATION NOT MET."
 
 
 def _print(report: BenchReport) -> None:
@@ -433,7 +433,7 @@ def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -
         lines += ["", "## Fairness between priorities", "", *_markdown_table(HIGH_HEADS, _high_rows(fairness))]
         lines += ["", _fairness_text(report.config, fairness).replace("\n", "\n\n")]
     if report.not_held:
-        lines += ["", "## Not held", "", *(f"- {problem}" for problem in report.not_held)]
+        lines += ["", "## Expectations not met", "", *(f"- {problem}" for problem in report.not_held)]
     return "\n".join(lines) + "\n"
 
 

@@ -43,8 +43,8 @@ from quire.errors import InvalidRequest
 HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)
 NUM_WARM_UP = 3
 MAX_PAUSE_S = 0.2  # between two HIGH requests, so that they arrive at any point of a step
-GRACE_S = 30.0  # for a HIGH request that is running when its phase ends
-SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all start at the same time
+GRACE_S = 30.0  # time for a HIGH request that is running when its phase ends
+SETTLE_SHARE = 0.25  # of a saturated phase passes before tokens are counted: the first requests start together
 POLL_S = 0.05
 PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
 
@@ -114,7 +114,7 @@ class _Measurement:
             max_model_len = scheduling["max_model_len"]
             token_ids = tokens["tokens"]
         except (KeyError, TypeError):
-            raise self._server.malformed("no version or no tokens, but", (version, tokens)) from None
+            raise self._server.malformed("a malformed version or list of tokens", (version, tokens)) from None
         self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
         longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
         if longest > max_model_len:

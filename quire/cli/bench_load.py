@@ -16,7 +16,7 @@ from quire.cli.server_client import ServerClient
 from quire.core.request import Priority
 from quire.errors import QuireError
 
-MAX_PROMPTS = 64  # of one HTTP request; the server takes no more
+MAX_PROMPTS = 64  # of one HTTP request; the limit of the server
 
 
 class Shape(NamedTuple):

@@ -68,7 +68,7 @@ def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
     bound = fairness.max_ttft_ratio
     axes.axhline(bound * heights[0], color="C3", linestyle="--", linewidth=1, label=f"{bound:g} times idle")
     share = fairness.saturated.low_share
-    under = "" if share is None else f"LOW under endless HIGH: {share:.1%} of all tokens"
+    under = "" if share is None else f"LOW under constant HIGH load: {share:.1%} of all tokens"
     axes.set(title="First token of HIGH, p95, beside LOW", xlabel=under, ylabel="milliseconds")
     axes.margins(y=0.12)
     axes.legend(loc="best")

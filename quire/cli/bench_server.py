@@ -1,4 +1,4 @@
-"""A private `quire serve` process for `quire bench` and `quire batch`: on a free port, and stopped however they end."""
+"""A private `quire serve` process on a free port, for `quire bench` and `quire batch`, which stop it when they end."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def check_installed(what: str = "the server of the fairness part") -> None:
 def serving(model: str, options: Sequence[str], variables: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
     """Start a server and wait until it is ready. The last lines of its log are added to errors.
 
-    `variables`: of its environment, which other users of the machine cannot read, unlike options. It has no state
-    directory: batches that another server keeps there are not its own.
+    `variables`: added to its environment, which other users of the machine cannot read, unlike options. The server has
+    no state directory, so that it does not continue the batches of another server.
     """
     command = [sys.executable, "-c", _SERVE, "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
     command += ["--state-dir", "none"]

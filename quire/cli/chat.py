@@ -258,7 +258,7 @@ class Repl:
         try:
             cache = self.model.cache_stats()
         except QuireError as error:
-            self._writer.say(f"cache: not known: {error}\n")
+            self._writer.say(f"cache: unknown: {error}\n")
             return
         self._writer.say(
             f"cache: {cache.num_cached} of {cache.num_blocks} blocks hold earlier text, {cache.num_evictions} evicted;"
@@ -272,7 +272,7 @@ class Repl:
                 self._writer.say(f"{known:20}{_shown(getattr(self.params, known))}\n")
             return
         if name not in SETTINGS:
-            raise InvalidRequest(f"/set {name}: is not one of {', '.join(SETTINGS)}")
+            raise InvalidRequest(f"/set {name} is not one of {', '.join(SETTINGS)}")
         changed = replace(self.params, **{name: _parsed(name, value.strip())})
         options.check_answer(changed)
         self.params = changed
@@ -294,7 +294,7 @@ COMMANDS: dict[str, _Command] = {
         _Command("/help", "this list", Repl.help),
         _Command("/reset", "forget the conversation", Repl.reset),
         _Command("/system TEXT", "instructions to the model; without TEXT, none", Repl.set_system),
-        _Command("/set NAME VALUE", "change sampling; /set alone shows what can be set", Repl.set_param),
+        _Command("/set NAME VALUE", "change a sampling parameter; /set alone lists them", Repl.set_param),
         _Command("/save FILE", "write the conversation as JSON, or as JSON lines to a .jsonl file", Repl.save),
         _Command("/load FILE", "continue a saved conversation", Repl.load),
         _Command("/stats", "speed of the last answer, and tokens reused from the cache", Repl.stats),

@@ -1,4 +1,4 @@
-"""`ChatModel`: what `generate` and `chat` use. The model is in this process or behind a server."""
+"""`ChatModel`: the interface of `generate` and `chat` to a model, in this process or on a server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`quire doctor`: what this machine has, which backends run, and how to install what is missing.
+"""`quire doctor`: reports hardware, working backends, models, and how to install missing parts.
 
-The report is made for issues: no secrets, no user names, and `~` for the home folder.
+The report can be pasted into an issue: it has no secrets and no user names, and `~` for the home folder.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Ite
     if torch["gpus"] or not NVIDIA_DRIVER.exists():
         return
     if packages["torch"] is None:
-        what = "there is an NVIDIA GPU, and PyTorch, which computes on it, is not installed"
+        what = "there is an NVIDIA GPU, and PyTorch, which quire needs to use it, is not installed"
         yield Problem(what, install_command("torch"), False)
     elif torch["works"] and torch["cuda"] is None:
         how = f"{install_command('--force-reinstall torch')}   # the default package has CUDA on Linux"

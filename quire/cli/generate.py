@@ -131,7 +131,7 @@ def _schema_grammar(source: str) -> Grammar:
 
 
 def _checked(make: Callable[[], Grammar], given: str) -> Grammar:
-    """`given`: the option and its value, as they were typed."""
+    """Make a grammar. An error begins with `given`, the option and its value as typed."""
     try:
         return make()
     except InvalidRequest as error:

@@ -45,8 +45,8 @@ class Fit:
     """Where a model runs: on the GPU, on the CPU, or nowhere."""
 
     device: str  # cuda, cpu, or empty: its weights do not fit
-    num_bytes: int  # of weights in that memory; where it does not fit, on the CPU
-    is_free: bool  # that much memory is free now
+    num_bytes: int  # bytes of the weights on that device; on the CPU if they do not fit
+    is_free: bool  # whether that much memory is free now
 
     def __str__(self) -> str:
         name = {"cuda": "GPU", "cpu": "CPU"}.get(self.device)

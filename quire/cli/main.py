@@ -56,7 +56,7 @@ ADVICE: dict[str, str] = {
     "cp": "`quire serve MODEL --served-model-name NAME` serves a model under another name, without a copy",
     "create": "quire has no Modelfile: `quire serve PATH` serves a folder or a .gguf file, and --config FILE.yaml"
     " sets names and options",
-    "push": "quire does not upload models: `hf upload` does, of the package huggingface_hub",
+    "push": "quire does not upload models: use `hf upload` of the package huggingface_hub",
     "signin": "quire has no accounts: for gated models of the hub, set HF_TOKEN or run `hf auth login`",
     "signout": "quire has no accounts: `hf auth logout` removes the token of the hub",
     "launch": "start the agent itself with the addresses that `quire serve` prints; docs/clients.md lists agents",

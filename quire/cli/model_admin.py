@@ -93,7 +93,7 @@ def _context_note(found: dict[str, Any]) -> str:
     length, full = found.get("max_model_len"), found.get("full_model_len")
     if found["state"] != "ready" or type(length) is not int or type(full) is not int or length >= full:
         return ""
-    return f", with {length:,} tokens of context instead of {full:,}: its KV cache has no room"
+    return f", with {length:,} tokens of context instead of {full:,}: its KV cache is too small for more"
 
 
 def _list_requests(remote: ServerClient) -> list[dict[str, Any]]:

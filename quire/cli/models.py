@@ -93,6 +93,6 @@ def _print_rows(console: Console, columns: tuple[str, ...], rows: Sequence[tuple
 
 
 def short_path(path: Path) -> str:
-    """With ~ for the home folder."""
+    """The path with ~ for the home folder."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) and path != home else str(path)

@@ -46,7 +46,7 @@ def check_download(name: str, *, is_forced: bool) -> None:
         free = free_disk_bytes(cache_dir())
         if free < known.size_bytes and not is_forced and not (models_dir() / known.file_name).is_file():
             size, there = file_size(known.size_bytes), file_size(free)
-            raise DownloadFailed(f"{known.name} has {size}, and {there} are free for {cache_dir()}")
+            raise DownloadFailed(f"{known.name} needs {size}, and {there} are free in {cache_dir()}")
     elif hub_name is not None and find_cached(hub_name) is None and not is_offline():
         typer.echo(check(hub_name, is_forced=is_forced), err=True)
 

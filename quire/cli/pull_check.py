@@ -29,13 +29,13 @@ SAFETENSORS_TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """What `quire pull` would fetch."""
+    """The files that `quire pull` would download, and their metadata."""
 
     name: HubName
-    files: Mapping[str, int]  # those to fetch: name -> bytes
+    files: Mapping[str, int]  # files to download: name -> bytes
     others: tuple[str, ...]  # the other files in the top folder of the repository
     config: Mapping[str, Any]  # config.json; empty if there is none
-    gguf: Mapping[str, Any]  # what the hub knows about the GGUF files: architecture, context_length
+    gguf: Mapping[str, Any]  # the hub's metadata of the GGUF files: architecture, context_length
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Download:
 
 
 def look_up(name: HubName) -> Download:
-    """Ask the hub for the files of a model. Raises DownloadFailed."""
+    """Query the hub for the files of a model. Raises DownloadFailed."""
     hub = import_hub()
     try:
         info = hub.HfApi().model_info(name.repo, files_metadata=True)
@@ -66,7 +66,7 @@ def look_up(name: HubName) -> Download:
         config: Any = {}
         if "config.json" in sizes:
             config = json.loads(Path(hub.hf_hub_download(name.repo, "config.json")).read_text("utf-8"))
-    except Exception as error:  # the network has more ways to fail than the library has classes
+    except Exception as error:  # network failures raise exceptions of many classes
         raise DownloadFailed(f"{name.repo}: {failure_reason(hub, error)}") from None
     files = {
         file: size
@@ -81,10 +81,10 @@ def look_up(name: HubName) -> Download:
 
 
 def find_problems(found: Download, memory: Memory, free_disk_bytes: int) -> list[str]:
-    """Why the model would not run here. Empty: it will."""
+    """Reasons why the model would not run here; empty if it would."""
     problems = _file_problems(found) or _family_problems(found)
     if found.num_bytes > free_disk_bytes:
-        problems.append(f"it has {file_size(found.num_bytes)}, and {file_size(free_disk_bytes)} are free on the disk")
+        problems.append(f"it needs {file_size(found.num_bytes)}, and {file_size(free_disk_bytes)} are free on the disk")
     place = fit(found.weights, memory)
     if not place.device:
         total = max(memory.cpu_total, memory.gpu_total)

@@ -29,7 +29,7 @@ GRAMMAR_NAMES = {"json_schema": "guided_json", "regex": "guided_regex", "lark": 
 def find_server(address: Address, model: str | None, api_key: str | None) -> RemoteModel | None:
     """The model on the server at an address.
 
-    None if the address is the default one and no usable server is there; for an address that was named, an error.
+    Returns None if the address is the default one and has no usable server. Raises if the user gave the address.
     """
     server = ServerClient(address.url, api_key, PATIENT if address.is_named else QUICK)
     try:

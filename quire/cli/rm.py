@@ -40,7 +40,7 @@ def rm(
     size = file_size(found.num_bytes)
     if not yes:
         if not sys.stdin.isatty():
-            raise InvalidRequest(f"deleting {found.name} ({size}) needs --yes where there is no terminal to ask on")
+            raise InvalidRequest(f"deleting {found.name} ({size}) needs --yes: standard input is not a terminal")
         if not typer.confirm(f"Delete {found.name}, {size}, from {short_path(found.path)}?"):
             raise typer.Exit(1)
     for file in found.files:
@@ -51,12 +51,12 @@ def rm(
 
 
 def find_removal(name: str) -> Removal:
-    """What to delete. Refuses models that `quire pull` did not download."""
+    """The files to delete. Refuses models that `quire pull` did not download."""
     known = find_known(name)
     if known is not None:
         path = models_dir() / known.file_name
         if not path.is_file():
-            raise ModelNotFound(f"{known.name}: is not on this machine")
+            raise ModelNotFound(f"{known.name} is not on this machine")
         return Removal(known.name, path, (path,))
     path = Path(name).expanduser()
     if is_path(name) or is_model(path):

@@ -1,4 +1,4 @@
-"""`quire run MODEL [PROMPT]`: what Ollama users type. A prompt is answered once; without one, a conversation begins."""
+"""`quire run MODEL [PROMPT]`, as in Ollama: answers a prompt or, without one, starts a chat."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
 
 
 def _state_dir(given: str | None) -> Path | None:
-    """By default where programs of this user keep their state."""
+    """The state directory; by default in the user's directory for program state."""
     if given is not None:
         return None if given.lower() == "none" else Path(os.path.abspath(os.path.expanduser(given)))
     try:
@@ -313,7 +313,7 @@ def _why(startup: Startup) -> str:
         return f"its share of the budget{limit}; --kv-memory sets it"
     if on_cpu:
         return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
-    return "all that steps leave; --kv-memory sets it"
+    return "the memory that steps do not need; --kv-memory sets it"
 
 
 def _audience(config: ServeConfig) -> str:
@@ -334,12 +334,12 @@ def _elsewhere(config: ServeConfig) -> str:
 
 
 def _lan_address() -> str:
-    """The IPv4 address other machines of the network can use; the host name where there is none.
+    """The IPv4 address other machines of the network can use; the host name if there is none.
 
     Connecting a UDP socket sends no packet: it only asks the system which of its addresses it would send from.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation
+        probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
         address: str = probe.getsockname()[0]
         if not address.startswith(("127.", "0.")):
             return address

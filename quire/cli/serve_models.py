@@ -190,12 +190,12 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
 @contextmanager
 def _fields_named() -> Iterator[None]:
     """Replace field names in errors by those of the file."""
-    theirs = {"served_model_name": "name or aliases"}
+    file_names = {"served_model_name": "name or aliases"}
     try:
         yield
     except InvalidRequest as error:
         name, _, rest = str(error).partition(" = ")
-        raise InvalidRequest(f"{theirs.get(name, name)} = {rest}" if rest else str(error)) from None
+        raise InvalidRequest(f"{file_names.get(name, name)} = {rest}" if rest else str(error)) from None
 
 
 def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:

@@ -52,7 +52,7 @@ class Timeouts:
     read_s: float
 
 
-QUICK = Timeouts(0.3, 10.0)  # for the default address, where usually no server runs; one that accepts may be busy
+QUICK = Timeouts(0.3, 10.0)  # for the default address: usually no server runs there, and one that does may be busy
 PATIENT = Timeouts(5.0, 30.0)
 
 
@@ -201,11 +201,11 @@ class ServerClient:
         with self._open(method, path, body) as response:
             kind = _headers(response).get("content-type", "").partition(";")[0].strip().lower()
             if kind != "text/event-stream":
-                raise self.malformed("no event stream, but", kind)
+                raise self.malformed("a response that is not an event stream", kind)
             yield self.read_events(self._chunks(response))
 
     def read_events(self, chunks: Iterable[bytes]) -> Iterator[str]:
-        """As the function `read_events`, with errors that name the server."""
+        """Like the function `read_events`, with errors that name the server."""
         try:
             yield from read_events(chunks)
         except OverflowError as error:
@@ -223,7 +223,7 @@ class ServerClient:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise self.malformed("what is not JSON", data) from None
+            raise self.malformed("text that is not JSON", data) from None
 
     def malformed(self, what: str, found: object) -> ServerError:
         """The error for a response that does not follow the API."""
@@ -313,12 +313,12 @@ class ServerClient:
                 response.close()
 
     def _host_header(self, host: bytes) -> str:
-        """httpcore's own lacks the brackets of an IPv6 address."""
+        """The Host header. That of httpcore lacks the brackets of an IPv6 address."""
         name = f"[{host.decode()}]" if b":" in host else host.decode()
         return name if self._parts.port is None else f"{name}:{self._parts.port}"
 
     def _ssl_context(self) -> Any:
-        """The authorities of this system; httpcore itself would use those of certifi."""
+        """Trust the certificate authorities of this system; httpcore would use those of certifi."""
         if self._parts.scheme != "https":
             return None
         import ssl
@@ -354,7 +354,7 @@ def _headers(response: httpcore.Response) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """Without error numbers and class names."""
+    """The message of an error, without error numbers and class names."""
     cause = error.args[0] if error.args else None  # httpcore wraps the error of the socket
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror

@@ -341,7 +341,7 @@ def _remarks(report: SimReport) -> Iterator[str]:
     """Requests without a complete answer, which the figures do not include."""
     texts = {
         Outcome.CUT: "cut at the end of the context: the pool is too small for them",
-        Outcome.LEFT: "not answered in full: the client left (waits and TTFT include those that were admitted)",
+        Outcome.LEFT: "not answered in full: the client disconnected (waits and TTFT include those that were admitted)",
         Outcome.TOO_LONG: "refused: too long for the pool",
         Outcome.QUEUE_FULL: "refused: the queue was full",
     }

@@ -153,9 +153,9 @@ def _tier(tier: dict[str, Any]) -> str:
 def _troubles(engine: dict[str, Any]) -> list[Text]:
     found: list[str] = []
     if not engine["is_moving"]:
-        found.append("its process says nothing though it has work")
+        found.append("its process has work but sends no messages")
     if engine["num_restarts"]:
-        found.append(f"its process was started again {engine['num_restarts']:,} times")
+        found.append(f"its process was restarted {engine['num_restarts']:,} times")
     return [_line(f"trouble   {'; '.join(found)}", "red")] if found else []
 
 

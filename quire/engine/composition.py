@@ -40,12 +40,12 @@ LIMITS = {
     "max_chunk_tokens": 1 << 20,
     "max_waiting": 1 << 24,
 }
-CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # by the backend, unless set
+CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # the backend sets these if the user does not
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """Everything that determines scheduling: policy, limits and pool size. The simulator uses the same."""
+    """Settings that determine scheduling: policy, limits and pool size. The simulator uses the same class."""
 
     scheduling_policy: str
     patience: float | None  # None, here and below: the policy's default
@@ -113,7 +113,7 @@ class EngineConfig:
             raise InvalidRequest(f"enable_prefix_caching = {self.enable_prefix_caching!r} is not true or false")
 
     def scheduling(self, capacity: Capacity) -> Scheduling:
-        """The scheduler's settings for an engine of that capacity."""
+        """The scheduler's settings for an engine of this capacity."""
         return Scheduling(
             scheduling_policy=self.scheduling_policy,
             patience=self.patience,
@@ -195,7 +195,7 @@ def import_backend(config: EngineConfig) -> ModuleType:
 def make_scheduler(
     runner: Runner, config: EngineConfig, observe: Observer = ignore, *, num_blocks: int | None = None
 ) -> Scheduler:
-    """`num_blocks`: at most this many of the runner's blocks, for a small scheduler such as the warm-up's."""
+    """Make a scheduler for a runner. `num_blocks`: use at most this many blocks, as the warm-up does."""
     capacity = runner.capacity()
     if num_blocks is not None:
         capacity = replace(capacity, num_blocks=min(num_blocks, capacity.num_blocks))

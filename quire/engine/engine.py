@@ -16,7 +16,7 @@ from quire.engine.params import PinPrefix
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.errors import InvalidRequest, QuireError
 
-MAX_FAILED_STEPS = 3  # in a row: then the requests are not the cause
+MAX_FAILED_STEPS = 3  # in a row; after that, the runner is considered broken, not the requests
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class BrokenRunner(QuireError):
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    error: str | None  # why it could not be enqueued
+    error: str | None  # why the plan could not be enqueued
 
 
 class Engine:

@@ -66,7 +66,7 @@ class LLM:
         on_output: OnOutput | None = None,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Continue each prompt, raw text or token ids. A failed prompt has its error in the output; others go on.
+        """Continue each prompt, raw text or token ids. A failed prompt has its error in its output; others continue.
 
         `progress`: show a bar on a terminal while there are several prompts.
         """
@@ -213,7 +213,7 @@ class _Run:
             on_output(number, delta)
         except Exception as error:
             self._failed_callbacks.add(number)
-            message = f"its callback raised {type(error).__name__}: {error}"
+            message = f"the callback raised {type(error).__name__}: {error}"
             with self._llm.lock:
                 self.answers[number].fail_all(message)
                 for request_id, (other, _) in list(self._alive.items()):
@@ -340,5 +340,5 @@ def _pair(
     else:
         raise InvalidRequest(f"params = {params!r:.80} is not GenerationParams or a list of them")
     if len(chosen) != len(todo):
-        raise InvalidRequest(f"{len(chosen)} params for {len(todo)} prompts: one for all, or one for each")
+        raise InvalidRequest(f"{len(chosen)} params for {len(todo)} prompts: pass one for all, or one per prompt")
     return list(zip(todo, chosen, strict=True))

@@ -19,7 +19,7 @@ from quire.backends.machine import available_bytes
 from quire.errors import LoadFailed, ModelTooLarge, QuireError
 from quire.sizes import compared_sizes, memory_size
 
-FREE_SHARE = 0.8  # of the memory free at start; the rest is for steps, page cache and other programs
+FREE_SHARE = 0.8  # share of the memory that is free at start; the rest is for steps, page cache and other programs
 MAX_BACKOFF_S = 30.0
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
 
@@ -81,15 +81,15 @@ class ManagedModel:
         self.num_leases = 0
         self.last_use = 0  # sequence number over the uses of all models
         self.waiters: list[asyncio.Future[None]] = []
-        self.error: QuireError | None = None  # of the last load
+        self.error: QuireError | None = None  # error of the last load
         self.num_loads = 0
         self.num_failures = 0
         self.num_unloads = 0
         self.num_failed_in_a_row = 0
         self.load_s: float | None = None  # duration of the last load
         self.began_s: float | None = None  # start of the current load
-        self.is_load_requested = False  # by `load`, without a waiting request
-        self.is_evicted = False  # unloading to free memory: cancelled if another model can go instead
+        self.is_load_requested = False  # by a call of `load`, without a waiting request
+        self.is_evicted = False  # unloading to free memory; cancelled if another model can be unloaded instead
         self.is_closing = False  # the unload can no longer be cancelled
         self.is_loaded = False
         self.idle = asyncio.Event()  # there are no leases
@@ -343,9 +343,9 @@ class ModelManager:
     # Memory
 
     def kv_bytes(self, managed: ManagedModel, needs: Needs) -> int | None:
-        """The size of a model's KV cache: as configured, else an equal share of what the weights of all models leave.
+        """The size of a model's KV cache: as configured, else an equal share of the budget without all weights.
 
-        A share is at least one full context, and at most what pinned models leave.
+        A share is at least one full context, and at most the memory that pinned models do not hold.
         """
         if needs.kv_bytes is not None or self.budget_bytes is None:
             return needs.kv_bytes
@@ -364,7 +364,7 @@ class ModelManager:
         return sum(other.num_bytes for other in self.models if other is not managed and other.is_pinned)
 
     async def _make_room(self, managed: ManagedModel, need: int) -> None:
-        """Wait until `need` bytes fit the budget, unloading others. `need` includes what the model holds already."""
+        """Wait until `need` bytes fit the budget, unloading others. `need` includes the bytes it holds already."""
         if self.budget_bytes is None:
             return
         try:

@@ -23,8 +23,8 @@ from quire.weights.hub import known_generation
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
-TAIL_TOKENS = 32  # at the end of a prompt, searched for an opened reasoning block
-MAX_CHARS_PER_TOKEN = 16  # on average; only long runs of white space have more
+TAIL_TOKENS = 32  # the end of a prompt that is searched for an opened reasoning block
+MAX_CHARS_PER_TOKEN = 16  # average of a whole text; only long runs of white space exceed it
 TOO_LONG_HINT = "shorten it, or serve a model with a longer context"
 
 
@@ -45,7 +45,7 @@ class ModelText:
     def open(
         cls, path: Path, name: str | None = None, load_format: str = "auto", tool_format: str | None = None
     ) -> ModelText:
-        """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it from the template."""
+        """Open a model's text files. `tool_format`: a name in TOOL_FORMATS; None: detect it from the template."""
         checkpoint = open_checkpoint(path, load_format)
         try:
             files = checkpoint.tokenizer_files()
@@ -101,7 +101,7 @@ class ModelText:
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
-        """`chat`: the conversation that the prompt was rendered from. Its tools constrain the answer and may end it."""
+        """Make a request. `chat`: the conversation of the prompt; its tools constrain the answer and may end it."""
         has_calls = chat is not None and bool(chat.callable_tools)
         return GenerationRequest(
             prompt=tuple(prompt),

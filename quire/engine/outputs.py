@@ -28,14 +28,14 @@ class TokenLogprob:
     logprob: float
     rank: int  # 0: the most probable
     top: tuple[TokenLogprob, ...] = ()
-    offset: int = 0  # of a token of the answer: its position in the text, in characters
+    offset: int = 0  # position in the answer's text, in characters; only for tokens of the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt, found in the cache by the first sample; other samples share its KV
+    cached_tokens: int  # prompt tokens found in the cache by the first sample; other samples share its KV
 
     @property
     def total_tokens(self) -> int:
@@ -87,8 +87,8 @@ class _Sample:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    held: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is held back
-    num_chars: int = 0  # of the returned text
+    held: list[TokenLogprob] = field(default_factory=list)  # log probabilities of tokens whose text is held back
+    num_chars: int = 0  # length of the returned text
     finish_reason: FinishReason | None = None
     stop: str | None = None
     error: str | None = None

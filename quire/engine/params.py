@@ -20,7 +20,7 @@ from quire.weights.spec import GenerationDefaults
 
 T = TypeVar("T", int, float)
 
-MAX_TEMPERATURE = 2.0  # as in OpenAI's API; what is sampled above it is noise
+MAX_TEMPERATURE = 2.0  # as in OpenAI's API; higher values sample noise
 MAX_SAMPLES = 32
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -80,7 +80,7 @@ class GenerationParams:
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidRequest(f"stop_token_ids has {len(self.stop_token_ids)} entries, more than {MAX_STOP_IDS}")
         if self.grammar is not None and self.ignore_eos and self.grammar.kind is not GrammarKind.TOKENS:
-            raise InvalidRequest("ignore_eos = True with a grammar: an answer ends where its grammar does")
+            raise InvalidRequest("ignore_eos = True cannot be used with a grammar: the grammar ends the answer")
         StopStrings(self.stops)  # refuses invalid stop strings
         self.sampling(GenerationDefaults(), ())  # refuses invalid sampling parameters
 
@@ -115,9 +115,9 @@ class GenerationParams:
 
 
 def check_temperature(value: float | None, high: float = MAX_TEMPERATURE) -> None:
-    """Raises InvalidRequest for a number outside 0 to `high`; what is no number is checked with the others."""
+    """Raise InvalidRequest for a number outside 0 to `high`. Other types are refused with the other parameters."""
     if type(value) in (int, float) and value is not None and math.isfinite(value) and not 0 <= value <= high:
-        raise InvalidRequest(f"temperature = {value!r} is not at least 0 and at most {high:g}")
+        raise InvalidRequest(f"temperature = {value!r} is not from 0 to {high:g}")
 
 
 def _first(given: T | None, recommended: T | None, neutral: T) -> T:

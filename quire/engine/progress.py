@@ -1,4 +1,4 @@
-"""A bar on stderr while several prompts are answered. `rich` is imported when a bar is drawn, not before."""
+"""A progress bar on stderr for several prompts. `rich` is imported only if a bar is drawn."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from quire.engine.outputs import Delta
 
-SHOW_S = 0.1  # between two updates: a step may last a millisecond
+SHOW_S = 0.1  # between two updates: steps may be much shorter
 
-OnDelta = Callable[[int, Delta], None]  # number of the prompt, what one step added to it
+OnDelta = Callable[[int, Delta], None]  # index of the prompt, its new output
 
 
 @contextmanager
 def progress_bar(num_answers: Sequence[int]) -> Iterator[OnDelta | None]:
-    """Count finished prompts and tokens per second. None: stderr is not a terminal. `num_answers`: of each prompt."""
+    """Count finished prompts and tokens per second. None: stderr is not a terminal. `num_answers`: per prompt."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -90,8 +90,8 @@ from quire.server.request_context import Handler, RequestContext, RequestLimits,
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
 
-_ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # also what is not served
-PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # of no public DNS
+_ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # served or not
+PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # not in public DNS
 
 
 class Access(Enum):
@@ -371,9 +371,10 @@ def _is_local(name: str) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    """An address, this machine's own name, or a name that no public DNS server can point here.
+    """Whether a host name is an IP address, this machine's own name, or a name that public DNS does not resolve.
 
-    A web page reaches a server behind its visitor's firewall by a public name that it lets point there.
+    Other names are refused because of DNS rebinding: the owner of a public name can make it resolve to a server behind
+    a visitor's firewall, and a web page of that name can then send requests to the server.
     """
     if "." not in name.rstrip(".") or name.endswith(PRIVATE_DOMAINS) or name == socket.gethostname().lower():
         return True

@@ -44,14 +44,14 @@ class Key:
     is_admin: bool = False
     limits: Limits = field(default_factory=Limits)
     namespace: str = ""  # part of every chain key: two namespaces share no cache
-    identity: str = ""  # of keys without a name: their number may belong to another key after a restart
+    identity: str = ""  # owner name of keys without a name: the number in `name` may be another key's after a restart
 
     def priority(self, wish: Priority | None) -> Priority:
         return self.tier if wish is None else max(self.ceiling, wish)
 
     @property
     def owner(self) -> str:
-        """The name that stored files and batches have their owner under."""
+        """The owner name in stored files and batches."""
         return self.identity or self.name
 
 
@@ -71,7 +71,7 @@ class KeyRing:
             names.add(key.name)
             self._keys.append((_digest(secret), key))
         if len(self._keys) > MAX_KEYS:
-            raise InvalidRequest(f"keys: {len(self._keys)} of them are more than {MAX_KEYS}")
+            raise InvalidRequest(f"keys: {len(self._keys)} keys are more than the limit of {MAX_KEYS}")
         if len({digest for digest, _ in self._keys}) < len(self._keys):
             raise InvalidRequest("keys: two names have the same key")
 
@@ -93,7 +93,7 @@ class KeyRing:
         return found
 
     def find_owner(self, owner: str) -> Key | None:
-        """The key that stored something under this name, if it is still in use."""
+        """The key with this owner name; None if it is no longer in use."""
         keys = [key for _, key in self._keys] if self._keys else [LOCAL]
         return next((key for key in keys if key.owner == owner), None)
 

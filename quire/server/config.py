@@ -57,7 +57,8 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     models: tuple[ModelConfig, ...]  # the first one is the default
-    memory: int | None = None  # for weights and KV of all models; None: one model sizes itself, several share most
+    # For the weights and KV of all models. None: a single model sizes itself, several share most of the free memory.
+    memory: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from quire.errors import (
 # The text of an exception may hold paths of this machine, so it goes to the log only. Texts with these beginnings are
 # quire's own and are sent to the client.
 _SAFE_TEXTS = ("the process that runs ", "the engine was closed")
-_SAFE_HEADS = ("the step failed", "the answer could not be read")  # only these words are sent, not what follows
+_SAFE_HEADS = ("the step failed", "the answer could not be read")  # the rest of such a message is not sent
 SERVER_SENT_EVENTS = "text/event-stream; charset=utf-8"
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Dialect:
 
     name: str
     status: Callable[[ApiError], int]
-    body: Callable[[ApiError, str], bytes]  # of the error and the request id
+    body: Callable[[ApiError, str], bytes]  # encodes the error and the request id
     event: Callable[[ApiError, str], bytes]  # a complete stream event, for an error in mid-stream
     stream_type: str = SERVER_SENT_EVENTS
     keep_alive: bytes = b": keep-alive\n\n"  # clients ignore it between two events

@@ -36,7 +36,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingField:
-    """A field of a body that says whether to think, or how much."""
+    """A field of a body that sets whether, or how much, to think."""
 
     name: str
     wants: bool | None  # True: think; False: do not; None: how much
@@ -57,7 +57,7 @@ class InferenceRequest:
     cache_ttl_s: float = 300.0
     breakpoints: tuple[Breakpoint, ...] = ()
     wants_cache: bool = False  # include the cache explanation in the response
-    thinking_fields: tuple[ThinkingField, ...] = ()  # ignored where the model cannot do it
+    thinking_fields: tuple[ThinkingField, ...] = ()  # ignored if the model does not support them
     ignored: tuple[str, ...] = ()  # fields without effect, for the header x-quire-ignored-fields
     unenforced: tuple[str, ...] = ()  # schema keywords that are not enforced, for the header x-quire-unenforced
 

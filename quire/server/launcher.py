@@ -41,7 +41,7 @@ class Startup:
     ready: Ready
     timings_s: dict[str, float]
     memory_bytes: int | None = None  # shared by all models
-    has_chosen_memory: bool = False  # from the free memory, not from a setting
+    has_chosen_memory: bool = False  # memory_bytes was chosen from the free memory, not set
 
 
 OnReady = Callable[[Startup], None]
@@ -168,7 +168,7 @@ class _Main:
         self._is_draining = True
         models = self._models
         if self._batches is not None:
-            await self._batches.stop()  # they continue after the next start
+            await self._batches.stop()  # batches continue after the next start
         if models.num_open:
             text = "draining: %d request(s) are running, %g s at most; a second signal ends them at once"
             log.warning(text, models.num_open, self._config.drain)

@@ -32,7 +32,7 @@ from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
-MIN_WAIT_S = 1.0  # in the queue, for a request that spent its time on loading the model
+MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
 Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class ModelService:
         return replace(built, pins=tuple(pins)) if pins else built
 
     def _bounded(self, request: InferenceRequest) -> GenerationParams:
-        """Its params, with the default limit where it sets none. Longer than the context is no error."""
+        """The request's params, with the default limit if it sets none. The limit may exceed the context."""
         params, limit = request.params, self._default_max_tokens
         if params.max_tokens is not None or request.is_unbounded or limit is None:
             return params

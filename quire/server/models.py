@@ -46,8 +46,8 @@ from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 
 HALF_BYTES, FP32_BYTES = 2, 4  # of a KV element: an estimate until a worker reports the size of its pool
-FINAL_STATS_S = 1.0  # for the last stats of a worker before it is closed
-UNLOAD_DRAIN_S = 5.0  # for tokenisation and for requests that were cut
+FINAL_STATS_S = 1.0  # time for the last stats of a worker before it is closed
+UNLOAD_DRAIN_S = 5.0  # time for tokenisation and cut requests to end
 
 __all__ = ["Model", "ModelState", "Models", "OpeningRequest", "SharedResources"]
 
@@ -87,7 +87,7 @@ class Model:
         self._shared = shared
         self._supervising: asyncio.Task[None] | None = None
         self._weight_bytes = size_of(config.path)  # size of its files until a worker reports it
-        self._token_bytes: float | None = None  # of KV
+        self._token_bytes: float | None = None  # KV bytes per token
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,13 +195,13 @@ class Model:
         self.service, self._supervising = service, supervising
 
     def _take_facts(self, ready: Ready | None) -> int:
-        """Store what the worker reports. Returns the bytes it holds; 0: not reported."""
+        """Store the worker's report. Returns the bytes it holds; 0: not reported."""
         if ready is None:
             return 0
         self.max_model_len = ready.max_model_len
         if self.full_context is not None and self.max_model_len < self.full_context:
             log.warning(
-                "%s has a context of %s tokens instead of %s: its KV cache has no room for more",
+                "%s has a context of %s tokens instead of %s: its KV cache is too small for more",
                 self.name,
                 f"{self.max_model_len:,}",
                 f"{self.full_context:,}",
@@ -458,7 +458,7 @@ class Models:
         self.has_started = True
 
     async def preload(self) -> None:
-        """Load the other models that are configured to be preloaded. A failure is logged, and use tries again."""
+        """Load the other models that are configured to be preloaded. A failure is logged; the next request retries."""
         for model in self._models[1:]:
             if model.config.is_preloaded:
                 with suppress(QuireError):
@@ -511,7 +511,7 @@ class Models:
 
 
 def _load_failed(model: Model, error: Exception) -> ApiError:
-    """Only admin keys receive the cause: it may name paths. The model's own folder is left out for them too."""
+    """The error of a failed load. Only admin keys receive the cause: it may name paths (not the model's folder)."""
     why = str(error).replace(str(model.config.path), model.config.path.name)
     admin_message = f"{model.name} could not be loaded: {why}"
     text = admin_message

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
-MAX_NAME_CHARS = 160  # of a named field: the path of a schema keyword is long
+MAX_NAME_CHARS = 160  # of the name of a field: the path of a schema keyword is long
 IGNORED = "x-quire-ignored-fields"
 UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # in a body
-MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value to show in an error
+MAX_SHOWN_BYTES = 1 << 20  # larger bodies are not searched for the value to show in an error
 MIB = 1 << 20
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
@@ -171,11 +171,13 @@ class RequestContext:
         return b"".join(chunks)
 
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """A body as it arrives, for a handler that does not keep it in memory. Bounded in size, in the time between
-        two chunks, and to no less than `MIN_BODY_RATE` on average."""
+        """Yield the body as it arrives, for a handler that does not keep it in memory.
+
+        Limits the size and the time between two chunks, and requires an average of `MIN_BODY_RATE`.
+        """
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > max_bytes:
-            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes is more than {max_bytes}")
+            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes exceeds the limit of {max_bytes} bytes")
         size = 0
         began_s = time.monotonic()
         stream = aiter(self.request.stream())
@@ -184,7 +186,7 @@ class RequestContext:
                 async with asyncio.timeout(self._limits.body_s):
                     chunk = await anext(stream, None)
             except TimeoutError:
-                text = f"nothing of the body came in {self._limits.body_s:g} s, after {size} bytes"
+                text = f"no bytes of the body arrived for {self._limits.body_s:g} s, after {size} bytes"
                 raise ApiError(Kind.TIMEOUT, text) from None
             except ClientDisconnect:
                 raise ClientGone from None
@@ -193,9 +195,9 @@ class RequestContext:
                 return
             size += len(chunk)
             if size > max_bytes:
-                raise ApiError(Kind.TOO_LARGE, f"the body is more than {max_bytes} bytes")
+                raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {max_bytes} bytes")
             if time.monotonic() - began_s > self._limits.body_s + size / MIN_BODY_RATE:
-                raise ApiError(Kind.TIMEOUT, f"the body came at less than {MIN_BODY_RATE} bytes a second")
+                raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {MIN_BODY_RATE} bytes per second")
             yield chunk
 
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:

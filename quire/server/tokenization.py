@@ -95,7 +95,7 @@ def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatReq
 
 
 async def tokenizer_info(context: RequestContext) -> Response:
-    """For clients that tokenise and render templates themselves, such as lm-evaluation-harness."""
+    """Return the special tokens and the chat template, for clients that tokenise, such as lm-evaluation-harness."""
     service = await context.use(context.request.query_params.get("model"))
     text = service.text
     named = text.tokenizer.special_tokens

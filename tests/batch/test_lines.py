@@ -104,7 +104,7 @@ WRONG: list[tuple[object, str | None, str]] = [
     ({**GOOD, "url": "/v1/embeddings"}, "url", "/v1/chat/completions"),
     ({**GOOD, "url": "http://evil.example/v1/completions"}, "url", "is not one of"),
     ({**GOOD, "body": []}, "body", "not an object"),
-    ({**GOOD, "body": {"prompt": "Hi", "stream": True}}, "body.stream", "no streams"),
+    ({**GOOD, "body": {"prompt": "Hi", "stream": True}}, "body.stream", "whole answers"),
     ({name: value for name, value in GOOD.items() if name != "custom_id"}, "custom_id", "missing"),
     ({name: value for name, value in GOOD.items() if name != "body"}, "body", "missing"),
     ({name: value for name, value in GOOD.items() if name != "url"}, "url", "missing"),

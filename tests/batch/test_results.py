@@ -158,7 +158,7 @@ def test_another_input_is_refused(tmp_path: Path, source: Path) -> None:
     begin(tmp_path, source)
     for text in ('"a"\n"x"\n', '"a"\n', ""):
         source.write_text(text)
-        with pytest.raises(InvalidRequest, match=r"another input.*--overwrite"):
+        with pytest.raises(InvalidRequest, match=r"an input other than.*--overwrite"):
             opened(tmp_path, source)
     output = opened(tmp_path, source, is_overwriting=True)
     assert output.scan.num_finished == 0

@@ -65,7 +65,7 @@ def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
         "speedup.png",
         "ref count 2;",
         "One at a time is the best of",
-        "Held.",
+        "Expectation met.",
         "| idle | 20 |",
     ):
         assert words in page
@@ -114,8 +114,8 @@ def test_a_broken_promise_is_reported_and_fails(model: str, monkeypatch: pytest.
     monkeypatch.setattr(command, "run_bench", run)
     outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "prefix"])
     assert outcome.exit_code == 1
-    assert "not held: prefix: 2 blocks shared with ref counts 2 to 2 and 2 copies" in outcome.stderr
-    assert "NOT HELD." in outcome.stdout
+    assert "not met: prefix: 2 blocks shared with ref counts 2 to 2 and 2 copies" in outcome.stderr
+    assert "EXPECTATION NOT MET." in " ".join(outcome.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,11 @@ def test_lines_are_joined_by_a_backslash(echo: EchoLLM) -> None:
     ("line", "complaint"),
     [
         ("/frob", "/frob is not a command; /help lists them"),
-        ("/set warmth 3", "/set warmth: is not one of temperature, top_k"),
+        ("/set warmth 3", "/set warmth is not one of temperature, top_k"),
         ("/set temperature", "/set temperature: needs a value"),
         ("/set temperature hot", "temperature = 'hot' is not a number"),
         ("/set top_k 1.5", "top_k = '1.5' is not a whole number"),
-        ("/set temperature -3", "temperature = -3.0 is not at least 0 and at most 2"),
+        ("/set temperature -3", "temperature = -3.0 is not from 0 to 2"),
         ("/save", "/save needs the name of a file"),
         ("/load", "/load needs the name of a file"),
         ("/load nowhere.json", "nowhere.json: No such file or directory"),

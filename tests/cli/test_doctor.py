@@ -94,7 +94,7 @@ def test_without_torch_only_a_gpu_misses_it(tmp_path: Path, monkeypatch: pytest.
     outcome = examine()
     assert outcome.exit_code == 0
     how = doctor._anonymous(f"{sys.executable} -m pip install torch")
-    assert f"which computes on it, is not installed\n    {how}\n" in outcome.stdout
+    assert f"which quire needs to use it, is not installed\n    {how}\n" in outcome.stdout
 
 
 @pytest.mark.usefixtures("default_model")

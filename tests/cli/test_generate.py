@@ -67,7 +67,10 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
         ),
         (("--regex", "a\\"), r"--regex 'a\\': the regular expression ends with a backslash that escapes nothing"),
         (("--json-schema", "nowhere"), "--json-schema nowhere cannot be read: No such file or directory"),
-        (("--regex", "a", "--ignore-eos"), "ignore_eos = True with a grammar: an answer ends where its grammar does"),
+        (
+            ("--regex", "a", "--ignore-eos"),
+            "ignore_eos = True cannot be used with a grammar: the grammar ends the answer",
+        ),
     ],
 )
 def test_shapes_that_cannot_be(tmp_path: Path, options: tuple[str, ...], refusal: str) -> None:
@@ -184,7 +187,7 @@ def test_an_unknown_model_is_not_fetched() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "--temperature = -1.0 is not at least 0"),
+        (["--temperature", "-1"], "--temperature = -1.0 is not from 0 to 2"),
         (["--top-p", "2"], "--top-p = 2.0"),
         (["--top-k", "-5"], "--top-k = -5"),
         (["--min-p", "7"], "--min-p = 7.0"),
@@ -233,7 +236,7 @@ def test_an_empty_prompt_is_refused(prompt: list[str], stdin: str | bytes, messa
 def test_a_bad_value_is_one_line_and_exit_code_2() -> None:
     outcome = quire("generate", "Hello", "--temperature", "-1")
     assert (outcome.returncode, outcome.stdout) == (2, "")
-    assert outcome.stderr == "quire: --temperature = -1.0 is not at least 0 and at most 2\n"
+    assert outcome.stderr == "quire: --temperature = -1.0 is not from 0 to 2\n"
 
 
 @pytest.mark.parametrize("stdin", ["Hello", "Hello\n", "Hello\r\n", b"\xef\xbb\xbfHello\n"])

@@ -66,7 +66,7 @@ def test_a_model_that_runs_is_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     [
         ("org/other", "'MambaForCausalLM' is not supported; these run: LlamaForCausalLM, "),
         ("org/mamba:Q4_0", "architecture 'mamba' is not supported; these run: llama, "),
-        ("org/huge:Q4_K_M", "it has 900.0 GB, and "),
+        ("org/huge:Q4_K_M", "it needs 900.0 GB, and "),
         ("org/huge:Q4_K_M", "its weights take 931 GiB, and this machine has "),
         ("org/pickle", "its weights are in a format that can run code when read"),
         ("org/gguf", "the repository has GGUF files: name one, as in `quire pull org/gguf:Q4_K_M`"),
@@ -150,7 +150,7 @@ def test_rm_deletes_one_gguf_or_the_whole_repository(hub: FakeHub, tmp_path: Pat
     outcome = quire("rm", "org/gguf:Q4_0", env=env)
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith("quire: deleting org/gguf:Q4_0 (")
-    assert outcome.stderr.endswith(" needs --yes where there is no terminal to ask on\n")
+    assert outcome.stderr.endswith(" needs --yes: standard input is not a terminal\n")
     assert first.exists()
     outcome = quire("rm", "org/gguf:tiny-Q4_0.gguf", "--yes", env=env)
     assert outcome.stdout.startswith("deleted org/gguf:tiny-Q4_0.gguf: ")

@@ -471,8 +471,8 @@ def test_characters_cut_in_two_arrive_whole(server: ScriptedServer) -> None:
         (stream(chunk(choice("Hi"))), "URL ended the stream before the answer was finished"),
         (stream(chunk(choice("Hi")), DONE), "URL ended the stream before sample 0 was finished"),
         (stream(chunk(choice("Hi", 0, "stop")), is_cut=True), "URL broke off the answer: the connection ended"),
-        (stream(b"data: {\n\n"), "URL sent what is not JSON: '{'"),
-        (stream(b"data: " + b"[" * 100_000 + b"\n\n"), "URL sent what is not JSON: '[["),
+        (stream(b"data: {\n\n"), "URL sent text that is not JSON: '{'"),
+        (stream(b"data: " + b"[" * 100_000 + b"\n\n"), "URL sent text that is not JSON: '[["),
         (stream(chunk(choice("Hi", 1))), "URL sent more samples than requested: "),
         (stream(chunk(choice("Hi", 0, "stop")), chunk(choice("Hi", 0))), "URL sent more samples than requested: "),
         (stream({"choices": None}), "URL sent a malformed chunk: {'choices': None}"),
@@ -484,7 +484,7 @@ def test_characters_cut_in_two_arrive_whole(server: ScriptedServer) -> None:
         (stream(delta(tool_calls=[3])), "URL sent a malformed chunk: "),
         (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a malformed chunk: "),
         (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a malformed chunk: "),
-        (document({"choices": []}), "URL sent no event stream, but: 'application/json'"),
+        (document({"choices": []}), "URL sent a response that is not an event stream: 'application/json'"),
         (refusal(400, "top_k is odd", "top_k"), "URL: top_k is odd (HTTP 400, top_k)"),
         (refusal(429, "queue is full", retry_after="3"), "URL: queue is full (HTTP 429); try again in 3 s"),
         (refusal(503, "draining", retry_after="later"), "URL: draining (HTTP 503); try again after later"),
@@ -626,7 +626,7 @@ def test_stats_are_the_servers(server: ScriptedServer) -> None:
 def test_stats_that_the_server_refuses(server: ScriptedServer, reply: Reply, why: str) -> None:
     server.replies["/v1/cache/stats"] = [reply]
     outcome = talk(server, "/stats", "Hi")
-    assert f"cache: not known: {why.replace('URL', server.url)}\n{PARIS}\n" in outcome.stdout
+    assert f"cache: unknown: {why.replace('URL', server.url)}\n{PARIS}\n" in outcome.stdout
 
 
 def test_a_failed_turn_is_removed_from_the_conversation(server: ScriptedServer) -> None:

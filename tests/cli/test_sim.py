@@ -43,7 +43,7 @@ def test_sim_reports_requests_without_a_complete_answer(tmp_path: Path) -> None:
     outcome = quire("sim", "t.jsonl", "--blocks", "50", "--policy", "aging", folder=tmp_path)
     assert "1 of 2 NORMAL cut at the end of the context" in outcome.stdout
     assert "1 of 2 NORMAL refused: too long for the pool" in outcome.stdout
-    assert "1 of 1 LOW not answered in full: the client left" in outcome.stdout
+    assert "1 of 1 LOW not answered in full: the client disconnected" in outcome.stdout
     assert "1 of 2 NORMAL refused" in quire("sim", "-", "--blocks=50", stdin=(tmp_path / "t.jsonl").read_text()).stdout
 
 

@@ -200,7 +200,7 @@ def test_problems_are_reported() -> None:
     found = frame(snapshot(model("m", engine(0, COUNTS, is_moving=False, num_restarts=2))), Screen(80))
     assert (
         found.line("trouble")
-        == ("trouble   its process says nothing though it has work; its process was started again 2 times"[:78])
+        == ("trouble   its process has work but sends no messages; its process was restarted 2 times"[:78])
     )
 
 

@@ -177,7 +177,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
         ({"max_tokens": -1}, "max_tokens = -1"),
         ({"max_tokens": 10**30}, "max_tokens = 1000"),
         ({"temperature": -0.1}, "temperature = -0.1"),
-        ({"temperature": 1.5}, "temperature = 1.5 is not at least 0 and at most 1"),
+        ({"temperature": 1.5}, "temperature = 1.5 is not from 0 to 1"),
         ({"top_p": 0}, "top_p = 0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 2}, "min_p = 2"),

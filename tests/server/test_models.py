@@ -305,9 +305,10 @@ models:
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True
         assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights only
-        server.wait_for("b has a context of 608 tokens instead of 4,096: its KV cache has no room for more")
+        server.wait_for("b has a context of 608 tokens instead of 4,096: its KV cache is too small for more")
         loaded = quire("load", "b", "--server", server.url).stdout
-        assert loaded == "b is ready, pinned, with 608 tokens of context instead of 4,096: its KV cache has no room\n"
+        context = "608 tokens of context instead of 4,096: its KV cache is too small for more"
+        assert loaded == f"b is ready, pinned, with {context}\n"
         assert re.search(r"c +unloaded +weights [\d.]+ [KM]i?B ", quire("ps", "--server", server.url).stdout)
         answer = server.chat(model="uno").json
         assert (answer["model"], answer["service_tier"]) == ("first", "default")

@@ -56,7 +56,7 @@ def test_a_nearly_right_path_gets_a_hint(path: str) -> None:
 )
 def test_other_paths_get_no_hint(path: str) -> None:
     assert find_meant(path, ENDPOINTS) is None
-    assert advice(path, None) == "/docs lists what there is"
+    assert advice(path, None) == "/docs lists all endpoints"
 
 
 def test_a_wrong_base_url_is_explained_and_a_typo_is_not() -> None:
@@ -105,10 +105,10 @@ def test_what_a_newcomer_typed(server: Server) -> None:
     assert listed.status == 404
     assert listed.json["error"]["message"] == "there is nothing at '/v1/models/'; did you mean GET /v1/models?"
     for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items", "/v1/chat/completions/chatcmpl-1"):
-        assert "it is not served: nothing is stored here" in server.get(path).json["error"]["message"]
+        assert "it is not served: this server does not store such objects" in server.get(path).json["error"]["message"]
     batches = server.post("/v1/messages/batches", {})
     assert batches.json["type"] == "error"
-    assert "nothing is stored here" in batches.json["error"]["message"]
+    assert "this server does not store such objects" in batches.json["error"]["message"]
     hi = [{"role": "user", "content": "Hi"}]
     for path, more in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 1}), ("/api/chat", {})):
         body = {"model": "", "messages": hi, "stream": False, "options": {"num_predict": 1}}
@@ -120,7 +120,7 @@ def test_a_model_of_anthropics_is_found_where_it_is_answered(server: Server) -> 
     assert (found.status, found.json["id"], found.json["alias_of"]) == (200, "claude-sonnet-4-5", "tiny")
     other = server.get("/v1/models/claude-sonnet-4-5")
     assert (other.status, other.json["error"]["code"]) == (404, "model_not_found")
-    assert other.json["error"]["message"].endswith("is not served here; /v1/messages answers to it with tiny")
+    assert other.json["error"]["message"].endswith("is not served here; /v1/messages uses tiny for it")
 
 
 def test_a_limit_that_is_none_names_the_way_to_have_none(server: Server) -> None:

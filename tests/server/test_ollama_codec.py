@@ -209,7 +209,7 @@ IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
         ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: quire does not have this sampler"),
         ({"options": {"typical_p": 0.5}}, r"options.typical_p = 0.5 is not supported"),
         ({"options": {"temperature": -1}}, r"options.temperature = -1.0"),
-        ({"options": {"temperature": 2.1}}, r"options.temperature = 2.1 is not at least 0 and at most 2"),
+        ({"options": {"temperature": 2.1}}, r"options.temperature = 2.1 is not from 0 to 2"),
         ({"options": {"repeat_penalty": 0}}, r"options.repeat_penalty = 0.0"),
         ({"options": {"num_predict": -3}}, r"options.num_predict = -3 is neither"),
         ({"options": {"repeat_last_n": -2}}, r"options.repeat_last_n = -2"),

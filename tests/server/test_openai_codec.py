@@ -367,7 +367,7 @@ def test_stream_options() -> None:
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
-    ({"temperature": 2.5}, "temperature = 2.5 is not at least 0 and at most 2", "temperature"),
+    ({"temperature": 2.5}, "temperature = 2.5 is not from 0 to 2", "temperature"),
     ({"top_p": 0}, "top_p = 0.0 is not", "top_p"),
     ({"stream_options": {"include_usage": True}}, "stream_options is only for stream = true", "stream_options"),
     ({"top_k": -2}, "top_k = -2 is not", "top_k"),

@@ -355,7 +355,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         'tool_choice.name = \'f\' is in a namespace: add "namespace": "ns" to tool_choice',
         "tool_choice.name",
     ),
-    ({"temperature": 3}, "temperature = 3.0 is not at least 0 and at most 2", "temperature"),
+    ({"temperature": 3}, "temperature = 3.0 is not from 0 to 2", "temperature"),
     (
         {"tools": [{**GROUP, "tools": [F, F]}]},
         "tools[0].tools[1].name = 'agents__f' is another",

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
 NUM_THREADS = 2
-STACK_BYTES = 16 << 20  # of these threads: the compiler is recursive
+STACK_BYTES = 16 << 20  # stack of each thread: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
-    "max_lexer_states": 20_000,  # one to two kB each
-    "verbose_errors": False,  # they would contain the answer so far
+    "max_lexer_states": 20_000,  # a state takes one to two kB
+    "verbose_errors": False,  # verbose errors contain the answer so far
 }
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'  # characters that need no escape in a JSON string
 # Tokens that a grammar allows or forbids together are not checked one by one. llguidance's default slices cover

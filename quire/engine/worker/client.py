@@ -64,8 +64,8 @@ from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, QuireError,
 MAX_BACKOFF_S = 30.0
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
 PROBE_ID = 0  # query id of probes; ids of callers start at 1
-MOVING_LIMIT_S = 10.0  # of silence while there is work: then the worker is reported as not responding
-LOAD_LIMIT_S = 180.0  # of silence while loading: importing libraries, or reading the largest tensor
+MOVING_LIMIT_S = 10.0  # allowed silence while there is work; after that, the worker is reported as stuck
+LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ class WorkerConnection:
 
     def submit(self, request: GenerationRequest, generation: Generation) -> None:
         ids = generation.request_ids
-        if self.process.is_over:  # its end may have been handled already, and would not be reported to this request
-            raise LostBeforeStart(f"the process that runs {self._name} has just ended; another takes its place")
+        if self.process.is_over:  # `on_end` may have run already: this request would wait forever
+            raise LostBeforeStart(f"the process that runs {self._name} has just ended and is being replaced")
         self.process.send(
             Add(
                 ids,
@@ -167,7 +167,7 @@ class WorkerConnection:
 
     async def ask(self, query: Query) -> Answer:
         if self.process.is_over:
-            raise WorkerDied(f"the process that runs {self._name} has just ended; another takes its place")
+            raise WorkerDied(f"the process that runs {self._name} has just ended and is being replaced")
         answer: asyncio.Future[Answer] = self._loop.create_future()
         self.process.send(query)
         self._queries[query.query_id] = answer
@@ -266,7 +266,7 @@ class WorkerConnection:
         log.error("the process that runs %s %s", self._name, f"failed: {self._error}" if self._error else reason)
         is_steady = self.facts is not None and self._loop.time() - self._ready_s > STEADY_S
         self._on_end(self._has_served or is_steady)
-        self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason}; another takes its place"))
+        self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason} and is being replaced"))
 
     def _probe_if_idle(self) -> None:
         """Probe the worker after a cancellation, if nothing else waits for it.

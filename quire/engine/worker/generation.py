@@ -28,7 +28,7 @@ class Generation:
         self.answers = answers
         self.request_ids = request_ids  # one per sample
         self.queued_s: float | None = None  # time in the worker's queue; None until it starts
-        self.cache: CacheExplanation | None = None  # from the start on: how much of the prompt was cached, and why
+        self.cache: CacheExplanation | None = None  # set at the start: how much was cached, and why not more
         self.num_cached_tokens = 0
         self._on_cancel = on_cancel
         self._deltas: list[Delta] = []
@@ -83,7 +83,7 @@ class Generation:
         return self.answers.result()
 
     def cancel(self) -> None:
-        """Free what the request holds in the worker, and end its iteration. Does nothing if it has ended."""
+        """Free the request's resources in the worker, and end its iteration. Does nothing if it has ended."""
         self._on_cancel(self)
 
     # Called by the WorkerConnection

@@ -36,7 +36,7 @@ class GrammarQueue:
         """Compile the grammar of a request. Raises QueueFull."""
         assert message.grammar is not None
         if len(self._waiting) >= MAX_COMPILING:
-            raise QueueFull(f"{len(self._waiting)} requests wait for their grammars to be compiled, which is the most")
+            raise QueueFull(f"{len(self._waiting)} requests wait for their grammars to be compiled, which is the limit")
         if not self._waiting:
             self._last_sign_s = time.monotonic()
         job = self._grammars.submit(message.grammar)

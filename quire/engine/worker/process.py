@@ -31,7 +31,7 @@ from quire.engine.worker.protocol import (
 from quire.errors import QueueFull
 
 HANG_LIMIT_S = 30.0  # without a message, while there is work
-EXIT_LIMIT_S = 5.0  # for the process to end by itself
+EXIT_LIMIT_S = 5.0  # time for the process to end by itself
 STDERR = 2
 
 log = logging.getLogger(__name__)

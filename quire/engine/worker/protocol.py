@@ -131,7 +131,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     capacity: Capacity
     max_model_len: int
     facts: RunnerFacts
-    timings_s: dict[str, float]  # of the start: "import" (the backend's libraries), "weights", "warm_up"
+    timings_s: dict[str, float]  # durations of the start: "import" (the backend's libraries), "weights", "warm_up"
     step_s: float = 0.0  # predicted duration of a full step, from the warm-up
 
     @property
@@ -166,7 +166,7 @@ class Stepped(msgspec.Struct, tag="stepped", frozen=True):
     """
 
     outputs: tuple[EngineOutput, ...]
-    started: tuple[Started, ...] = ()  # in this step; the same as in `Begun`
+    started: tuple[Started, ...] = ()  # requests started in this step, as in `Begun`
     num_tokens: int = 0  # computed in the step, prompts and answers
     took_s: float = 0.0
 
@@ -235,7 +235,7 @@ class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     cells: tuple[CellRun, ...]
     totals: tuple[int, ...]  # number of blocks by `BlockState`
     max_holders: int  # the largest number of requests that share one block
-    num_pending: int  # blocks that are not up to date in the map: ask again
+    num_pending: int  # blocks that are not up to date in the map; a later query updates them
     running: tuple[Running, ...]  # most urgent first, at most MAX_RUNNING_LISTED
     held: tuple[HeldRun, ...] = ()  # blocks in use and pinned; a bounded number
 

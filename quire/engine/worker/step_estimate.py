@@ -17,7 +17,7 @@ KEPT = 9  # steps per size: the median is used, so that an outlier does not matt
 # Cost of attention relative to the rest of a token. Both depend on model and machine. The middle of the measured range
 # is good enough for a limit of ten times the prediction.
 CONTEXT_PER_TOKEN = 300  # keys read from the cache: 70 to 1,000
-PAIRS_PER_TOKEN = 8000  # of a query and a key, in a prompt: 4,000 (135M) to 30,000 (8B)
+PAIRS_PER_TOKEN = 8000  # pairs of a query and a key in a prompt: 4,000 (135M) to 30,000 (8B)
 MAX_BATCH = 512  # in tokens of effort: larger steps do not show the cost of another row
 MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limited by reading the weights
 
@@ -48,7 +48,7 @@ class _Size:
     def __init__(self) -> None:
         self._last: deque[tuple[float, float]] = deque()  # seconds and effort, in order of time
         self._sorted: list[tuple[float, float]] = []
-        self.median = 0.0, 0.0  # of two steps the shorter: the first of a kind is often slow
+        self.median = 0.0, 0.0  # of two steps, the shorter one: the first of a kind is often slow
 
     def take(self, took_s: float, effort: float) -> None:
         step = took_s, effort
@@ -63,9 +63,9 @@ class StepEstimator:
     """Interpolates between the medians of the sizes seen, and extrapolates beyond the largest.
 
     A step has a fixed cost and a cost per token. One size alone does not separate the two, so a decode does not show
-    the cost of a prompt. Beyond the largest step seen, each token costs its share of that step, of which a small step
-    is assumed to have `MEMORY_BOUND` tokens. Each size keeps its own last steps, so that a thousand decodes do not
-    displace the durations of prompts.
+    the cost of a prompt. Beyond the largest step seen, each further token costs the duration of that step divided by
+    its number of tokens, which is taken as at least `MEMORY_BOUND`. Each size keeps its own last steps, so that a
+    thousand decodes do not displace the durations of prompts.
     """
 
     def __init__(self) -> None:

@@ -66,13 +66,13 @@ from quire.engine.worker.protocol import (
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
-AUDIT_AFTER_S = 1.0  # of idle time
+AUDIT_AFTER_S = 1.0  # an audit starts after this much idle time
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # the announced limit is this multiple of the prediction
 MAX_PATIENCE_S = 300.0  # maximum of that limit: SDKs time out after 600 s, and a hang must be found before that
-WARM_UP_TOKENS = 8  # of the prompt
+WARM_UP_TOKENS = 8  # tokens of the prompt
 WARM_UP_ANSWER = 2
-MAX_VISITED_BLOCKS = 500  # at once, by the block map or an audit: one to two milliseconds
+MAX_VISITED_BLOCKS = 500  # visited at once by the block map or an audit, which takes one to two milliseconds
 MAX_HELD_BLOCKS = 2000  # listed one by one for the map
 READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # do not change the core
 
@@ -112,9 +112,9 @@ class Worker:
         self._engine = engine
         self._observer = observer
         self._estimator = StepEstimator()
-        self._planned = NO_WORK  # of the last plan
+        self._planned = NO_WORK  # work of the last plan
         self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
-        self._started: tuple[Started, ...] = ()  # in the current step
+        self._started: tuple[Started, ...] = ()  # requests started in the current step
         self._num_steps = 0
         self._num_violations = 0
         self._last_change_s = 0.0
@@ -122,7 +122,7 @@ class Worker:
         self._audit: Iterator[None] | None = None  # the current one
         self._is_preparing = True  # the runner may have optional preparation to do while idle
         self._grammars = grammars
-        self._compilations: GrammarQueue | None = None  # from the first grammar on
+        self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
@@ -249,7 +249,7 @@ class Worker:
         try:
             self._is_preparing = self._engine.runner.prepare()
         except Exception:
-            log.exception("the runner's optional preparation failed; it continues without")
+            log.exception("the runner's optional preparation failed; continuing without it")
             self._is_preparing = False
 
     def _continue_audit(self) -> None:

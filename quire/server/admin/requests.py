@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """One request in progress."""
 
-    id: Annotated[str, Meta(description="As in the x-request-id header of its answer.")]
+    id: Annotated[str, Meta(description="The x-request-id header of its response.")]
     model: str
-    key: Annotated[str, Meta(description="The name of the API key it came with.")]
+    key: Annotated[str, Meta(description="The name of its API key.")]
     endpoint: str
     state: Annotated[
         Literal["loading", "waiting", "running"],
@@ -37,11 +37,11 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[str, Meta(description="high, normal or low.")]
     is_streaming: bool
     age_s: Annotated[float, Meta(description="Seconds since it arrived.")]
-    num_samples: Annotated[int, Meta(description="Answers it asked for: n times the number of prompts.")]
+    num_samples: Annotated[int, Meta(description="Number of answers: n times the number of prompts.")]
     max_tokens: Annotated[int | None, Meta(description="The limit of each answer; null: the end of the context.")]
-    prompt_tokens: Annotated[int | None, Meta(description="Of all prompts; null: not tokenized yet.")]
-    cached_tokens: Annotated[int, Meta(description="Prompt tokens that came from the cache.")]
-    completion_tokens: Annotated[int, Meta(description="Generated so far, all answers together.")]
+    prompt_tokens: Annotated[int | None, Meta(description="Tokens of all prompts; null: not tokenized yet.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens found in the cache.")]
+    completion_tokens: Annotated[int, Meta(description="Tokens generated so far, of all answers together.")]
 
 
 class RequestList(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,9 @@ class RequestList(msgspec.Struct, frozen=True, kw_only=True):
 
 class CancelledRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    cancelled: Annotated[int, Meta(description="Requests with this id that were cancelled: clients choose their ids.")]
+    cancelled: Annotated[
+        int, Meta(description="Number of cancelled requests. Several may have the same id: clients choose ids.")
+    ]
 
 
 async def list_requests(context: RequestContext) -> Response:

@@ -29,7 +29,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.observability.watch_endpoints import parse_query
 from quire.server.request_context import RequestContext
 
-FORM_BYTES = 64 << 10  # of a form, beside its file
+FORM_BYTES = 64 << 10  # of a form, in addition to its file
 
 Listed = TypeVar("Listed", FileObject, BatchObject)
 
@@ -142,7 +142,7 @@ async def cancel_batch(context: RequestContext) -> Response:
 
 
 def _page(found: Sequence[Listed], after: str | None, limit: int) -> tuple[list[Listed], bool]:
-    """The part of a list behind `after`, and whether more follows."""
+    """One page of a list: the entries that follow `after`, and whether there are more."""
     start = 0
     if after is not None:
         at = next((number for number, one in enumerate(found) if one.id == after), None)

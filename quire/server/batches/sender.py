@@ -1,6 +1,6 @@
 """Sends a request of a batch through the handlers of this server, without a socket.
 
-The body passes the same parsing, limits and errors as one that arrives over HTTP, so it means the same.
+The body passes the same parsing, limits and errors as one that arrives over HTTP.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Sender:
 
 
 class _Body:
-    """What an ASGI server would pass on: the body, and then nothing until the request is over."""
+    """The ASGI `receive` function: returns the body once, then waits until it is cancelled."""
 
     def __init__(self, data: bytes) -> None:
         self._data: bytes | None = data

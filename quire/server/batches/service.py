@@ -1,7 +1,7 @@
-"""Runs batches inside the server: one at a time for each key, at low priority, and again after a restart.
+"""Runs batches inside the server: one at a time for each key, at low priority. Continues them after a restart.
 
-A batch goes from `validating` to `in_progress`, `finalizing` and `completed`. Its state is on the disk at each change,
-and its results are appended as they come, so a restart continues with the lines that have no result.
+The states of a batch are `validating`, `in_progress`, `finalizing` and `completed`. Each change is written to disk, and
+results are appended as they arrive, so that after a restart only the lines without a result are run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.server.batches.types import (
 )
 
 MAX_LISTED_ERRORS = 100
-MAX_IN_FLIGHT = 256  # of all batches
+MAX_IN_FLIGHT = 256  # requests of all batches
 MAX_UPLOADS = 16  # at once
 SWEEP_S = 3600.0
 PRIORITY = "low"
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Sends(Protocol):
-    """The part of `Sender` that this needs."""
+    """The part of `Sender` that `BatchService` uses."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -51,13 +51,13 @@ class Sends(Protocol):
 
 
 class BatchService:
-    """Belongs to one event loop."""
+    """Runs the batches of all keys. Belongs to one event loop."""
 
     def __init__(self, store: StateDir, sender: Sends, keys: KeyRing) -> None:
         self.store = store
         self._sender = sender
         self._keys = keys
-        self._queues: dict[str, deque[StoredBatch]] = {}  # owner -> batches that have not ended, the first one runs
+        self._queues: dict[str, deque[StoredBatch]] = {}  # owner -> unfinished batches; the first one runs
         self._tasks: dict[str, asyncio.Task[None]] = {}  # owner -> the task that runs them
         self._processing: dict[str, asyncio.Task[None]] = {}  # batch id -> the task that sends its requests
         self._sweeping: asyncio.Task[None] | None = None
@@ -65,17 +65,17 @@ class BatchService:
         self._is_stopping = False
         self.uploading = asyncio.Semaphore(MAX_UPLOADS)
 
-    # The server's part
+    # Called by the server
 
     async def start(self) -> None:
-        """Continue what a server before this one left, once a model is loaded. Creates nothing."""
+        """Continue the unfinished batches of an earlier run. Called once a model is loaded. Creates no directory."""
         self._in_flight = asyncio.Semaphore(min(MAX_IN_FLIGHT, self._sender.max_num_seqs))
-        with suppress(Exception):  # it is in the log; requests get the error
+        with suppress(Exception):  # the store has logged it, and requests get the error
             if (self.store.path / "batches").is_dir():
                 await self.open()
 
     async def open(self) -> None:
-        """Take the state directory. Called before each use of the store."""
+        """Open and lock the state directory. Called before each use of the store."""
         if self.store.is_open:
             return
         await self.store.open()
@@ -104,7 +104,7 @@ class BatchService:
                 log.exception("expired files could not be deleted")
             await asyncio.sleep(SWEEP_S)
 
-    # The client's part
+    # Called by the endpoints
 
     async def create(self, request: CreateBatchRequest, key: Key) -> BatchObject:
         now = int(time.time())
@@ -125,14 +125,14 @@ class BatchService:
         return batch
 
     async def cancel(self, stored: StoredBatch) -> BatchObject:
-        """Ends requests in flight at once. Results so far are kept."""
+        """Cancel a batch and its requests in flight. Results so far are kept."""
         batch = stored.batch
         if batch.status in ("validating", "in_progress"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             queue = self._queues.get(stored.owner, deque())
             if (task := self._processing.get(batch.id)) is not None:
                 task.cancel()
-            elif stored in queue and queue[0] is not stored:  # it waits for another batch
+            elif stored in queue and queue[0] is not stored:  # it has not started
                 queue.remove(stored)
                 await self._finalize(stored, "cancelled")
                 return batch
@@ -152,14 +152,14 @@ class BatchService:
             while queue:
                 try:
                     await self._run(queue[0])
-                except Exception:  # a disk that is full; the next start continues
-                    log.exception("%s could not be ended", queue[0].batch.id)
+                except Exception:  # for example a full disk; the next start of the server continues the batch
+                    log.exception("%s could not be finished", queue[0].batch.id)
                 queue.popleft()
         finally:
             del self._tasks[owner], self._queues[owner]
 
     async def _run(self, stored: StoredBatch) -> None:
-        """From whatever state it is in to an end. Only a stop of the server leaves it unfinished."""
+        """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished."""
         batch = stored.batch
         task = asyncio.create_task(self._process(stored))
         self._processing[batch.id] = task
@@ -240,12 +240,12 @@ class BatchService:
                 await BatchRunner(lines, send, take, max_in_flight=self._share(key), retry=retry).run()
 
     def _share(self, key: Key) -> int:
-        """Requests of one batch in flight: at most half of what the key may have open."""
+        """Maximum requests in flight of one batch: at most half of the requests that the key may have open."""
         most = min(MAX_IN_FLIGHT, self._sender.max_num_seqs)
         limit = key.limits.max_requests
         return most if limit is None else max(1, min(most, limit // 2))
 
-    # The end
+    # Finishing
 
     async def _finalize(self, stored: StoredBatch, status: Status) -> None:
         """Turn results into files. Each step may be repeated after a crash."""
@@ -279,7 +279,7 @@ class _NoRequests(Exception):
 
 
 class _Failed(Exception):
-    """Why a whole batch failed, in a sentence for the client."""
+    """The whole batch failed. The message is sent to the client."""
 
 
 class _Results:
@@ -321,7 +321,7 @@ def _open_lines(source: Path, endpoint: str, done: ResultScan) -> Iterator[Itera
 
 
 def _validate(source: Path, endpoint: str) -> tuple[RequestCounts, list[BatchError], int]:
-    """Counts, the first errors, and the number of lines that can be sent."""
+    """Return the counts, the first errors, and the number of valid lines."""
     counts, num_valid = RequestCounts(), 0
     errors: list[BatchError] = []
     with _open_lines(source, endpoint, ResultScan()) as lines:

@@ -1,15 +1,15 @@
-"""Files and batches on disk: content, a JSON file of facts beside it, and an index in memory.
+"""Files and batches on disk: content, a JSON file of metadata ("facts") beside it, and an index in memory.
 
 Layout of the state directory, readable by its owner only:
 
-    lock                       held by the server that uses it
+    lock                       locked by the server that uses the directory
     files/file-ID.jsonl        content
-    files/file-ID.json         facts; a file exists once this does
+    files/file-ID.json         facts; written last, so that a file with facts is complete
     batches/batch_ID.json      facts
     batches/batch_ID.out.jsonl, batch_ID.err.jsonl   results so far; they become files at the end
 
-Facts are written to a draft and renamed, so a crash leaves the old or the new ones. Names on disk are made of ids that
-this module draws itself: nothing that a client sends is part of a path.
+Facts are written to a draft and renamed, so a crash leaves the old or the new ones. File names are ids that this
+module generates: no client input is part of a path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.server.batches.types import MAX_EXPIRY_S, UNFINISHED, BatchObject, Fi
 from quire.server.errors import ApiError, Kind
 
 MAX_FILES = 1000  # of one key
-MAX_BATCHES = 1000  # of one key; the oldest that have ended are forgotten
+MAX_BATCHES = 1000  # of one key; the oldest finished ones are deleted
 MAX_UNFINISHED = 100  # batches of one key
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ S = TypeVar("S", StoredFile, StoredBatch)
 
 
 class StateDir:
-    """The files and batches of one server. Belongs to one event loop; disks are used in threads."""
+    """The files and batches of one server. Belongs to one event loop; disk access runs in threads."""
 
     def __init__(self, path: Path, max_file_bytes: int, max_key_bytes: int) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class StateDir:
     # The directory
 
     async def open(self) -> None:
-        """Create the directory where it is missing, and take it for this server. Raises ApiError where it cannot."""
+        """Create the directory if it is missing, and lock it for this server. Raises ApiError if that fails."""
         async with self._opening:
             if self._lock_file is None:
                 try:
@@ -95,7 +95,7 @@ class StateDir:
         return self._lock_file is not None
 
     async def close(self) -> None:
-        """Let go of the directory, after the writes that are in progress."""
+        """Release the directory after the writes that are in progress."""
         await asyncio.gather(*self._saves, return_exceptions=True)
         if self._lock_file is not None:
             self._lock_file.close()
@@ -109,14 +109,14 @@ class StateDir:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock_file.close()
-            raise OSError(0, "another server uses it; give each server a --state-dir of its own") from None
+            raise OSError(0, "another server uses it; each server needs its own --state-dir") from None
         self._files |= _read_all(self.path / "files", StoredFile)
         self._batches |= _read_all(self.path / "batches", StoredBatch)
         self._remove_orphans()
         self._lock_file = lock_file
 
     def _remove_orphans(self) -> None:
-        """Content whose facts were not written before a crash, unless a batch is about to write them."""
+        """Delete content whose facts were not written before a crash, unless a batch will still write them."""
         outputs = {one.batch.output_file_id for one in self._batches.values()}
         outputs |= {one.batch.error_file_id for one in self._batches.values()}
         for path in (self.path / "files").glob("*.jsonl"):
@@ -126,7 +126,7 @@ class StateDir:
     # Files
 
     def begin_upload(self, key: Key, num_bytes: int) -> Upload:
-        """Reserve room for an upload of this announced size. It grows as more bytes arrive."""
+        """Start an upload of this announced size. Bytes count towards the limit of the key as they arrive."""
         owned = [one for one in self._files.values() if one.owner == key.owner]
         if len(owned) >= MAX_FILES:
             raise ApiError(Kind.TOO_LARGE, f"this key has {len(owned)} files, which is the limit: delete some")
@@ -139,7 +139,7 @@ class StateDir:
             raise ApiError(Kind.TOO_LARGE, text, param="file")
 
     def num_bytes(self, owner: str) -> int:
-        """Stored and being uploaded."""
+        """Bytes of this owner, stored or being uploaded."""
         stored = sum(one.file.bytes for one in tuple(self._files.values()) if one.owner == owner)
         return stored + self._uploading.get(owner, 0)
 
@@ -154,7 +154,7 @@ class StateDir:
                 del self._uploading[owner]
 
     async def add_file(self, owner: str, content: Path, facts: FileObject) -> FileObject:
-        """Move content into the store under the id of its facts. It may be there already, moved before a crash."""
+        """Move content into the store under the id of its facts, unless it was moved before a crash."""
         stored = StoredFile(owner, facts)
         facts.bytes = await asyncio.to_thread(_move, content, self.content(facts.id))
         await self._save("files", facts.id, stored)
@@ -171,7 +171,7 @@ class StateDir:
         return found.file
 
     def list_files(self, key: Key) -> list[FileObject]:
-        """Newest first."""
+        """The files that this key may see, newest first."""
         now_s = time.time()
         found = [one.file for one in self._files.values() if _may_see(key, one.owner) and one.file.expires_at > now_s]
         return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
@@ -187,7 +187,7 @@ class StateDir:
     # Batches
 
     def results(self, stored: StoredBatch, kind: str) -> Path:
-        """Where results are written while a batch runs. `kind`: out or err."""
+        """The path of a batch's results while it runs. `kind`: out or err."""
         return self.path / "batches" / f"{stored.batch.id}.{kind}.jsonl"
 
     async def add_batch(self, stored: StoredBatch) -> None:
@@ -211,12 +211,12 @@ class StateDir:
         return found
 
     def list_batches(self, key: Key) -> list[BatchObject]:
-        """Newest first."""
+        """The batches that this key may see, newest first."""
         found = [one.batch for one in self._batches.values() if _may_see(key, one.owner)]
         return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def unfinished(self) -> list[StoredBatch]:
-        """Oldest first."""
+        """All unfinished batches, oldest first."""
         found = [one for one in self._batches.values() if not one.is_finished]
         return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
 
@@ -232,7 +232,7 @@ class StateDir:
     # Both
 
     async def sweep(self) -> None:
-        """Delete what has expired: files by their own time, batches 30 days after they were created."""
+        """Delete expired files, and finished batches 30 days after they were created."""
         now_s = time.time()
         inputs = {one.batch.input_file_id for one in self._batches.values() if not one.is_finished}
         for stored in list(self._files.values()):
@@ -246,21 +246,21 @@ class StateDir:
         return self.path / folder / f"{name}.json"
 
     async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
-        """A caller that is cancelled does not end the write: a second one of the same file would overtake it."""
+        """Write facts. Cancelling the caller does not end the write, so that a later one cannot overtake it."""
         task = asyncio.create_task(self._save_alone(folder, name, value))
         self._saves.add(task)
         task.add_done_callback(self._saves.discard)
         await asyncio.shield(task)
 
     async def _save_alone(self, folder: str, name: str, value: msgspec.Struct) -> None:
-        async with self._saving:  # one writer, so that the last state is also the last to be written
+        async with self._saving:  # one writer at a time, so that states are written in order
             await asyncio.to_thread(_write, self._facts(folder, name), msgspec.json.encode(value))
 
 
 class Upload:
-    """Content of an upload, until the store takes it over.
+    """Content of an upload, until it is moved into the store.
 
-    A thread writes, and a cancelled request closes the upload while that thread may still be writing: hence the lock.
+    The lock is needed because a cancelled request may close the upload while a thread is still writing.
     """
 
     def __init__(self, store: StateDir, key: Key) -> None:
@@ -282,13 +282,13 @@ class Upload:
             self._file.write(data)
 
     def finish(self) -> None:
-        """The content is complete, and on the disk."""
+        """Write the complete content to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def close(self) -> None:
-        """Release the reserved bytes, and delete the content unless the store has taken it over."""
+        """Release the reserved bytes, and delete the content unless it was moved into the store."""
         with self._lock:
             self._file.close()
             self._store.reserve(self._owner, -self.num_bytes)
@@ -308,7 +308,7 @@ def new_file(filename: str, num_bytes: int, purpose: str, ttl_s: int) -> FileObj
 
 
 def _move(content: Path, place: Path) -> int:
-    """Returns its size."""
+    """Move content to its place and return its size."""
     if content.exists():
         content.replace(place)
     return place.stat().st_size
@@ -319,7 +319,7 @@ def _may_see(key: Key, owner: str) -> bool:
 
 
 def _read_all(folder: Path, kind: type[S]) -> dict[str, S]:
-    """Facts by id. Drafts of a server that was killed are removed."""
+    """Read all facts, by id. Deletes drafts of a server that was killed."""
     found: dict[str, S] = {}
     for path in folder.iterdir():
         if path.suffix in (".draft", ".upload"):
@@ -333,7 +333,7 @@ def _read(path: Path, kind: type[S]) -> S | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
-        log.error("%s cannot be read and is left out: %s", path, error)
+        log.error("%s cannot be read and is ignored: %s", path, error)
         return None
 
 

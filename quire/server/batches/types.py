@@ -51,7 +51,7 @@ class UploadForm(msgspec.Struct):
     """The parts of a multipart upload."""
 
     file: Annotated[bytes, Meta(description="JSONL, one request per line.")]
-    purpose: Annotated[Literal["batch"], Meta(description="What the file is for. Only batch is supported.")]
+    purpose: Annotated[Literal["batch"], Meta(description="The purpose of the file. Only batch is supported.")]
 
 
 class FilesQuery(msgspec.Struct, frozen=True):
@@ -79,12 +79,12 @@ class CreateBatchRequest(msgspec.Struct, kw_only=True):
     ]
     completion_window: Annotated[
         str,
-        Meta(description="After this time, the rest is not run.", extra_json_schema={"enum": [COMPLETION_WINDOW]}),
+        Meta(description="Requests that have not run by then expire.", extra_json_schema={"enum": [COMPLETION_WINDOW]}),
     ]
     metadata: (
         Annotated[
             dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-            Meta(max_length=MAX_METADATA, description="Comes back with the batch."),
+            Meta(max_length=MAX_METADATA, description="Returned with the batch."),
         ]
         | None
     ) = None

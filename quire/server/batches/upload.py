@@ -14,15 +14,15 @@ from quire.server.batches.store import Upload
 from quire.server.errors import ApiError, Kind
 
 MAX_PARTS = 16
-MAX_FIELD_BYTES = 4096  # of a part that is not the file
+MAX_FIELD_BYTES = 4096  # of a part other than the file
 MAX_NAME_CHARS = 255
-FLUSH_BYTES = 1 << 20  # collected before a thread writes them
+FLUSH_BYTES = 1 << 20  # a thread writes chunks of this size
 
 
 class UploadParser:
-    """Takes the form apart: the part `file` goes to the upload, the others are short texts in `fields`.
+    """Parses the form: the part `file` is written to the upload, the other parts are short texts in `fields`.
 
-    The library bounds the headers of a part, 8 of 4 KiB.
+    The library limits each part to 8 headers of 4 KiB.
     """
 
     def __init__(self, content_type: str, upload: Upload) -> None:
@@ -103,13 +103,13 @@ class UploadParser:
 
 
 def plain_name(name: str) -> str:
-    """A file name to show: without folders and control characters. It is never part of a path here."""
+    """A file name for display, without folders and control characters. It is never used as a path."""
     last = re.split(r"[/\\]", name)[-1]
     return "".join(char for char in last if char.isprintable())[:MAX_NAME_CHARS] or "upload.jsonl"
 
 
 async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, upload: Upload) -> UploadParser:
-    """Read a form to its end. The content is on the disk then."""
+    """Read a form to its end and write its content to disk."""
     parser = UploadParser(content_type, upload)
     waiting: list[bytes] = []
     size = 0
@@ -129,7 +129,7 @@ async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, upload
 
 
 def expiry_s(fields: dict[str, str], low_s: int, high_s: int) -> int:
-    """Of `expires_after[seconds]`; the longest where it is not given."""
+    """The lifetime in `expires_after[seconds]`; the maximum if it is not given."""
     text = fields.get("expires_after[seconds]")
     if text is None:
         return high_s

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 MAX_PATH_CHARS = 200  # longer paths are not typos
-NEAR = 0.85  # of difflib's ratio: a letter or two
-# Prefixes that a base URL often has too many or too few of.
+NEAR = 0.85  # difflib's ratio of paths that differ in a letter or two
+# Prefixes that base URLs often repeat or lack.
 _PREFIXES = ("v1", "api", "openai", "anthropic")
 BASES = {
-    "openai": "OpenAI clients take a base URL that ends in one /v1",
+    "openai": "OpenAI clients need a base URL that ends in a single /v1",
     "anthropic": "Anthropic clients add /v1 themselves: their base URL ends without it",
-    "ollama": "Ollama clients take the bare address, without a path",
+    "ollama": "Ollama clients need the address without a path",
 }
 _NO_EMBEDDINGS = "quire serves models that generate text, and has no embeddings"
 _NO_STORE = "nothing is stored here"
@@ -35,7 +35,7 @@ UNSERVED = {
     "images": "quire reads and writes text only",
     "videos": "quire reads and writes text only",
     "realtime": "quire reads and writes text only",
-    "moderations": "this server does not moderate",
+    "moderations": "this server has no moderation model",
     "uploads": _NO_STORE,
     "assistants": _NO_STORE,
     "threads": _NO_STORE,
@@ -49,11 +49,11 @@ UNSERVED = {
     "delete": _NO_MODELS,
     "push": _NO_MODELS,
     "blobs": _NO_MODELS,
-    "infill": "the models served write on from the end only",
+    "infill": "the models generate at the end of the prompt only",
 }
 
 
-# The same of paths below those that are served.
+# The same for paths below served paths.
 UNSERVED_BELOW = {"responses": _NO_STORE, "chat/completions": _NO_STORE}
 
 
@@ -125,7 +125,7 @@ def advice(path: str, meant: Row | None) -> str:
         return f"{text} {BASES[meant.tag]}" if is_base and meant.tag in BASES else text
     if (why := why_unserved(path)) is not None:
         return f"it is not served: {why}"
-    return "/docs lists what there is"
+    return "/docs lists all endpoints"
 
 
 def _fixed(path: str) -> str:

@@ -23,8 +23,8 @@ from uvicorn.server import ServerState
 from quire.errors import InvalidRequest
 
 HEADER_S = 10.0  # from the connection, or from a request's first byte, to the end of the headers
-IDLE_S = 75.0  # of a connection between requests: longer than clients' own limits, so that the client closes first
-LINGER_S = 30.0  # for a client to read the last bytes
+IDLE_S = 75.0  # between two requests: longer than the limits of clients, so that the client closes first
+LINGER_S = 30.0  # time for a client to read the last bytes
 MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 1 << 20  # body of a pipelined request that waits for the previous one

@@ -36,9 +36,8 @@ class ActivityCounters:
         self.num_computed_tokens = 0  # of prompts and answers
         self.num_generated_tokens = 0
         self._clock = clock
-        self.recent: deque[Finished] = deque(
-            maxlen=MAX_RECENT
-        )  # newest last; more than are shown, as keys see their own
+        # Newest last. More are kept than shown, because a key sees only its own.
+        self.recent: deque[Finished] = deque(maxlen=MAX_RECENT)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)  # end time, TTFT
 
     @property

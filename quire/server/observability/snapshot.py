@@ -90,8 +90,8 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has ended. Contains no text."""
 
-    id: Annotated[str, Meta(description="As in the x-request-id of its answer.")]
-    key: Annotated[str, Meta(description="The name of the key it came with.")]
+    id: Annotated[str, Meta(description="The x-request-id of its response.")]
+    key: Annotated[str, Meta(description="The name of its API key.")]
     endpoint: str
     tier: str
     num_samples: int
@@ -102,7 +102,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_reason: Annotated[str | None, Meta(description="Why the first prompt's match ended; null: it never ran.")]
     ttft_s: Annotated[float | None, Meta(description="Arrival to first token; null: there was none.")]
     duration_s: Annotated[float, Meta(description="Arrival to end.")]
-    tokens_per_s: Annotated[float | None, Meta(description="Of decoding, all samples together.")]
+    tokens_per_s: Annotated[float | None, Meta(description="Decode speed of all samples together.")]
     finish: Annotated[str, Meta(description="stop, length, cancelled or error.")]
     error: Annotated[str | None, Meta(description="The kind of error.")]
 
@@ -141,7 +141,8 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     requests: Annotated[list[WatchedRequest], Meta(description="Running requests first, then waiting ones.")]
     num_other_requests: Annotated[int, Meta(description="Requests of other keys, or beyond the first hundred.")]
     finished: Annotated[
-        list[FinishedRequest], Meta(description="The last 32 that this key may see, newest first, since it was loaded.")
+        list[FinishedRequest],
+        Meta(description="The last 32 requests since the model was loaded that this key may see, newest first."),
     ] = []
 
 
@@ -294,7 +295,7 @@ class SnapshotBuilder:
         return sorted(shown, key=lambda one: not one.is_running)
 
     def _request(self, active: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
-        """`running`: the worker's report by request id; None: no report yet."""
+        """Describe a request. `running`: the worker's report by request id; None: no report yet."""
         usage = active.usage
         ids = [request_id for generation in active.generations for request_id in generation.request_ids]
         here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]

@@ -28,11 +28,11 @@ from quire.server.observability.snapshot import (
 )
 
 MAX_WATCHERS = 16
-MAX_WATCHERS_A_KEY = 8  # of a key that is not an admin key: watchers that do not read must not fill all places
+MAX_WATCHERS_A_KEY = 8  # except for admin keys: watchers that do not read must not use up MAX_WATCHERS
 MAX_CELLS = 2000  # of a map: more than a screen shows
-WAIT_S = 0.1  # for a worker's answer; during a long step it answers later, for a later snapshot
+WAIT_S = 0.1  # for a worker's answer; a worker in a long step answers for a later snapshot
 ONCE_WAIT_S = 2.0
-MAX_ASKS = 256  # for a complete map: a worker visits a bounded number of blocks per answer
+MAX_ASKS = 256  # queries for a complete map: a worker visits a bounded number of blocks per answer
 
 log = logging.getLogger(__name__)
 

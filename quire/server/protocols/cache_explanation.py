@@ -68,7 +68,7 @@ def _quote(reason: StopReason, text: Excerpt | None) -> str:
 
 
 def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
-    """Worded so that it is true of a request and of a dry run."""
+    """One sentence that fits both a request and a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
     why = _WHY[explanation.reason].format(at=f"{explanation.stopped_at:,}")

@@ -1,7 +1,7 @@
-"""Fields by which OpenAI's protocol, vLLM, SGLang and llama.cpp ask for the shape of an answer.
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp bodies that constrain the format of an answer.
 
-Anthropic's and Ollama's protocols have a field of their own for it. There these are refused by name: an answer that
-ignores them is a wrong answer.
+Anthropic's and Ollama's protocols have their own fields for this and refuse these by name: an answer that ignores them
+is a wrong answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # with the values that ask for nothing
+SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request nothing
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "json_schema": (),
@@ -27,6 +27,6 @@ SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # with the values that ask for not
 
 
 def with_shape_fields(name: str, describe: Callable[[str], Meta], **config: Any) -> type[msgspec.Struct]:
-    """A base for bodies that has all of them, with their descriptions."""
+    """Make a base class of bodies with all these fields and their descriptions."""
     fields = [(field, Annotated[Any, describe(field)], None) for field in SHAPE_FIELDS]
     return msgspec.defstruct(name, fields, kw_only=True, module=__name__, **config)

@@ -20,7 +20,7 @@ from quire.text.tools import Tool
 
 T = TypeVar("T")
 
-MAX_FREED_ALONE = 2  # then all tools that are not strict are freed at once: every attempt compiles again
+MAX_FREED_ALONE = 2  # retries that drop one schema; the next drops all that are not strict, since each compiles again
 MAX_PATH_CHARS = 300
 MAX_SCHEMA_CHARS = 512 * 1024  # of all tools with descriptions: they are processed on the event loop
 # The compiler's message, without the position before it and the source excerpt after it.
@@ -54,7 +54,7 @@ def _unenforced_of(tool: Tool) -> list[str]:
 
 
 def _indexed(path: str) -> str:
-    """`tools[0].input_schema` of Anthropic's `tools.0.input_schema`: headers have one style for all protocols."""
+    """Convert Anthropic's `tools.0.input_schema` to `tools[0].input_schema`, the form in headers."""
     return re.sub(r"^tools\.(\d+)", r"tools[\1]", path)
 
 

@@ -50,7 +50,7 @@ def _event(error: ApiError, request_id: str) -> bytes:
 
 
 def _message(error: ApiError) -> str:
-    """Only the message can name the field."""
+    """The message, with the field: Anthropic's errors have no other member for it."""
     text = error.message
     if error.param is not None and error.param not in text:
         text = f"{error.param}: {text}"

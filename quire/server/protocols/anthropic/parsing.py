@@ -118,7 +118,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def _without_billing(system: str | list[Block] | None) -> str | list[Block] | None:
-    """Drops Claude Code's billing block: it is not meant for the model and differs in every conversation, which would
+    """Drop Claude Code's billing block: it is not meant for the model and differs in every conversation, which would
     defeat the prefix cache."""
     if not isinstance(system, list):
         return system
@@ -161,7 +161,7 @@ def _wants_thought(body: CountTokensRequest) -> bool | None:
 
 
 def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
-    """`references`: names of deferred tools that tool results have referenced."""
+    """Parse the tools. `references`: names of deferred tools that tool results have referenced."""
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")

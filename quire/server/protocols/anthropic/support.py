@@ -11,7 +11,7 @@ from quire.server.protocols.support import Unsupported, check_supported, describ
 
 _CONVERSATIONS = "conversations are used unchanged"
 _SHAPE = "use output_config.format, which takes a JSON schema"
-_ONE_MODEL = "one model is served"
+_ONE_MODEL = "a request uses one model"
 _EMPTY: tuple[object, ...] = (None, "", [], {})  # values that request nothing in any field
 
 UNSUPPORTED = {
@@ -22,8 +22,8 @@ UNSUPPORTED = {
     "diagnostics": Unsupported('send "cache": true for an explanation of the cache hit'),
     "fallbacks": Unsupported(_ONE_MODEL),
     "fallback_credit_token": Unsupported(_ONE_MODEL),
-    "inference_geo": Unsupported("the model runs where this server runs", ("global",)),
-    "speed": Unsupported("there is one speed", ("standard",)),
+    "inference_geo": Unsupported("the location of this server cannot be chosen", ("global",)),
+    "speed": Unsupported("this server has a single speed", ("standard",)),
     "format": Unsupported(_SHAPE),
     **{name: Unsupported(_SHAPE, ("text",) if name == "response_format" else ()) for name in SHAPE_FIELDS},
 }

@@ -17,7 +17,7 @@ from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
-ANTHROPIC_MODELS = "claude-"  # what the names of Anthropic's own models begin with
+ANTHROPIC_MODELS = "claude-"  # prefix of the names of Anthropic's own models
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ROLES = ("user", "assistant", "system")
 MAX_TEMPERATURE = 1  # as in Anthropic's API

@@ -31,12 +31,12 @@ _ROWS = {
     Kind.TOO_LARGE: _Row(413, "invalid_request_error", "request_too_large"),
     Kind.TIMEOUT: _Row(408, "invalid_request_error", "request_timeout"),
     Kind.RATE_LIMITED: _Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    # 429 as well: every client backs off on it. The code tells a full server from a key that reached its limit.
+    # 429 as well: every client backs off. The code distinguishes a full server from a key that reached its limit.
     Kind.OVERLOADED: _Row(429, "rate_limit_error", "server_overloaded"),
     Kind.UNAVAILABLE: _Row(503, "server_error", "service_unavailable"),
     Kind.FAILED: _Row(500, "server_error"),
     Kind.DIED: _Row(500, "server_error", "engine_died"),
-    # As gRPC maps CANCELLED. Clients do not retry it; they would retry 409 and any 5xx.
+    # 499 is what gRPC maps CANCELLED to. Clients do not retry it; they would retry 409 and any 5xx.
     Kind.CANCELLED: _Row(499, "request_cancelled", "request_cancelled"),
 }
 _CODES = ("unsupported_parameter", "unsupported_value", "request_not_found")  # reasons that are also codes

@@ -26,16 +26,16 @@ async def list_models(context: RequestContext) -> Response:
 
 
 async def get_model(context: RequestContext) -> Response:
-    """The name is the rest of the path: model names may have slashes."""
+    """Describe one model. Its name is the rest of the path, because names may contain slashes."""
     name = context.request.path_params["model"]
     if not name:
         raise ApiError(Kind.NOT_FOUND, "there is nothing at '/v1/models/'; did you mean GET /v1/models?")
     models = context.models
     if name not in models.names and name.startswith(ANTHROPIC_MODELS):
-        if context.dialect.name == "anthropic":  # as /v1/messages, where the default model answers to these names
+        if context.dialect.name == "anthropic":  # /v1/messages uses the default model for these names
             entry = (await model_entries(models.default))[0]
             return context.json(structs.replace(entry, id=name, display_name=name, alias_of=models.default.name))
-        text = f"model = {name!r:.200} is not served here; /v1/messages answers to it with {models.default.name}"
+        text = f"model = {name!r:.200} is not served here; /v1/messages uses {models.default.name} for it"
         raise ApiError(Kind.NO_MODEL, text, param="model")
     entries = await model_entries(models.find(name))
     return context.json(next(entry for entry in entries if entry.id == name))

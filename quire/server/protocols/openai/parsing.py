@@ -63,7 +63,10 @@ def params_of(
     prompt_logprobs: int | None = None,
     may_be_empty: bool = False,
 ) -> GenerationParams:
-    """`max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0."""
+    """Parse the generation parameters.
+
+    `max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0.
+    """
     refuse_unsupported(body, other_servers.REFUSED)
     _refuse_contradictions(body)
     names: dict[str, str] = {}
@@ -132,7 +135,7 @@ def make_request(
 
 def _ignored(body: GenerationBody) -> Iterator[str]:
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
-        yield "repeat_last_n"  # penalties look at the whole prompt and answer, as -1 asks for
+        yield "repeat_last_n"  # penalties always apply to the whole prompt and answer, as with -1
     for name in other_servers.BUDGETS:
         if getattr(body, name) not in (None, 0, -1):
             yield name
@@ -147,7 +150,7 @@ class _ThinkingBody(Protocol):
 
 
 def thinking_fields(body: _ThinkingBody, effort_field: str, effort: str | None) -> tuple[ThinkingField, ...]:
-    """The fields of the body that say whether to think, or how much."""
+    """The fields of the body that set whether, or how much, to think."""
     found = [] if effort is None else [ThinkingField(effort_field, False if effort == "none" else None)]
     if body.enable_thinking is not None:
         found.append(ThinkingField("enable_thinking", body.enable_thinking))
@@ -161,7 +164,7 @@ def has_no_budget(body: GenerationBody) -> bool:
 
 
 def _refuse_contradictions(body: GenerationBody) -> None:
-    """Two fields of different servers that mean the same, with different values."""
+    """Refuse different values for fields that mean the same on different servers."""
     for names in _SYNONYMS:
         given = [(name, value) for name in names if (value := getattr(body, name, None)) is not None]
         for name, value in given[1:]:
@@ -177,7 +180,7 @@ def _limits(body: GenerationBody) -> dict[str, int]:
 
 
 def cache_ttl_s(body: GenerationBody) -> float:
-    """prompt_cache_options.ttl, the newer field, overrides prompt_cache_retention."""
+    """The lifetime of a pin. prompt_cache_options.ttl, the newer field, overrides prompt_cache_retention."""
     retention_s = _choose("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS_S, DEFAULT_TTL_S)
     if body.prompt_cache_options is None:
         return retention_s

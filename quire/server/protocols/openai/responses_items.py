@@ -177,7 +177,7 @@ class AnswerItems:
         self._held: Logprobs = ()  # of tokens whose text has not arrived yet
 
     def take(self, pieces: Sequence[Piece], logprobs: Logprobs = ()) -> list[Event]:
-        """`logprobs`: of the tokens of these pieces. They are sent with the next text."""
+        """Add pieces and return their events. `logprobs`: of the tokens of the pieces; sent with the next text."""
         events: list[Event] = []
         self._held += logprobs
         for piece in pieces:

@@ -28,7 +28,7 @@ UNSUPPORTED = {
     "prompt": Unsupported("there are no stored prompts: send instructions and input"),
     "background": Unsupported("a response is generated while the client waits", (False,)),
     "context_management": Unsupported("a conversation is never shortened", ([],)),
-    "moderation": Unsupported("this server does not moderate"),
+    "moderation": Unsupported("this server has no moderation model"),
     "n": Unsupported("a response has one answer", (1,)),
     "response_format": Unsupported("use text.format", ({"type": "text"},)),
 }
@@ -39,7 +39,7 @@ ACCEPTED = {
     "max_tool_calls": "it limits calls that the server runs, and quire runs none",
     "truncation": "a conversation that is too long is refused",
 }
-LOGPROBS = "message.output_text.logprobs"  # of include; other values are for tools and stores that quire does not have
+LOGPROBS = "message.output_text.logprobs"  # in `include`; other values are for tools and stores that quire lacks
 
 
 def _refused(field: str) -> Meta:

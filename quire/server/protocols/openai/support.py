@@ -14,7 +14,7 @@ UNSUPPORTED = {
     "modalities": Unsupported("this server answers in text only", ([], ["text"])),
     "audio": Unsupported("this server answers in text only"),
     "web_search_options": Unsupported("this server does not search the web"),
-    "moderation": Unsupported("this server does not moderate"),
+    "moderation": Unsupported("this server has no moderation model"),
     "documents": Unsupported("put them into messages", ([],)),
     "chat_template": Unsupported("a request cannot bring its own template; the model's is used"),
     "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
