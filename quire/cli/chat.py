@@ -301,7 +301,7 @@ COMMANDS: dict[str, _Command] = {
         _Command("/exit", "end the chat, like Ctrl-D or Ctrl-C at the prompt", Repl.leave),
     )
 }
-COMMANDS["/quit"] = COMMANDS["/exit"]
+COMMANDS["/quit"] = COMMANDS["/bye"] = COMMANDS["/exit"]
 
 
 @dataclass(slots=True)

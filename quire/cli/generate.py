@@ -144,7 +144,7 @@ def _read_file(option: str, path: Path) -> str:
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{option} {path} is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
-        raise InvalidRequest(f"{option} {path} cannot be read: {error.strerror}") from None
+        raise InvalidRequest(f"{option} {path} is not a file that can be read: {error.strerror}") from None
 
 
 def read_prompt(given: str | None, *, is_raw: bool) -> str:

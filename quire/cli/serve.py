@@ -272,6 +272,7 @@ def announce(startup: Startup) -> None:
         f"  export ANTHROPIC_BASE_URL={config.url}",
         f"  export ANTHROPIC_API_KEY={key}",
         f"  export OLLAMA_HOST={config.url}",
+        f"  export QUIRE_SERVER={config.url}",
         "",
         f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and exit",
         "",

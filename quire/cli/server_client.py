@@ -97,8 +97,12 @@ def parse_url(source: str, text: str) -> str:
 
 def reach_server(server: str | None, api_key: str | None) -> ServerClient:
     """A client of a server that is ready, for commands that need one."""
-    found = ServerClient(require_address(server).url, chosen_key(api_key), PATIENT)
-    found.wait_until_ready()
+    address = require_address(server)
+    found = ServerClient(address.url, chosen_key(api_key), PATIENT)
+    try:
+        found.wait_until_ready()
+    except ServerNotFound as error:
+        raise ServerNotFound(f"{error}; `quire serve` starts a server, --server URL names another") from None
     return found
 
 

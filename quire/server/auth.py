@@ -168,9 +168,9 @@ def _read(path: Path) -> _KeysFile:
 def _check_secret(secret: str, name: str) -> None:
     if not MIN_KEY_CHARS <= len(secret) <= MAX_KEY_CHARS or not secret.isascii() or not secret.isprintable():
         size = f"{MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters"
-        raise InvalidRequest(f"keys: the key of {name!r} is not {size}, but {len(secret)}")
+        raise InvalidRequest(f"API keys: the key {name!r} has {len(secret)} characters; a key has {size}")
     if secret.strip() != secret:
-        raise InvalidRequest(f"keys: the key of {name!r} begins or ends with a space")
+        raise InvalidRequest(f"API keys: the key {name!r} begins or ends with a space")
 
 
 def _digest(secret: str) -> bytes:

@@ -69,7 +69,8 @@ def models_dir() -> Path:
 
 
 def find_known(name: str) -> KnownModel | None:
-    lower = name.lower()
+    """The known model of this name. Ollama's suffix `:latest` is ignored."""
+    lower = name.lower().removesuffix(":latest")
     return KNOWN_MODELS.get(ALIASES.get(lower, lower))
 
 

@@ -134,6 +134,8 @@ def failure_reason(hub: Any, error: Exception) -> str:
         return "not in the cache, and the hub cannot be reached"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'cache'}: {error.strerror}"
+    if "Name or service not known" in str(error) or isinstance(error, ConnectionError):
+        return "the hub cannot be reached: check the network, or HF_ENDPOINT"
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:300]
 

@@ -58,7 +58,7 @@ def test_a_shared_cache_has_one_namespace(tmp_path: Path) -> None:
         ("keys: [{key: sk-secret-1, name: a, teir: low}]", "unknown field `teir`"),
         ("keys: [{key: sk-secret-1, name: a}, {key: sk-secret-2, name: a}]", "'a' is used twice"),
         ("keys: [{key: sk-secret-1, name: a}, {key: sk-secret-1, name: b}]", "same key"),
-        ("keys: [{key: secret, name: a}]", "the key of 'a' is not 8 to 512"),
+        ("keys: [{key: secret, name: a}]", "the key 'a' has 6 characters; a key has 8 to 512"),
         ("keys: [{key: sk-secret-1, name: a, max_requests: 0}]", "max_requests = 0 is less than 1"),
         ("keys: [{key: sk-secret-1", "is not YAML"),
         ("[1]", "Expected `object`"),

@@ -20,9 +20,9 @@ BASES = {
     "anthropic": "Anthropic clients add /v1 themselves: their base URL ends without it",
     "ollama": "Ollama clients need the address without a path",
 }
-_NO_EMBEDDINGS = "quire serves models that generate text, and has no embeddings"
-_NO_STORE = "nothing is stored here"
-_NO_MODELS = "models are files of this server: `quire pull` fetches them, and the server is started with them"
+_NO_EMBEDDINGS = "quire serves text generation models and computes no embeddings"
+_NO_STORE = "this server does not store such objects"
+_NO_MODELS = "the models are fixed at start: download them with `quire pull` and restart the server"
 
 # Paths of other servers, without the prefixes above, and why they are not served.
 UNSERVED = {
