@@ -66,7 +66,10 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
             "--json-schema FILE: the schema is not JSON: Expecting value: line 1 column 1 (char 0)",
         ),
         (("--regex", "a\\"), r"--regex 'a\\': the regular expression ends with a backslash that escapes nothing"),
-        (("--json-schema", "nowhere"), "--json-schema nowhere is not a file that can be read: No such file"),
+        (
+            ("--json-schema", "nowhere"),
+            "--json-schema nowhere is not a file that can be read: No such file or directory",
+        ),
         (
             ("--regex", "a", "--ignore-eos"),
             "ignore_eos = True cannot be used with a grammar: the grammar ends the answer",
