@@ -131,13 +131,13 @@ class Admission:
     def try_admit(self, step: StepDraft, request: Request) -> bool:
         """Start a waiting request. If it does not fit, return False and change nothing.
 
-        The request gets blocks for its whole known context at once. One free block per running request is left over:
-        all of them grow, and without it they would soon preempt the new request. Missing blocks are taken from requests
-        that it may preempt. A request that may not preempt leaves a batch row and a block for each prefix waiter, or
-        all later requests would overtake the waiters.
+        The request gets blocks for its whole known context at once. One block per running request is left free: running
+        requests grow, and without free blocks they would soon preempt the new one. Missing blocks are taken from
+        requests that it may preempt. A request that may not preempt leaves a batch row and a block free for each prefix
+        waiter. Otherwise all later requests would overtake the waiters.
         """
         if not all(self._may_preempt(request, victim, step) for victim in step.victims):
-            return False  # no ordinary admission in a step that preempted
+            return False  # only a request that may preempt every victim of this step can still start
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
         num_kept = 0
         if not is_entitled:
@@ -215,9 +215,9 @@ class Admission:
     ) -> _PreemptionPlan | None:
         """Find the fewest pins, then the fewest victims, that free enough for an admission.
 
-        Victims are taken in reverse order of urgency. This reads every block that they hold, so a failure is cached
-        until a block is released. Growth of a victim in the meantime does not change the result: it takes as many
-        blocks as a preemption would return.
+        Victims are taken in reverse order of urgency. The search reads every block that the victims hold, so a failure
+        is cached until a block is released. A victim that grows in the meantime does not change the result: the blocks
+        it takes are those that its preemption would free in addition.
         """
         attempt = (request.epoch, self._cache.pool.num_releases, has_free_seq, *[victim.epoch for victim in victims])
         if attempt == self._failed_attempt and missing >= self._failed_missing:

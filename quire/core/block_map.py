@@ -49,7 +49,7 @@ class CellRun(NamedTuple):
 
 
 class HeldRun(NamedTuple):
-    """Consecutive blocks with the same number of holders. No holders: kept by pins alone."""
+    """Consecutive blocks with the same number of holders. Blocks without holders are kept by pins."""
 
     first: int
     num_blocks: int
@@ -70,7 +70,7 @@ class BlocksView:
 
 
 def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
-    """Display state of a block, of whose references `num_pins` are pins."""
+    """Display state of a block. `num_pins` of its references are pins."""
     num_holders = block.ref_count - num_pins
     if num_holders > 1:
         return _SHARED
@@ -134,13 +134,14 @@ class BlockMap:
         return (*runs, CellRun(num_cells, *last))
 
     def held_runs(self, max_blocks: int) -> tuple[HeldRun, ...]:
-        """Blocks that a request holds or a pin keeps, in order; shared ones only if there are more than `max_blocks`.
+        """Blocks that a request holds or a pin keeps, in order. If there are more than `max_blocks`: shared ones only.
 
-        A pool of 100,000 blocks has 50 in a cell, and a prefix that eight requests share would be a part of one cell.
+        Cells do not show this: in a pool of 100,000 blocks a cell has 50, so a prefix that eight requests share would
+        be a part of one cell.
         """
         chosen = self._held if len(self._held) <= max_blocks else set(islice(self._shared, max_blocks))
         runs: list[HeldRun] = []
-        first = end = num_holders = 0  # of the run that is not complete
+        first = end = num_holders = 0  # the current run, not complete yet
         for block_id in sorted(chosen):
             if block_id != end or self._holders[block_id] != num_holders:
                 if end > first:

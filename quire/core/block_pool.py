@@ -175,7 +175,7 @@ class BlockPool:
             self._observe(Evicted(block.block_id, num_tokens, len(descendants)))
 
     def _lose_content(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Move the free ones of these blocks, which just left the tree, to the front of the free list."""
+        """Move blocks that just left the tree, if they are free, to the front of the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self._num_cached -= 1

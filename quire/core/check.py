@@ -61,7 +61,7 @@ def audit(
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
     """Check pool, tree and pins.
 
-    `held`: block ids that others hold, repeated once per reference.
+    `held`: ids of the blocks that are held by others than pins, one entry per reference.
     """
     holders = [0] * len(cache.pool.blocks)
     _count(holders, held)
@@ -198,7 +198,7 @@ def _check_cache(
     if is_free[NULL_BLOCK_ID] or holders[NULL_BLOCK_ID]:
         _fail("the null block was allocated")
     num_cached = num_shared = 0
-    num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # an error: the tree count will differ
+    num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # an error, found when the tree is counted
     for start in range(NULL_BLOCK_ID + 1, len(holders), size):
         piece = slice(start, start + size)
         for block, num_holders, is_in_list in zip(pool.blocks[piece], holders[piece], is_free[piece], strict=True):

@@ -35,7 +35,7 @@ class StepDraft:
         self.has_in_flight = has_in_flight  # the previous step is not committed yet
         self.closed_from: Priority | None = None  # this tier and those below it admit no more requests
         self.rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in the step
-        # Running requests of each tier that want more tokens than the reserved one; in rationed tiers, that one as well
+        # Running requests of each tier that want a turn: for more than the reserved token, or for any token if rationed
         self.wanting: tuple[list[Request], list[Request], list[Request]] = ([], [], [])
         # Request id -> tokens that a turn gave it. Without an entry: one token, or none if rationed
         self.allotted: dict[int, int] = {}

@@ -10,8 +10,8 @@ requests of each, and charges the tokens to the ledger.
 - **Precedence above the shares.** All other tokens go to the tiers in order: HIGH, NORMAL, LOW.
 - **Tenants.** Within a tier, the tenant that has been served least is first (`TenantClock`).
 
-Where each row of a batch costs time (on a CPU), it also decides which running requests are left out of a step: see
-`StepCost`.
+Where each row of a batch costs time (on a CPU), the ledger also decides which running requests are left out of a step:
+see `StepCost`.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class FairLedger:
     ) -> int:
         """Starvation bound: the number of tokens computed for all tiers before a waiting request starts.
 
-        `tokens_ahead`: tokens that its own tier computes before it, including its own. `drain_tokens`: tokens that the
-        requests which hold batch rows and blocks at its turn may compute before they release them. A debt is at most
-        one step.
+        `tokens_ahead`: tokens that its own tier computes before it, including its own. `drain_tokens`: other requests
+        may hold all batch rows and blocks when its turn comes; this is the number of tokens that they may compute
+        before they release them. The debt of a tier is at most one step.
         """
         share = self.shares.get(priority, UNITS - sum(self.shares.values()))
         return -(-(tokens_ahead + 2 * max_num_batched_tokens) * UNITS // share) + drain_tokens
@@ -202,7 +202,7 @@ class FairLedger:
             self._decodes[priority] = 0 if priority in self._rationed else work[priority].num_decodes
 
     def _find_rationed(self) -> frozenset[Priority]:
-        """LOW, whose steps are kept short, and each tier below the highest one that has work."""
+        """The rationed tiers: LOW, whose steps are kept short, and every tier below the highest tier with work."""
         highest = next((tier for tier in TIERS if any(self._work[tier])), Priority.LOW)
         return frozenset(tier for tier in TIERS if tier > highest or tier is Priority.LOW)
 

@@ -1,9 +1,9 @@
 """Plans one step: the tokens of each request, admissions and preemptions.
 
-First, the turns of the policy's ledger. In each turn, running requests in prefill and waiting requests, merged by the
-policy's key, share the step's token budget, of which one token is reserved for every running request. Then all running
-requests, most urgent first, get blocks for their tokens. Victims are taken from the end of that order, so a request
-that is already in the plan is never preempted.
+A step is planned in two parts. The first consists of the turns of the policy's ledger. In each turn, running requests
+in prefill and waiting requests, merged by the policy's key, share the step's token budget; one token is reserved for
+every running request. In the second part all running requests, most urgent first, get blocks for their tokens. Victims
+are taken from the end of that order, so a request that is already in the plan is never preempted.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Planner:
         """Free blocks for a running request: drop pins, then preempt the least urgent.
 
         Returns False if it fails. A request that was preempted before and has made no progress since is not preempted
-        again. It has the blocks it needs to make progress, so waiting for it ends.
+        again. It already holds the blocks it needs to make progress, so the wait for it is finite.
         """
         while self._cache.shortage(request, upto) > 0:
             if self._cache.pins.yield_oldest():

@@ -88,7 +88,7 @@ class Fair:
         return self._ledger.shares.get(priority, 0) * max_num_seqs // UNITS
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
-        """True for a running request of a higher tier, or of the same tier and a tenant not served later."""
+        """True if `running` is of a higher tier, or of the same tier and its tenant is not served later."""
         if running.priority is not waiting.priority:
             return running.priority < waiting.priority
         return running.tenant == waiting.tenant or self.key(running) <= self.key(waiting)
