@@ -46,7 +46,7 @@ def available_bytes() -> int:
 
 
 def _cached_bytes() -> int:
-    """Return the container's file pages. They count as used but can be reclaimed, as those of weights just read."""
+    """Return the bytes of cached files, such as weights just read: counted as used, but they can be reclaimed."""
     try:
         lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
         counts = dict(line.split() for line in lines)

@@ -60,7 +60,7 @@ class Layer(ctypes.Structure):
 
 
 class Refine(ctypes.Structure):
-    """For the input of each product: the number of groups, out of 256, that get a second 8 bits."""
+    """Number of groups, out of 256, that get 8 additional bits, for the input of each product."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in ("qkv", "o", "gate_up", "down", "head"))
 

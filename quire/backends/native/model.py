@@ -14,8 +14,8 @@ from quire.core.step import BlockCopy
 from quire.errors import InvariantViolation
 from quire.weights.spec import Activation, ModelSpec, RopeSpec
 
-# For each product's input, the number of groups, out of 256, that get a second 8 bits. The groups with the largest
-# scales are chosen, which cause most of the error. Decision 0022 has the measurements.
+# For each product's input, the number of groups, out of 256, that get 8 additional bits. These are the groups with the
+# largest scales, because they cause most of the error. Decision 0022 has the measurements.
 REFINED = {"fast": Refine(), "balanced": Refine(71, 71, 52, 74, 71), "exact": Refine(256, 256, 256, 256, 256)}
 
 

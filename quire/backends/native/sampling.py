@@ -77,7 +77,7 @@ class Penalties:
         self._counts.pop(batch_index, None)
 
     def apply(self, logits: Floats, rows: Sequence[SeqSlice], last_tokens: Ints) -> None:
-        """Change logits in place. `last_tokens` [S]: last token of each row's context, also if not in the plan."""
+        """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
         for index, piece in enumerate(rows):
             if not is_penalised(piece):
                 continue
@@ -136,7 +136,7 @@ class NativeSampler:
         _check(logits, len(rows))
         reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
         raw = logits[reported] if reported else None
-        was_broken: dict[int, bool] = {}  # state, before the change, of rows that are changed here
+        was_broken: dict[int, bool] = {}  # rows changed here: whether they were broken before
         changed = [index for index, piece in enumerate(rows) if _is_changed(piece)]
         if changed:
             was_broken = {index: not np.isfinite(logits[index].max()) for index in changed}

@@ -1,6 +1,6 @@
 """A forward pass in plain PyTorch, with attention over the paged cache: the reference path.
 
-Queries are those of one step. Keys and values are read back through the block tables, this step's own included, so
+Queries are those of one step. Keys and values, including those of this step, are read through the block tables, so
 shared, forked and chunked contexts need no special case. `fused.py` calls the GPU kernels instead.
 """
 

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 MIN_CHUNK = 128  # keys: a shorter item costs more to start than to run
-ENOUGH = 0.6  # of the wanted programs: with so many, the idle time is shorter than a merge
-MIN_SIBLINGS = 4  # rows that share a prefix, from which reading it once pays
-MIN_SHARED = 128  # keys of that prefix
+ENOUGH = 0.6  # fraction of the target from which the idle time is shorter than a merge
+MIN_SIBLINGS = 4  # rows that share a prefix: with fewer, reading it once does not pay
+MIN_SHARED = 128  # keys of such a prefix
 PIECE = 64  # blocks compared at a time
 
 
@@ -70,7 +70,7 @@ class Siblings(NamedTuple):
 
 
 def order_decodes(first_blocks: Ints) -> NDArray[np.int64] | None:
-    """Return an order that puts decodes with the same first block side by side, or None if no two have one."""
+    """Return an order that puts decodes with the same first block side by side, or None if all first blocks differ."""
     order = np.argsort(first_blocks, kind="stable")
     ordered = first_blocks[order]
     return order if bool((ordered[1:] == ordered[:-1]).any()) else None
@@ -93,7 +93,7 @@ def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, block_size: i
 
 
 def _num_common(tables: Ints, batch_indices: Ints, width: int) -> int:
-    """Return the number of leading blocks that all tables share, compared piece by piece: most differ early."""
+    """Return the number of leading blocks that all tables share. Compares in pieces, because most differ early."""
     for first in range(0, width, PIECE):
         rows = tables[batch_indices, first : min(first + PIECE, width)]
         is_same = (rows == rows[0]).all(0)
@@ -144,7 +144,7 @@ def plan_work(
 
 
 def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes) -> Work:
-    """The same for a step of decodes that share nothing, which most steps are."""
+    """Like `plan_work`, for the common step: only decodes, and no shared prefixes."""
     num_keys = starts + 1
     chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
     num_chunks = -(-num_keys // chunk)

@@ -12,7 +12,7 @@ from quire.backends.torch.kv_store import Context, KVStore
 from quire.core.step import SeqSlice
 
 MAX_QUERIES = 512  # query rows of one attention call, which bounds the size of its mask
-MIN_BUCKET = 3  # contexts of up to 2 ** MIN_BUCKET blocks are attended together, longer ones with similar lengths
+MIN_BUCKET = 3  # contexts of up to 2 ** MIN_BUCKET blocks are attended together, longer ones by powers of two
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """Return the dtype that suits the device: 16 bits on a GPU, fp32 on a CPU, as most lack fast 16-bit products."""
+    """Return the dtype that suits the device: 16 bits on a GPU; fp32 on a CPU, because 16 bits are slow on most."""
     if name == "auto":
         if device.type == "cpu":
             return torch.float32

@@ -83,7 +83,7 @@ def make_cuda_runner(
 
 
 def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int) -> int:
-    """Return the bytes of the graphs' own memory pool, as large as the largest decode step needs, and of the driver."""
+    """Return the bytes of the graphs' memory pool, which holds the largest decode step, plus those of the driver."""
     num_graphs = 4 * len(graph_sizes(max_num_seqs))  # with and without parts, with and without siblings
     return needed * max_num_seqs // step_tokens + GRAPH_BYTES * num_graphs
 
@@ -94,7 +94,7 @@ def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
 
 
 def default_step_tokens(spec: ModelSpec) -> int:
-    """Return a power of two by the arithmetic per token: 16,384 for a model of 1 billion weights, 8,192 for 8."""
+    """Return a power of two that depends on the model's size: 16,384 for 1 billion weights, 8,192 for 8 billion."""
     num_weights = sum(math.prod(shape) for name, shape in expected_tensors(spec).items() if "layers" in name)
     fitting = int(STEP_S * PRODUCT_RATE / (2 * num_weights))
     low, high = STEP_TOKENS

@@ -40,7 +40,7 @@ from quire.errors import InvariantViolation
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
 
 PROGRAMS = 4  # programs of one row each that keep a multiprocessor busy
-WIDE_PROGRAMS = 2  # programs of many rows each that do
+WIDE_PROGRAMS = 2  # the same for programs of many rows each
 MIN_PARTS = 4096
 POLL_S = 0.01  # interval of polling the compiler processes
 NO_MEMORY = "out of memory on the device, even without other requests: a shorter prompt or smaller steps may fit"
@@ -246,7 +246,7 @@ class CudaRunner:
         return torch.empty(size, dtype=torch.int32, device=self.store.device)
 
     def _graph(self, step: Step) -> DecodeGraph | None:
-        """Return the graph for a step, or None if a row does what no graph does: no sampling, or prompt logprobs."""
+        """Return the graph for a step, if any. No graph supports rows that do not sample or need prompt logprobs."""
         if not step.is_decode or not all(piece.wants_token for piece in step.slices):
             return None
         if any(piece.sampling.prompt_logprobs is not None and _is_in_prompt(piece) for piece in step.slices):
@@ -328,7 +328,7 @@ class CudaRunner:
         one.results[: out.numel()].copy_(out.view(-1), non_blocking=True)
 
     def _take_results(self, width: int) -> Tensor:
-        """Return a flat host buffer: a copy into part of a matrix would go through other memory, and wait."""
+        """Return a flat host buffer. A copy into a part of a matrix would use a temporary buffer, and wait."""
         while self._spare_results:
             if len(spare := self._spare_results.pop()) >= 3 * width:
                 return spare  # buffers that are too short are dropped, so that they do not accumulate
@@ -412,7 +412,7 @@ class CudaRunner:
 
 
 def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Sequence[SeqSlice], Sequence[int]]]:
-    """Split into halves of about equal tokens. A single slice is cut in two: its second half reads the first."""
+    """Split into halves of about equal tokens. A single slice is cut in two: its second half attends to the first."""
     if len(slices) > 1:
         total, half, cut = sum(piece.length for piece in slices), 0, 0
         while half * 2 < total and cut < len(slices) - 1:

@@ -42,7 +42,7 @@ class FusedPass:
         self._inputs = inputs
         self._state = state
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
-        self._is_graph = is_graph  # being captured: products may use special kernels, which are compiled by then
+        self._is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         return embed(self._inputs.tokens, self._inputs.batch_indices, self._state.last_samples, embedding, scale)

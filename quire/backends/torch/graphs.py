@@ -20,7 +20,7 @@ from quire.backends.torch.inputs import Layout, StepInputs
 
 SAMPLED = 32  # numbers per row sent with the inputs of a step for sampling; long tables are sent separately
 WHOLE_SIZE = 48  # from this size on contexts are rarely split, and a graph without the merge is worth its capture
-MAX_MISSES = 16  # steps of a size without a graph before it is captured although requests wait
+MAX_MISSES = 16  # steps without a graph of their size until it is captured even while requests wait
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class DecodeGraph(NamedTuple):
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return powers of two, then steps of 16, 32 and 128: padding costs little, and each capture takes time."""
+    """Return sizes in powers of two, then in steps of 16, 32 and 128: padding costs little, and captures take time."""
     sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(384, max_num_seqs, 128)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 

@@ -96,7 +96,7 @@ class _Loader:
         return self._stack([name])
 
     def norm(self, name: str) -> Tensor:
-        """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and bf16 would lose w beside the 1."""
+        """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and in bf16 the 1 would absorb w."""
         return self._stack([name], NORM_DTYPE).add_(self._checkpoint.spec.norm_offset)
 
     def _stack(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
@@ -140,5 +140,5 @@ def _to_tensor(raw: RawTensor) -> Tensor:
     dtype = _NATIVE.get(raw.info.type)
     if dtype is None:
         return torch.from_numpy(to_float32(raw))
-    # Copied out of the mapped file first: torch accepts no read-only memory. This is the one extra tensor of the peak.
+    # Copied out of the mapped file first: torch accepts no read-only memory. This copy is the extra tensor of the peak.
     return torch.from_numpy(raw.data.copy()).view(-1).view(dtype).view(raw.info.shape)

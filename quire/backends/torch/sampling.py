@@ -57,7 +57,7 @@ class Penalties:
         self._counts.pop(batch_index, None)
 
     def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
-        """Change logits in place. `last_tokens` [S]: last token of each row's context, also if not in the plan."""
+        """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
         chosen = [index for index, piece in enumerate(rows) if is_penalised(piece)]
         if not chosen:
             return
@@ -127,7 +127,7 @@ def sample(
 
 
 def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
-    """Return whether the logits are drawn from unchanged, which is the common case."""
+    """Return whether no row's logits are changed before the draw, which is the common case."""
     return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
 
 

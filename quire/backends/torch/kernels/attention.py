@@ -34,7 +34,7 @@ class Tiling(NamedTuple):
 
 NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # items of one token: decodes
 WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # items of many: prompts, and shared prefixes of siblings
-ROW_BYTES = 256  # of a key that these suit; larger keys would not fit the shared memory of smaller cards
+ROW_BYTES = 256  # largest key for these tilings; larger ones would not fit the shared memory of smaller cards
 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])

@@ -100,7 +100,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`weight` [E] is fp32, whatever the model's dtype."""
+    """Launch the norm kernel. `weight` [E] is fp32, whatever the model's dtype."""
     num_rows, size = x.shape[-2:]
     num_parts = len(x) if x.dim() == 3 else 1
     out = x.new_empty((num_rows, size), dtype=dtype)

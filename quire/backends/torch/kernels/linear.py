@@ -24,7 +24,7 @@ from quire.weights.spec import Activation
 
 MAX_ROWS = 64  # of a product that does not use the library
 MAX_WEIGHTS = 8 << 20  # larger matrices fill the card with the library's tiles
-THIN = 2048  # outputs: fewer give too few tiles
+THIN = 2048  # outputs: up to this number there are too few tiles, and the sum is split
 PARTS = 4
 
 
@@ -169,7 +169,7 @@ def tile_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same as fp32 partial sums [PARTS, T, O], for a matrix of few outputs."""
+    """Like `tile_product` for a matrix of few outputs, but return fp32 partial sums [PARTS, T, O]."""
     out = x.new_empty((PARTS, len(x), len(weight)), dtype=torch.float32)
     _launch_tiles(x, weight, bias, out, num_parts=PARTS, outputs=32)
     return out

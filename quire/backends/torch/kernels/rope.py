@@ -94,7 +94,7 @@ class Tiling(NamedTuple):
 
 @cache
 def _tiling(num_heads: int, head_size: int, half: int) -> Tiling:
-    """Cached, because Triton's helpers take microseconds of host time and every layer of a step calls them."""
+    """Return the tiling. Cached: Triton's helpers take microseconds of host time, and every layer calls them."""
     heads = max(ELEMENTS // triton.next_power_of_2(head_size), 1)
     rest = max(head_size - 2 * half, 1)
     return Tiling(triton.cdiv(num_heads, heads), heads, triton.next_power_of_2(half), triton.next_power_of_2(rest))
@@ -115,7 +115,7 @@ def rope_store(
     *,
     rounds_first: bool = False,  # round to the type of qkv before the weight of a norm as well as after it
 ) -> Tensor:
-    """Return the queries [T, H, D], normed and rotated. Keys are too, and are stored with the values in `layer`."""
+    """Norm and rotate queries and keys. Return the queries [T, H, D]; store keys and values in `layer`."""
     num_rows = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_size = layer.shape
     half = cosines.shape[1]

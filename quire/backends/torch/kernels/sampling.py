@@ -257,7 +257,7 @@ def _find_floors(
     floor = tl.where(min_p > 0.0, peak + tl.log(tl.where(min_p > 0.0, min_p, 1.0)) * temperature, float("-inf"))
     if (top_k > 0.0) | (top_p < 1.0):
         total = tl.sum(chunk_sum * _weights(chunk_peak, peak, scale), 0)
-        # All logits below this have less weight together than top-p may drop: the peak alone has weight 1.
+        # The logits below this have less weight in total than top-p may drop: the peak alone has weight 1.
         rest = tl.where(top_p < 1.0, 1.0 - top_p, 1.0)
         bound = peak - (tl.log(vocab_size / rest) + 1.0) * temperature
         # Usually a few logits decide: they are copied and searched instead of the whole row.
@@ -329,8 +329,8 @@ def choose(
     """Choose one token for each row of logits [N, V], which belong to `rows` [N] int32 of S.
 
     settings [S, NUM_PARAMS] fp32, batch_indices [S] int32. Tokens go to out[0, row] and last_samples[batch_index],
-    flags to out[1, row].
-    `is_changed`: these are not the model's own logits, which were processed before and set the flag.
+    flags to out[1, row]. `is_changed`: the logits are changed copies of the model's own, which were processed before
+    and set the flag. A row is blocked if only its changed logits are not finite.
     """
     num_rows, vocab_size = logits.shape
     stride, num_chunks = logits.stride(0), scratch.peaks.shape[1]
