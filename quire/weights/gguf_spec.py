@@ -52,7 +52,7 @@ def find_family(metadata: Mapping[str, Any], source: str) -> str:
 def spec_from_gguf(
     metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], read_floats: ReadFloats, source: str
 ) -> ModelSpec:
-    """Make a spec. `tensors` (by GGUF name) decides what the metadata omits: tied embeddings and biases."""
+    """Make a spec. `tensors` (by GGUF name) shows what the metadata omits: tied embeddings and biases."""
     family = find_family(metadata, source)
     values = {key.removeprefix(f"{family}."): value for key, value in metadata.items() if key.startswith(f"{family}.")}
     if "token_embd.weight" not in tensors:
@@ -183,7 +183,7 @@ def _yarn(fields: Fields, factor: float) -> dict[str, Any]:
     for name in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"):
         if fields.get(name) not in (None, 0.0 if name.endswith("multiplier") else 1.0):
             raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported")
-    # llama.cpp multiplies by the factor where transformers replaces it.
+    # In llama.cpp this value multiplies the default attention factor; in transformers it replaces the default.
     given = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
     grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return {

@@ -1,7 +1,6 @@
 """Finds models: a path, a name quire knows, or a name on the Hugging Face hub.
 
-`resolve` only looks and never downloads; `pull` downloads. No endpoint accepts a path: `/api/pull` refuses possible
-paths.
+`resolve` never downloads; `pull` does. No endpoint accepts a path: `/api/pull` refuses names that may be paths.
 """
 
 from __future__ import annotations

