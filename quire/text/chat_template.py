@@ -85,7 +85,7 @@ class ChatTemplate:
         return next((name for name in SWITCHES if name in known), None)
 
     def can_think(self, wants: bool | None) -> bool:
-        """Whether a wish has an effect, or holds anyway. True: think; False: do not; None: an effort."""
+        """Whether a reasoning setting has an effect, or holds without one. True: on; False: off; None: an effort."""
         if wants is None:
             return "reasoning_effort" in self._variables()
         return self.switch is not None or (self.reasoning is not None) == wants
@@ -192,7 +192,7 @@ class ChatTemplate:
         return self._renderer.variables
 
     def _turn_rules(self) -> TurnRules:
-        """Determined at the first conversation that needs them."""
+        """The template's rules, found by trials when a conversation first needs them."""
         if self._rules is None:
             tools = [template_tool(Tool("trial"))] if self.tool_format.is_in_template else None
             self._rules = find_rules(lambda entries: self._render_with({"messages": list(entries), "tools": tools}))

@@ -34,7 +34,7 @@ def excerpt_at(tokenizer: Tokenizer, prompt: Sequence[int], at: int) -> Excerpt:
 
 
 def stopped_text(tokenizer: Tokenizer, prompt: Sequence[int], explanation: CacheExplanation) -> Excerpt | None:
-    """The text of a prompt where its match with the cache ended; None: complete, or the cache was not used."""
+    """The text of a prompt where its cache match ended. None: it was complete, or the cache was not used."""
     if explanation.reason in (StopReason.COMPLETE, StopReason.OFF):
         return None
     return excerpt_at(tokenizer, prompt, explanation.stopped_at)

@@ -369,7 +369,7 @@ class _Writer:
         self._is_lexeme = is_lexeme
 
     def name(self, rule: str) -> str:
-        """Lark distinguishes lexemes (upper case) from rules (lower case) and allows no dashes in names."""
+        """The rule's name in Lark: upper case for lexemes, lower case for rules, and without dashes."""
         slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
         return f"T{self._numbers[rule]}_{slug.upper()}" if self._is_lexeme else f"r{self._numbers[rule]}_{slug.lower()}"
 

@@ -126,7 +126,7 @@ def _check_message(message: Message, path: str) -> None:
 
 
 def _is_reserved(name: str) -> bool:
-    """Whether only the engine may set it. bos_token and similar names would let a request write control tokens."""
+    """Whether only the engine may set this variable: with bos_token, a request could write control tokens."""
     return name in RESERVED_ARGS or name.endswith("_token")
 
 

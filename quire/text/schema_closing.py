@@ -21,7 +21,7 @@ _OWN_OTHERS = ("additionalProperties", "propertyNames")  # of a schema itself, b
 
 _SPEAKS_OF_NAMES = frozenset((*_PARTS, *_BRANCHES, "properties", "unevaluatedProperties"))
 _LISTS_NAMES = frozenset((*_PARTS, *_BRANCHES, *_NAMES_OTHERS, "properties", "required"))
-MAX_COPIES = 10_000  # of names, if every branch lists those of the others
+MAX_COPIES = 10_000  # of names, which are copied into every branch
 
 
 class Closing(NamedTuple):
@@ -66,7 +66,10 @@ class PropertyNames:
         self._is_partial = False  # a visited schema was reached again: results in between are incomplete
 
     def closing(self, place: Place, outer: frozenset[str] | None) -> Closing:
-        """`outer`: names listed by enclosing schemas of the same value. None: those schemas close the object."""
+        """How to close a schema.
+
+        `outer`: names listed by enclosing schemas of the same value. None: those schemas close the object.
+        """
         schema = place.schema
         if not outer and schema.keys().isdisjoint(_SPEAKS_OF_NAMES):
             return LEFT_OPEN

@@ -22,14 +22,14 @@ from quire.text.schema_refs import Place
 from quire.text.schema_sizes import Room
 
 MAX_OPTIONS = 64  # alternatives that one keyword is expanded to
-MAX_ORDERS = 65  # of unique items: all orders of four values. Each is expensive to compile.
+MAX_ORDERS = 65  # of unique items: enough for all orders of four values. Each is expensive to compile.
 MAX_DISTINCT = 16  # values of unique items
 MAX_ORDERS_CHARS = 16_384
 MAX_EXACT = 2**53  # up to here every JSON parser reads integers exactly
 LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler accepts
 MAX_COUNT = 2**31 - 1  # of minLength and similar keywords
-MAX_MULTIPLE = 10_000  # the digits of a multipleOf: its automaton has as many states
-MAX_SHARED_MULTIPLE = 500  # if several may apply to one value: the compiler multiplies them
+MAX_MULTIPLE = 10_000  # of a multipleOf without its decimal point: its automaton has as many states
+MAX_SHARED_MULTIPLE = 500  # if several may apply to one value: the compiler multiplies their states
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Held = Any  # a schema for the compiler: a boolean or a dict
@@ -193,7 +193,10 @@ def _survives_tens(value: float, number: int, num_decimals: int) -> bool:
 
 
 def hold_strings(draft: Draft, share: ShareFormat | None = None) -> None:
-    """`share`: turns the pattern of a format into a reference. None: patterns are written inline."""
+    """Rewrite lengths, `pattern` and `format`.
+
+    `share`: turns the pattern of a format into a reference. None: patterns are written inline.
+    """
     if "string" in draft.kinds:
         for keyword in ("minLength", "maxLength"):
             if (size := draft.count(keyword)) is not None:
@@ -259,7 +262,10 @@ def _hold_format(draft: Draft, share: ShareFormat | None) -> None:
 
 
 def hold_unique(draft: Draft, items: object) -> None:
-    """`items`: the schema of all items, with references resolved; None: there is no single one."""
+    """Rewrite `uniqueItems`.
+
+    `items`: the schema of all items, with references resolved. None: the items have several schemas.
+    """
     is_unique = draft.given["uniqueItems"]
     most = draft.out.get("maxItems")
     if is_unique is False or (most is not None and most <= 1):
@@ -298,7 +304,7 @@ def _finite(items: object) -> list[object] | None:
 
 
 def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
-    """`item`: the schema of contained items. `other`: its negation, if that is known."""
+    """Rewrite `contains`. `item`: the schema of contained items. `other`: its negation, if that is known."""
     least = draft.count("minContains")
     least = 1 if least is None else least
     most = draft.count("maxContains")
@@ -330,7 +336,7 @@ def _items_at(chosen: tuple[int, ...], item: Held, other: Held, least: int, size
 
 
 def hold_property_counts(draft: Draft, *, is_whole: bool) -> None:
-    """`is_whole`: no other schema of the same value lists properties."""
+    """Rewrite `minProperties` and `maxProperties`. `is_whole`: no other schema of the value lists properties."""
     least, most = draft.count("minProperties"), draft.count("maxProperties")
     properties = draft.out.get("properties", {})
     required = set(draft.out.get("required", ()))

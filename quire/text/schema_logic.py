@@ -18,7 +18,7 @@ MAX_STEPS = 10_000
 MAX_NUMBERS = 8  # of an enum to negate: every gap between two becomes a range
 MAX_TEXTS_CHARS = 512  # of an enum to negate
 MAX_TEXT_CHARS = 60  # of one of its texts: the negating pattern nests a group per character
-STEPS_PER_CHAR = 3  # of such a text, because its pattern is long
+STEPS_PER_CHAR = 3  # of a text in an enum to negate, because its pattern is long
 VALUES_PER_STEP = 16  # names or values that are compared, each of them quickly
 
 Schema = bool | Mapping[str, Any]
@@ -64,7 +64,7 @@ class Budget:
         return self._num_left >= 0
 
     def allowed_by(self, schema: Mapping[str, Any]) -> _Allowed:
-        """Cached by id. The cache holds the schema, so that its id is not reused."""
+        """Values that a schema allows. Cached by id; the cache holds the schema, so that its id is not reused."""
         if id(schema) not in self._allowed:
             kinds, values = kinds_of(schema), _values(schema)
             if values is not None:

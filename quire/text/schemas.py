@@ -47,7 +47,7 @@ from quire.text.schema_sizes import MAX_HELD_CHARS, Room, num_chars
 MAX_SCHEMAS = 5_000  # subschemas of a rewritten schema
 MAX_DEPENDENCIES = 6  # each doubles the number of variants of the object
 MAX_PATTERNS = 64  # of the names of one object: all pairs are compared
-MIN_SHARED_CHARS = 40  # of a definition: a reference is half as long
+MIN_SHARED_CHARS = 40  # of a schema that becomes a definition: a reference to it has about half as many
 MAX_EXCLUSIVE = 4  # branches of a oneOf that are made disjoint by negation
 
 WHOLE = "$"  # reported as the path if only the type of the schema is enforced
@@ -117,7 +117,10 @@ class _Holder:
         return {**held, "$defs": self._definitions} if self._definitions else held
 
     def _hold(self, place: Place, outer: frozenset[str] | None) -> Held:
-        """`outer`: names listed by enclosing schemas of the same value. None: those schemas close the object."""
+        """Rewrite a schema.
+
+        `outer`: names listed by enclosing schemas of the same value. None: those schemas close the object.
+        """
         self._num_left -= 1
         if self._num_left < 0:
             raise _TooLarge
@@ -352,7 +355,7 @@ class _Holder:
             draft.out["patternProperties"] = {either: True}
 
     def _property_names(self, draft: Draft) -> None:
-        """Rewritten as listed names or as a pattern. Their values follow the schema of additional properties."""
+        """Rewrite propertyNames as listed names or as a pattern. Values follow the schema of additional properties."""
         given = draft.given["propertyNames"]
         others = draft.out.get("additionalProperties", True)
         if given is False:

@@ -17,7 +17,7 @@ from quire.errors import InvalidRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Words
 from quire.text.reasoning import num_held
 
-MAX_HEAD_CHARS = 4096  # of a call, before its name and the start of its arguments
+MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
 _USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # in a statement: in literal text it may be an ordinary word
 _BLANK = " \t\r\n"
 
@@ -33,7 +33,7 @@ class ToolFormat:
     closing: str
     before: str = ""  # between the opening and the JSON
     after: str = ""
-    arguments: str = "arguments"  # the key
+    arguments: str = "arguments"  # name of the key
     is_list: bool = False
     may_be_bare: bool = False  # the opening may be missing at the start of an answer
     is_single: bool = False  # one call per answer: the template refuses several
@@ -146,9 +146,9 @@ class CallParser:
         return _joined(pieces)
 
     def _drop_beginning(self) -> None:
-        """Of a call that was cut before its name: half of its marker, or the marker and what follows it.
+        """Drop a call that was cut off before its name: part of its marker, or the marker and the text after it.
 
-        A call without a marker is kept: it may as well be JSON that was asked for.
+        A call without a marker is kept: it may be JSON that the client requested.
         """
         opening = self._format.opening
         if self._state is _State.TEXT:
@@ -297,7 +297,7 @@ class CallParser:
         return True
 
     def _give_up(self, pieces: list[Piece]) -> None:
-        """Not a call: return its opening or first bracket as text, and parse the rest again."""
+        """Treat the text as no call: return its opening or first bracket as text, and parse the rest again."""
         first, *others = self._raw
         self._state, self._raw = _State.TEXT, []
         self._rest = "".join(others) + self._rest

@@ -40,7 +40,10 @@ def answer_grammar(
     thought: tuple[ReasoningFormat, Opening] | None,
     control_id: ControlId,
 ) -> Grammar | None:
-    """`tools`: the callable tools. `text_grammar`: of an answer without calls; None: unconstrained."""
+    """The grammar of a whole answer; None: unconstrained.
+
+    `tools`: the callable tools. `text_grammar`: the grammar of an answer without calls; None: unconstrained.
+    """
     opening = Opening.CLOSED if thought is None else thought[1]
     if not tools and (text_grammar is None or opening is Opening.CLOSED):
         return text_grammar
@@ -59,7 +62,7 @@ def held_parameters(tool: Tool) -> HeldSchema:
 
 @functools.lru_cache(maxsize=MAX_TOOLS)
 def _held(schema: str, is_strict: bool) -> HeldSchema:
-    """Cached, because one request needs it several times: for the report, the grammar and each retry."""
+    """Rewrite a schema. Cached: one request needs it several times, for the report, the grammar and each retry."""
     return hold_schema(json.loads(schema), strict=is_strict)
 
 

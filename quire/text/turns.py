@@ -25,7 +25,7 @@ class TurnRules:
     """The turns a template accepts and writes into the prompt."""
 
     takes_system: bool = True  # at the start
-    keeps_system: bool = True  # also if the conversation ends with a tool's result
+    keeps_system: bool = True  # the same, if the conversation ends with a tool's result
     takes_late_system: bool = True  # not at the start, or more than one
     takes_neighbours: bool = True  # two turns of one role in a row
     takes_user_after_tool: bool = True  # directly after a tool's result
@@ -84,7 +84,7 @@ def merge_turns(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
 
 
 def _without_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[list[Message], bool]:
-    """Merge system turns that are not allowed into the first one, or make them user turns (then the flag is True)."""
+    """Merge system turns that are not allowed into the first one, or make them user turns; True if any was made one."""
     num_leading = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     turns = list(messages[:num_leading])
     if num_leading > 1 and not rules.takes_late_system:
