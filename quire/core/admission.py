@@ -224,9 +224,8 @@ class Admission:
             return None
         num_missing = missing
         blocks = self._cache.pool.blocks
-        kept = {
-            block.block_id for block in hit.blocks
-        }  # the request will hold these itself, so they do not become free
+        # The request itself will hold these, so a preemption does not free them.
+        kept = {block.block_id for block in hit.blocks}
         holders: Counter[int] = Counter()
 
         def count_freed(block_ids: Iterable[int]) -> int:
@@ -238,7 +237,7 @@ class Admission:
         if not has_free_seq and (last := next(filter(self._may_lose_row, candidates), None)) is not None:
             candidates.remove(last)
             chosen.append(last)  # at least one request must give up its batch row
-            missing -= count_freed(last.block_table) + 1  # plus the spare block that was left for it
+            missing -= count_freed(last.block_table) + 1  # plus its spare block: see `_num_spare`
         num_pins = 0
         for pin in self._cache.pins:
             if missing <= 0:
@@ -268,7 +267,7 @@ class Admission:
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
         is_resumed = request.num_preemptions > 0
         if is_resumed:
-            num_lost = len(request.tokens) - hit.num_tokens  # to recompute
+            num_lost = len(request.tokens) - hit.num_tokens  # tokens to recompute
             request.num_spared_until = request.num_preempted_at + min(num_lost, MAX_SPARED_TOKENS)
         else:
             request.num_cached_tokens = hit.num_tokens

@@ -8,7 +8,7 @@ from quire.errors import InvalidRequest
 
 BLOCK_SIZE = 32  # tokens
 MAX_BLOCK_SIZE = 256
-TOKEN_BYTES = 4  # of a token in `KVCacheBlock.tokens`
+TOKEN_BYTES = 4  # size of a token in `KVCacheBlock.tokens`
 NULL_BLOCK_ID = 0  # never allocated: padding in a runner's block tables may point here
 
 

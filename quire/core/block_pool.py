@@ -13,7 +13,7 @@ from quire.errors import InvalidRequest, OutOfBlocks
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    num_blocks: int  # that can be allocated
+    num_blocks: int  # blocks that can be allocated
     num_free: int  # including cached blocks
     num_cached: int  # free, with content that can be matched until the block is taken
     num_in_use: int  # held by requests or pins

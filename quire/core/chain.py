@@ -53,7 +53,7 @@ class TokenChain:
         self._block_size = block_size
         self._digest = digest
         self._blocks: list[bytes] = []  # packed tokens of full blocks
-        self._keys: list[bytes] = []  # and their chain keys
+        self._keys: list[bytes] = []  # chain keys of the same blocks
         self._leader: TokenChain | None = None  # a chain with the same first blocks, whose keys are copied on use
         self._num_led = 0  # number of those blocks
 

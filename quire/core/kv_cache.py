@@ -24,7 +24,7 @@ class CacheStats(PoolStats):
     """Current state of the pool, and counters of the cache since it was created."""
 
     num_pins: int
-    num_pinned: int  # blocks
+    num_pinned: int  # distinct pinned blocks
     num_queried_tokens: int  # looked up by first admissions
     num_hit_tokens: int  # found by first admissions
     num_recovered_tokens: int  # found by preempted requests when they resumed

@@ -26,13 +26,13 @@ from quire.errors import InvalidRequest
 NORMAL_SHARE = 0.25
 LOW_SHARE = 0.125
 MAX_GUARANTEED = 0.9  # sum of the guaranteed shares: the rest is left for the highest tier
-UNITS = 1_000_000  # per token: credits are whole numbers, so that plans are exact
+UNITS = 1_000_000  # of credit per token: credits are whole numbers, so that plans are exact
 
 # Lower tiers may lengthen a step by this fraction of the time that the highest tier in it takes alone.
 SPARE_NUMERATOR, SPARE_DENOMINATOR = 1, 3
-# A step of LOW work only takes at most this long, so that a request of a higher tier does not wait long for its end.
+# Longest step of LOW work alone: a request of a higher tier has to wait for its end.
 LOW_STEP_NS = 50_000_000
-LOW_STEP_BASES = 4  # or this many times the fixed cost of a step: shorter steps would consist mostly of fixed cost
+LOW_STEP_BASES = 4  # or this many times the fixed cost of a step, if longer: otherwise steps would be mostly fixed cost
 
 
 class StepCost(NamedTuple):
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
     tiers: Collection[Priority]
     max_tokens: int | None = None
     max_ns: int | None = None
-    is_owed: bool = False  # if so, at least one token is given
+    is_owed: bool = False  # the turn of a tier with credit, which gives at least one token
 
 
 ALL_TIERS = Turn(TIERS)
@@ -152,7 +152,7 @@ class FairLedger:
         if normal_share + low_share > MAX_GUARANTEED:
             raise InvalidRequest(f"{normal_share = } and {low_share = } together are more than {MAX_GUARANTEED}")
         self.shares = {Priority.NORMAL: round(normal_share * UNITS), Priority.LOW: round(low_share * UNITS)}
-        self.credits = dict.fromkeys(self.shares, 0)  # in units of a token
+        self.credits = dict.fromkeys(self.shares, 0)  # UNITS per token
         self.clocks = {priority: TenantClock() for priority in TIERS}
         self.cost: StepCost | None = None
         self._work: Sequence[TierWork] = ()
@@ -287,7 +287,7 @@ class FairLedger:
             if has_rivals:
                 changed = credit + gain - self._served[priority] * UNITS
                 if not any(tier is not priority for tier in short):
-                    changed = max(changed, min(credit, 0))  # no other tier was short: no debt
+                    changed = max(changed, min(credit, 0))  # no other tier was short: the tier gets no debt
             else:
                 changed = min(credit + gain, 0)
             if priority not in short:

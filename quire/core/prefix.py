@@ -190,7 +190,7 @@ class PrefixTree:
             if indexed.ref_count:
                 return Inserted(True, None)
             self._promote_twin(indexed, key)
-            return Inserted(True, indexed)  # it is free, and one cached copy is enough
+            return Inserted(True, indexed)  # the old block is free, and one cached copy is enough
         children = self._children.get(parent_key)
         superseded = None
         if children is None:
