@@ -39,7 +39,7 @@ class Served:
     ending: Ending
     ttft_s: float | None = None
     num_outputs: int = 0
-    num_prompt_tokens: int = 0  # this and the next field from the `usage` of the server, 0 without one
+    num_prompt_tokens: int = 0  # this and the next field: from the server's `usage`; 0 if it has none
     num_cached_tokens: int = 0
     problem: str = ""
 

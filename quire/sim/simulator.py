@@ -55,7 +55,7 @@ class StepTime:
 @dataclass(frozen=True, slots=True)
 class Machine:
     step_time: StepTime
-    kv_bytes: int  # of KV cache per token
+    kv_bytes: int  # size of the KV cache per token
     has_costly_rows: bool = False
 
 
