@@ -108,7 +108,7 @@ class Level:
     ratio_min: float
     ratio_max: float
     decode_ratio: float | None
-    ratio_to_median: float  # to the median baseline
+    ratio_to_median: float  # ratio to the median baseline
 
 
 @dataclass(frozen=True, slots=True)
