@@ -151,7 +151,7 @@ class FakeRunner:
         return RunnerFacts("fake", f"{self._step_s * 1000:g}ms" if self._step_s else "none", "none", 1)
 
     def use_threads(self, num_threads: int) -> None:
-        del num_threads  # it uses one
+        del num_threads  # this runner uses one
 
     def prepare(self) -> bool:
         return False

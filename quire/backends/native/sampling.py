@@ -63,7 +63,7 @@ class Sampled:
     tokens: Ints  # [S]
     is_broken: Bools  # [S]: the logits of this row are not finite
     is_blocked: Bools  # [S]: every token of this row was forbidden
-    logprobs: Mapping[int, TokenLogprobs]  # by row, for rows that asked for them
+    logprobs: Mapping[int, TokenLogprobs]  # by row, where requested
 
 
 class Penalties:

@@ -116,7 +116,7 @@ class _Loader:
         elif _is_norm(name):
             out.fill_(1 - self._checkpoint.spec.norm_offset)
         else:
-            out.normal_(0, DUMMY_STD, generator=self._random)  # on the device: 8 billion numbers in a second
+            out.normal_(0, DUMMY_STD, generator=self._random)  # on the device, which makes 8 billion numbers per second
 
     def _report(self, num_bytes: int) -> None:
         self._num_done += num_bytes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # T rows of the batch, H query heads, K kv heads, D head size, R rotated dimensions of a head, P positions
 
-ELEMENTS = 1024  # per program, in whole heads: 16 bytes per thread of each half, with the warps below
+ELEMENTS = 1024  # per program, in whole heads: with NUM_WARPS, each thread has 16 bytes of each half
 NUM_WARPS = 2
 
 
