@@ -87,7 +87,7 @@ BLOCKS: dict[TensorType, Block] = {
 
 
 class GgufTensor(NamedTuple):
-    info: TensorInfo  # with the file's own name
+    info: TensorInfo  # its name is the one in the file
     offset: int  # from the start of the file
 
 

@@ -30,7 +30,7 @@ class RopeSpec:
     original_context: int = 0
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[float, ...]:
-        """Return the frequencies for contexts up to `max_model_len`. All requests of an engine share it."""
+        """Return the frequencies for contexts up to `max_model_len`, the same for all requests of an engine."""
         num_pairs = self.rotary_size // 2
         is_long = self.long_factors and max_model_len > self.original_context
         factors = (self.long_factors if is_long else self.factors) or (1.0,) * num_pairs
