@@ -85,7 +85,10 @@ class ChatTemplate:
         return next((name for name in SWITCHES if name in known), None)
 
     def can_think(self, wants: bool | None) -> bool:
-        """Whether a reasoning setting has an effect, or holds without one. True: on; False: off; None: an effort."""
+        """Whether this reasoning setting can be met. True: on; False: off; None: an effort.
+
+        Without a switch, only the model's fixed behaviour can be met.
+        """
         if wants is None:
             return "reasoning_effort" in self._variables()
         return self.switch is not None or (self.reasoning is not None) == wants

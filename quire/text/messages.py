@@ -126,7 +126,7 @@ def _check_message(message: Message, path: str) -> None:
 
 
 def _is_reserved(name: str) -> bool:
-    """Whether only the engine may set this variable: with bos_token, a request could write control tokens."""
+    """Whether only the engine may set this variable. Names such as bos_token would allow control tokens."""
     return name in RESERVED_ARGS or name.endswith("_token")
 
 

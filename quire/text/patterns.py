@@ -104,7 +104,7 @@ class _Term:
     text: str = ""
     group: list[list[_Term]] | None = None
     assertion: str = ""  # ^, $, (?= and other look-arounds, \b
-    ranges: Ranges | None = None  # if the atom matches exactly one character
+    ranges: Ranges | None = None  # the characters of an atom that matches exactly one
     repeats: int = 1
     look: list[list[_Term]] = field(default_factory=list)
 

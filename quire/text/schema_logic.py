@@ -19,7 +19,7 @@ MAX_NUMBERS = 8  # of an enum to negate: every gap between two becomes a range
 MAX_TEXTS_CHARS = 512  # of an enum to negate
 MAX_TEXT_CHARS = 60  # of one of its texts: the negating pattern nests a group per character
 STEPS_PER_CHAR = 3  # of a text in an enum to negate, because its pattern is long
-VALUES_PER_STEP = 16  # names or values that are compared, each of them quickly
+VALUES_PER_STEP = 16  # names or values compared in one step: each comparison is fast
 
 Schema = bool | Mapping[str, Any]
 Resolve = Callable[[str], Schema | None]  # the target of a reference

@@ -25,7 +25,7 @@ class TokenText(NamedTuple):
 
 
 class TextDelta(NamedTuple):
-    text: str  # to show now
+    text: str  # text to show now
     num_tokens: int  # pushed tokens that belong to the answer: all, or up to the one that completed `stop`
     stop: str | None = None  # the stop string that ended the answer in this push
     tokens: tuple[TokenText, ...] = ()  # one for each of num_tokens

@@ -111,7 +111,7 @@ class Tokenizer:
         ids = _ids(self._plain_tokenizer(at_start), text, add_special=False)
         if self._never_plain.isdisjoint(ids):
             return ids
-        # Merges or whole words may produce a control token even so: encode its text byte by byte.
+        # Merges or whole words may still produce a control token: its text is then encoded byte by byte.
         spelled: list[int] = []
         for token_id in ids:
             spelled += self._spell(token_id) if token_id in self._never_plain else [token_id]

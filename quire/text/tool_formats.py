@@ -18,7 +18,7 @@ from quire.text.answers import CallArguments, CallStart, Piece, Words
 from quire.text.reasoning import num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
-_USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # in a statement: in literal text it may be an ordinary word
+_USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # only in statements: in literal text it may be an ordinary word
 _BLANK = " \t\r\n"
 
 
@@ -116,7 +116,7 @@ class CallParser:
         self._num_calls = 0
         self._arguments = ""  # of this call, so far
         self._last: tuple[str, str] | None = None  # name and arguments of the call directly before this one
-        self._is_held = False  # this call may turn out to repeat it
+        self._is_held = False  # held back, because it may repeat the previous call
         self.is_over = False
 
     def push(self, text: str) -> list[Piece]:

@@ -24,11 +24,11 @@ Render = Callable[[Sequence[Entry]], str]  # raises TemplateFailure
 class TurnRules:
     """The turns a template accepts and writes into the prompt."""
 
-    takes_system: bool = True  # at the start
-    keeps_system: bool = True  # the same, if the conversation ends with a tool's result
-    takes_late_system: bool = True  # not at the start, or more than one
+    takes_system: bool = True  # a system turn at the start
+    keeps_system: bool = True  # that turn, if the conversation ends with a tool's result
+    takes_late_system: bool = True  # a system turn that is not at the start, or a second one
     takes_neighbours: bool = True  # two turns of one role in a row
-    takes_user_after_tool: bool = True  # directly after a tool's result
+    takes_user_after_tool: bool = True  # a user turn directly after a tool's result
 
 
 STRICTEST = TurnRules(False, False, False, False, False)
@@ -84,7 +84,10 @@ def merge_turns(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
 
 
 def _without_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[list[Message], bool]:
-    """Merge system turns that are not allowed into the first one, or make them user turns; True if any was made one."""
+    """Merge system turns that are not allowed into the first one, or make them user turns.
+
+    Also returns whether any of them became a user turn.
+    """
     num_leading = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     turns = list(messages[:num_leading])
     if num_leading > 1 and not rules.takes_late_system:
