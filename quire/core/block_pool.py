@@ -128,8 +128,8 @@ class BlockPool:
     def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> None:
         """Insert the content of a held block into the tree, in place of its previous content.
 
-        The new content is not inserted if the tree already contains this tail, alone or as part of a longer one, or if
-        the key collides with other content.
+        A tail is not inserted if the tree already contains it, alone or as part of a longer one. A full block is not
+        inserted if its key collides with other content.
         """
         assert block.ref_count > 0, f"{block!r} published without a reference"
         if block.parent_key is not None:

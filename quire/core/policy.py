@@ -82,8 +82,8 @@ class Fair:
     def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """The tier's share of the batch rows.
 
-        Without it, a request admitted because its tier was owed would be preempted as soon as its prompt had used up
-        the credit, and most of the share would be spent on recomputing tails.
+        A request may be admitted because its tier is owed service. Without kept rows it would be preempted as soon as
+        its prompt had used up the credit, and most of the share would be spent on recomputing tails.
         """
         return self._ledger.shares.get(priority, 0) * max_num_seqs // UNITS
 
@@ -141,8 +141,8 @@ class Aging:
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
         """Starvation bound in seconds.
 
-        A request of tier `behind` that arrives at t is admitted before any request of tier `ahead` that arrives later
-        than t plus this bound, unless it waits for a prefix in flight.
+        A request of tier `behind` that arrives at time t is admitted before every request of tier `ahead` that arrives
+        later than t plus this bound. The exception is a request that waits for a prefix in flight.
         """
         return max(0, behind - ahead) * self.patience_s
 
