@@ -71,8 +71,8 @@ def backlog_size(config: BenchConfig, idle: Sequence[Sample]) -> int:
     """Number of LOW requests to keep outstanding.
 
     The oldest must have waited since the start of the phase, because a policy with aging treats an old backlog
-    differently from a new one. So the backlog is larger than what the server could answer during the phase if batch
-    rows cost nothing, that is, if each row were as fast as one request alone.
+    differently from a new one. So the backlog is larger than the number of requests that the server could answer during
+    the phase if each batch row were as fast as one request alone.
     """
     rate = latency(idle).decode_tokens_per_s or 0.0
     num_answered = ceil(config.seconds * config.max_num_seqs * rate / config.output_tokens)
