@@ -2,8 +2,8 @@
 
 A decode reads its whole context for one query row. With many sequences there is one program for each sequence and KV
 head, and the card is full. With few sequences, a long context would occupy a handful of programs while the rest of the
-card is idle, so contexts are split along their length and the parts merged afterwards. The length of a part is chosen
-so that about `target` programs share all keys. docs/gpu.md explains it with a picture.
+card is idle, so contexts are split along their length and the parts are merged afterwards. The length of a part is
+chosen so that about `target` programs share all keys. docs/gpu.md explains it with a picture.
 
 Decodes whose block tables start with the same blocks (siblings of one prompt) read that prefix once: their rows
 together form one item over the shared blocks, and each row has its own items for the rest.

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: hundreds of launches recorded once and replayed as one.
 
 A graph has one batch size and one input buffer. A batch uses the smallest graph that holds it; the remaining rows are
-padding that writes nothing. Graphs are captured after the server is ready, one at a time, when the worker is idle
-(`Runner.prepare`), or, under constant load, when a size was missed often. The largest is captured first: all graphs
-share one memory pool, so the others fit in the memory of the largest.
+padding that writes nothing. Graphs are captured one at a time, after the server is ready, while the worker is idle
+(`Runner.prepare`). Under constant load, a graph is captured when its size was missed often. The largest graph is
+captured first: all graphs share one memory pool, so the others fit in the memory of the largest.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Compiling:
         count = min(len(calls), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
         with _no_collection(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: these children need no threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: the children need none
             self._children = [
                 context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
                 for number in range(count)

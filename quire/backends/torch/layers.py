@@ -21,9 +21,9 @@ from quire.weights.spec import Activation, RopeSpec
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [T, I] by weight [O, I] transposed.
 
-    On a CPU a general matrix product of few rows costs as much as one of eight, so two and three rows are computed one
-    by one, which gives the same bits as a single stream. From 9 to 64 rows the product with the weights on the left is
-    faster by a quarter. Measured in docs/performance.md.
+    On a CPU a general matrix product of few rows costs as much as one of eight rows. Two and three rows are therefore
+    computed one by one, which gives the same bits as a single stream. From 9 to 64 rows the product with the weights on
+    the left is faster by a quarter. Measured in docs/performance.md.
     """
     num_rows = x.shape[0]
     if x.device.type != "cpu" or num_rows == 1 or 4 <= num_rows <= 8 or num_rows > 64:

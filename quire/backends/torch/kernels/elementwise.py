@@ -39,7 +39,7 @@ def _norm(x, residual, weight, out, eps, stride_part, E: tl.constexpr, BLOCK: tl
     place = tl.program_id(0).to(tl.int64) * E + column
     scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # loaded early, in parallel with the sum
     value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
-    if PARTS > 1:  # of a split product; rounded as the whole product would be
+    if PARTS > 1:  # a split product: its sum is rounded as the whole product would be
         for part in range(1, PARTS):
             value += tl.load(x + part * stride_part + place, mask=is_in, other=0.0)
         value = value.to(out.dtype.element_ty).to(tl.float32)

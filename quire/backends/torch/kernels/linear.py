@@ -110,7 +110,7 @@ def _tile_product(
             total += tl.load(bias + row).to(tl.float32)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
     if IS_GATED:
-        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))  # as stored
+        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))  # as when stored
         column = strip * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
         is_in = (t < num_rows)[:, None] & (column < OUT // 2)[None, :]
         value = (_activated(gate, IS_SILU) * up).to(dtype)

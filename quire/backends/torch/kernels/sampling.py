@@ -166,9 +166,9 @@ def _from_key(key, SHIFT: tl.constexpr):
 def _search(logits, length, low, peak, goal, scale, IS_MASS: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """Return the largest float x, `low` or above, such that the logits >= x reach the goal in number or weight.
 
-    The range between a float that reaches the goal and one that does not is divided in four by three sums over the
-    logits, until it is one float. Rounding cannot mislead the search: a sum of fewer weights in the same order is never
-    larger.
+    The search keeps a range between a float that reaches the goal and one that does not. Three sums over the logits
+    reduce it to a quarter, until one float is left. Rounding cannot mislead the search: a sum of fewer weights in the
+    same order is never larger.
     """
     reaches = _to_key(low, SHIFT).to(tl.int64)
     fails = _to_key(peak, SHIFT).to(tl.int64) + 1
