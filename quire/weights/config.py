@@ -289,10 +289,10 @@ def _rope(
     theta = fields.real(theta_name, MIN_THETA, MAX_THETA, default_theta)
     theta = scaling.real("rope_theta", MIN_THETA, MAX_THETA, theta)
     values = dict(scaling.values)
-    if "original_max_position_embeddings" in fields:  # phi3 has it outside, where it takes precedence
+    if "original_max_position_embeddings" in fields:  # outside rope_scaling in phi3; takes precedence
         values["original_max_position_embeddings"] = fields.get("original_max_position_embeddings")
     if family == "phi3" and (values.get("rope_type") or values.get("type")) in ("su", "yarn"):
-        values["rope_type"] = "longrope"  # renamed after the first files
+        values["rope_type"] = "longrope"  # the old names in phi3's first files
     rotary_size = _rotary_size(fields, scaling, shape, family)
     return scaled_rope(Fields(fields.source, values, scaling.prefix), theta, rotary_size, shape.max_model_len)
 
