@@ -88,7 +88,7 @@ class Child:
         try:
             return _parsed(_exchange(self._process, json.dumps(order).encode() + b"\n", limit_s))
         except BaseException:
-            self.kill()  # also on interrupts: a late answer must not be read as the next one's
+            self.kill()  # also on interrupts: a late answer must not be read as the next answer
             raise
 
     def kill(self) -> None:

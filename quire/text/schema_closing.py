@@ -17,7 +17,7 @@ from quire.text.schema_refs import Place, References
 _BRANCHES = ("anyOf", "oneOf")
 _PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # apply to the same value
 _NAMES_OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
-_OWN_OTHERS = ("additionalProperties", "propertyNames")  # those that apply to one schema alone
+_OWN_OTHERS = ("additionalProperties", "propertyNames")  # limit the unlisted names of a schema
 
 _SPEAKS_OF_NAMES = frozenset((*_PARTS, *_BRANCHES, "properties", "unevaluatedProperties"))
 _LISTS_NAMES = frozenset((*_PARTS, *_BRANCHES, *_NAMES_OTHERS, "properties", "required"))

@@ -95,7 +95,8 @@ class CallParser:
 
     Text that starts like a call and is not one (JSON of another shape, an unknown tool name) is returned as text. Once
     the name of a call was returned it stays a call, even if its arguments are invalid. A call that is cut off before
-    its name is returned as text, or dropped if it follows another call or if a length limit cut it after its marker.
+    its name is returned as text. It is dropped instead if it follows another call, or if a length limit cut it off
+    after its marker.
 
     A call that repeats the previous one, name and arguments, ends the turn: small models repeat calls endlessly.
     Therefore a second call of the same tool is held back until its arguments differ from those of the first. If the
