@@ -97,4 +97,4 @@ def test_the_wheel_runs_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
 def test_a_build_without_a_compiler_fails_with_a_message(tmp_path: Path) -> None:
     outcome = pip_wheel(ROOT, tmp_path, CC=str(tmp_path / "no-compiler"))
     assert outcome.returncode != 0
-    assert "quire needs a C compiler" in outcome.stdout + outcome.stderr
+    assert "No working C compiler was found" in outcome.stdout + outcome.stderr

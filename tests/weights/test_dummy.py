@@ -75,7 +75,7 @@ def test_an_engine_needs_no_tokenizer(bare: Path, backend: str) -> None:
 
 def test_text_without_a_tokenizer_is_refused(bare: Path) -> None:
     for say in (lambda: ModelText.open(bare, load_format="dummy"), lambda: LLM(bare, load_format="dummy")):
-        with pytest.raises(ModelFileError, match=r"m: has no tokenizer\.json: without it there is no text"):
+        with pytest.raises(ModelFileError, match=r"m: has no tokenizer\.json: only an Engine with token ids"):
             say()
 
 
