@@ -46,7 +46,7 @@ def available_bytes() -> int:
 
 
 def _cached_bytes() -> int:
-    """Return the bytes of cached files, such as weights just read: counted as used, but they can be reclaimed."""
+    """Return the container's bytes of cached files, such as weights just read: used, but they can be reclaimed."""
     try:
         lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
         counts = dict(line.split() for line in lines)
