@@ -41,7 +41,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Keys and values of one attention group, gathered from their blocks. The next `read` overwrites them."""
+    """Keys and values of one attention group, gathered from their blocks.
+
+    All groups share one buffer, which every `read` overwrites.
+    """
 
     heads: Sequence[Tensor]  # by layer: the store viewed as [.., block size * D]
     rows: Tensor

@@ -31,7 +31,7 @@ class LlamaLayer:
         self.gate_up_proj, self.down_proj = weights.gate_up_proj, weights.down_proj
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, which the next norm adds to the residual, and the residual. Both are [T, E]."""
+        """Return the output, which the next norm adds to the residual, and the residual. x and residual: [T, E]."""
         x, residual = step.add_norm(x, residual, self.input_norm)
         x = self.attention(x, step)
         x, residual = step.add_norm(x, residual, self.mlp_norm)
