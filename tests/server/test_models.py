@@ -111,7 +111,7 @@ def tight(folder: Path) -> Iterator[Server]:
 def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server) -> None:
     assert states(roomy) == "ready unloaded unloaded"
     assert "others     b, c: loaded on first use" in roomy.log
-    assert re.search(r"budget     [\d.,]+ GiB for the weights and KV of all models \(chosen by what is free", roomy.log)
+    assert re.search(r"budget     [\d.,]+ GiB for the weights and KV of all models \(from free memory", roomy.log)
     assert len(workers(roomy)) == 1
     answers = [roomy.chat(**({"model": name} if name else {})).json for name in ("", "b", "a")]
     assert [answer["model"] for answer in answers] == ["a", "b", "a"]
