@@ -298,7 +298,10 @@ class FairLedger:
             clock.end_step(is_short=priority in short)
 
     def _keep_spare(self) -> None:
-        """Carry over unused time of lower tiers, up to the cost of a token, so that fractions add up."""
+        """Carry unused time of the lower tiers over to the next step, up to about the cost of one token.
+
+        Without it, an allowance of less than one token per step would never admit a token.
+        """
         cost = self.cost
         if cost is None or (top := self._top()) is None:
             return

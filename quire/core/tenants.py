@@ -15,8 +15,9 @@ class TenantClock:
     """Virtual time of each tenant in tokens, by start-time fair queuing.
 
     A tenant that was idle starts at the floor: it gets no credit for service it did not request. The floor is the
-    lowest time among the tenants served last, so an idle tenant at or below it need not be stored. In a step in which
-    the tier gets all it wants, no tenant is served at another's expense, so all times are set equal.
+    lowest time among the tenants served last. A tenant without a stored time has the floor's, so the time of an idle
+    tenant is only stored while it is above the floor. In a step in which the tier gets all it wants, no tenant is
+    served at another's expense, so all times are set equal.
     """
 
     def __init__(self) -> None:
