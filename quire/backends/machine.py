@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 from quire.errors import InvalidRequest
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
 def default_threads() -> int:
@@ -34,6 +36,19 @@ def usable_cores() -> int:
 def has_nvidia() -> bool:
     """Return whether the driver of an NVIDIA GPU is installed, without loading any library."""
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
+
+
+def gpu_memory() -> list[tuple[int, int]]:
+    """Return total and free bytes of each GPU, from nvidia-smi: only worker processes load CUDA libraries.
+
+    The list is empty if there is no GPU or nvidia-smi does not answer.
+    """
+    try:
+        text = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True).stdout
+        rows = [[int(cell) << 20 for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+        return [(total, free) for total, free in rows]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
 
 
 def available_bytes() -> int:

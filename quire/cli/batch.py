@@ -79,14 +79,11 @@ def batch(
     Run the same command again to continue after an interruption. Exits with 1 if a line failed.
     """
     _check(priority, max_in_flight, retries, source, output)
-    options.engine_settings(
-        backend=backend, precision=precision, dtype=dtype, device=device, load_format=load_format,
-        threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
-    )  # fmt: skip
-    engine = {
+    engine: dict[str, Any] = {
         "backend": backend, "precision": precision, "dtype": dtype, "device": device, "load_format": load_format,
         "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory,
     }  # fmt: skip
+    options.engine_settings(**engine)  # refuses invalid values
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.backends.machine import available_bytes, has_nvidia
+from quire.backends.machine import available_bytes, gpu_memory, has_nvidia
 from quire.sizes import memory_size
 
 FILE_BITS: dict[str, float] = {  # of one weight in a file
@@ -27,7 +26,6 @@ CPU_BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q4_K": 5.0}  # in memory, native backend 
 OTHER_CPU_BITS = 8.5
 GPU_BITS = 16.0
 SPARE = 0.85  # the share of the memory that weights may take; the rest is for the KV cache and activations
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,9 @@ class Fit:
 def read_memory() -> Memory:
     cpu_total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu_free = available_bytes()
-    gpus = _gpus() if has_nvidia() else []
+    gpus = gpu_memory() if has_nvidia() else []
     gpu_total, gpu_free = max(gpus, default=(0, 0))
     return Memory(cpu_total, cpu_free, gpu_total, gpu_free)
-
-
-def _gpus() -> list[tuple[int, int]]:
-    """Total and free bytes of each GPU, as nvidia-smi reports them: importing PyTorch would take seconds."""
-    try:
-        text = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True).stdout
-        rows = [[int(cell) << 20 for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-        return [(total, free) for total, free in rows]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
 
 
 def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from quire.cli.models import short_path
 from quire.errors import InvalidRequest, ModelNotFound
 from quire.sizes import file_size
 from quire.weights.gguf import is_later_part
-from quire.weights.hub import KNOWN_MODELS, find_known, is_model, is_path, local_models, models_dir
+from quire.weights.hub import KNOWN_MODELS, find_known, is_model, is_path, local_models, models_dir, resolve
 from quire.weights.huggingface import HubName, cached_folders
 
 
@@ -80,17 +80,11 @@ def _whole_repository(repo: str, home: Path) -> Removal:
 def _one_gguf(name: str, home: Path) -> Removal:
     """The links of one model in the snapshots, and the blobs they point to."""
     model = next((one for one in local_models() if one.name == name), None)
-    path = model.path if model is not None else _by_tag(name)
+    path = model.path if model is not None else resolve(name)
     stem = path.name.partition("-00001-of-")[0]
     parts = [path, *(file for file in path.parent.glob("*.gguf") if is_later_part(file) and file.name.startswith(stem))]
     blobs = [part.resolve() for part in parts if part.is_symlink()]
     return Removal(name, path, (*parts, *(blob for blob in blobs if blob.is_relative_to(home))))
-
-
-def _by_tag(name: str) -> Path:
-    from quire.weights.hub import resolve
-
-    return resolve(name)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from enum import StrEnum
 from itertools import count
 from typing import Protocol
 
-from quire.backends.machine import available_bytes
+from quire.backends.machine import available_bytes, gpu_memory
 from quire.errors import LoadFailed, ModelTooLarge, QuireError
 from quire.sizes import compared_sizes, memory_size
 
 FREE_SHARE = 0.8  # share of the memory that is free at start; the rest is for steps, page cache and other programs
 MAX_BACKOFF_S = 30.0
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
 
 log = logging.getLogger(__name__)
 
@@ -488,14 +486,5 @@ def _cancel_once(task: asyncio.Task[None]) -> None:
 
 def default_budget(*, on_gpu: bool) -> int:
     """Most of the memory that is free now."""
-    free = _free_on_gpu() if on_gpu else None
-    return int((available_bytes() if free is None else free) * FREE_SHARE)
-
-
-def _free_on_gpu() -> int | None:
-    """Query nvidia-smi: only worker processes load CUDA libraries."""
-    try:
-        found = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
-        return int(found.stdout.split()[0]) << 20
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-        return None
+    gpus = gpu_memory() if on_gpu else []
+    return int((gpus[0][1] if gpus else available_bytes()) * FREE_SHARE)

@@ -451,15 +451,16 @@ async def not_found(context: RequestContext) -> Response:
     raise ApiError(Kind.NOT_FOUND, f"there is no endpoint {path!r:.200}; {advice(path, meant)}")
 
 
-def make_batches(served: Models, gate: Gate, limits: RequestLimits, store: StateDir) -> BatchService:
-    return BatchService(store, Sender(served, Watch(served), limits), gate.keys)
+def make_batches(served: Models, watch: Watch, gate: Gate, limits: RequestLimits, store: StateDir) -> BatchService:
+    return BatchService(store, Sender(served, watch, limits), gate.keys)
 
 
-def make_app(served: Models, gate: Gate, limits: RequestLimits, batches: BatchService | None = None) -> ASGIApp:
+def make_app(
+    served: Models, watch: Watch, gate: Gate, limits: RequestLimits, batches: BatchService | None = None
+) -> ASGIApp:
     paths: dict[str, list[Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint)
-    watch = Watch(served)
     routes = [Route(path, Path(rows, served, watch, gate, limits, batches)) for path, rows in paths.items()]
     methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
     fallback = Path([Endpoint(method, "*", not_found, "") for method in methods], served, watch, gate, limits)

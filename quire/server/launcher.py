@@ -25,6 +25,7 @@ from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config
 from quire.server.model_service import ServiceLimits
 from quire.server.models import Models, SharedResources
 from quire.server.observability.metrics import Exposition
+from quire.server.observability.watch import Watch
 from quire.server.request_context import RequestLimits
 
 CUT_DRAIN_S = 5.0  # for cut streams to send their error event; a busy machine needs longer
@@ -103,11 +104,12 @@ class _Main:
         config = self._config
         self._models = self._make_models()
         call_limits = RequestLimits(config.max_body_size, config.body_timeout, config.keep_alive_interval)
+        watch = Watch(self._models)
         self._batches = None
         if config.state_dir is not None:
             store = StateDir(config.state_dir, config.max_file_size, config.max_file_storage)
-            self._batches = make_batches(self._models, self._gate, call_limits, store)
-        app = make_app(self._models, self._gate, call_limits, self._batches)
+            self._batches = make_batches(self._models, watch, self._gate, call_limits, store)
+        app = make_app(self._models, watch, self._gate, call_limits, self._batches)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout
         HttpProtocol.slow_reader_s = config.slow_client_timeout

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from quire.backends import machine
 from quire.cli import machine_fit, model_loading
 from quire.cli.machine_fit import FILE_BITS, Memory, fit
 from quire.cli.main import ADVICE, COMMANDS, app
@@ -129,10 +130,10 @@ def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pyte
     program.write_text("#!/bin/sh\nprintf '8192, 100\\n24576, 24000\\n'\n")
     program.chmod(0o755)
     monkeypatch.setattr(machine_fit, "has_nvidia", lambda: True)
-    monkeypatch.setattr(machine_fit, "NVIDIA_SMI", (str(program),))
+    monkeypatch.setattr(machine, "NVIDIA_SMI", (str(program),))
     found = machine_fit.read_memory()
     assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)
-    monkeypatch.setattr(machine_fit, "NVIDIA_SMI", (str(tmp_path / "none"),))
+    monkeypatch.setattr(machine, "NVIDIA_SMI", (str(tmp_path / "none"),))
     assert machine_fit.read_memory().gpu_total == 0
 
 
