@@ -22,6 +22,7 @@ SERVE_GROUPS = {
     "Scheduling": (
         *("scheduling_policy", "normal_share", "low_share", "patience", "max_num_seqs", "max_num_batched_tokens"),
         "max_chunk_tokens",
+        "max_mixed_tokens",
     ),
     "Files and batches": ("state_dir", "max_file_size", "max_file_storage"),
 }

@@ -56,6 +56,10 @@ MaxNumBatchedTokens = Annotated[
 MaxChunkTokens = Annotated[
     int | None, Opt(help="Maximum tokens of one prompt in one step; the default depends on the device.")
 ]
+MaxMixedTokens = Annotated[
+    int | None,
+    Opt(help="Maximum prompt tokens in a step that also generates answers; the default depends on the device."),
+]
 StateDir = Annotated[
     str | None,
     Opt(
@@ -112,6 +116,7 @@ def serve(
     max_num_seqs: Annotated[int | None, Opt(help="Maximum requests in one step; by default 64, on a GPU 256.")] = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_chunk_tokens: MaxChunkTokens = None,
+    max_mixed_tokens: MaxMixedTokens = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
     num_blocks: Annotated[int | None, Opt(help="Number of blocks of the KV cache, instead of --kv-memory.")] = None,
     kv_memory: options.MemoryOption = None,

@@ -39,6 +39,7 @@ class Planner:
         *,
         max_num_batched_tokens: int,
         max_chunk_tokens: int,
+        max_mixed_tokens: int | None = None,
         observe: Observer = ignore,
     ) -> None:
         if max_num_batched_tokens < running.max_num_seqs:
@@ -48,6 +49,8 @@ class Planner:
             )
         if max_chunk_tokens < 1:
             raise InvalidRequest(f"{max_chunk_tokens = } is less than 1")
+        if max_mixed_tokens is not None and max_mixed_tokens < 1:
+            raise InvalidRequest(f"{max_mixed_tokens = } is less than 1")
         self._cache = cache
         self._policy = policy
         self._ledger: Ledger = policy.ledger
@@ -55,6 +58,7 @@ class Planner:
         self._waiting = waiting
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk_tokens = max_chunk_tokens
+        self.max_mixed_tokens = max_mixed_tokens  # prompt tokens beside answers, so that these do not wait long
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
         self._num_steps = 0
         self._is_stalled = False  # in the last step a running request waited for memory of one that cannot be preempted
@@ -89,6 +93,8 @@ class Planner:
             self._admission.note_pending(step, request)
             if self._num_wanted(request) > 1:
                 wanting[request.priority].append(request)
+        if self.max_mixed_tokens is not None and len(running) > sum(map(len, wanting)):
+            step.budget = min(step.budget, self.max_mixed_tokens)
         contexts = [0] * len(TIERS)
         if self._ledger.cost is not None:
             for request in running.requests:

@@ -37,6 +37,7 @@ class Scheduler:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_chunk_tokens: int = 512,
+        max_mixed_tokens: int | None = None,
         max_model_len: int | None = None,
         max_waiting: int = 4096,
         observe: Observer = ignore,
@@ -58,6 +59,7 @@ class Scheduler:
             self._waiting,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             observe=observe,
         )
         self._in_flight: deque[StepPlan] = deque()

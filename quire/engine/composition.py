@@ -38,9 +38,11 @@ LIMITS = {
     "max_num_seqs": 4096,
     "max_num_batched_tokens": 1 << 20,
     "max_chunk_tokens": 1 << 20,
+    "max_mixed_tokens": 1 << 20,
     "max_waiting": 1 << 24,
 }
-CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # the backend sets these if the user does not
+# The backend sets these if the user does not.
+CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens", "max_mixed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Scheduling:
     max_model_len: int
     max_num_batched_tokens: int
     max_chunk_tokens: int
+    max_mixed_tokens: int | None  # None: no limit
     max_waiting: int
     enable_prefix_caching: bool
     has_costly_rows: bool
@@ -79,6 +82,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
+    max_mixed_tokens: int | None = None
     max_waiting: int = 4096
     scheduling_policy: str = "fair"
     patience: float | None = None
@@ -127,6 +131,7 @@ class EngineConfig:
                 self.max_num_batched_tokens or capacity.max_num_batched_tokens, capacity.max_num_seqs
             ),
             max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
+            max_mixed_tokens=self.max_mixed_tokens or capacity.max_mixed_tokens,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             has_costly_rows=capacity.has_costly_rows,
@@ -215,6 +220,7 @@ def make_scheduler(
         max_num_seqs=given.max_num_seqs,
         max_num_batched_tokens=given.max_num_batched_tokens,
         max_chunk_tokens=given.max_chunk_tokens,
+        max_mixed_tokens=given.max_mixed_tokens,
         max_model_len=given.max_model_len,
         max_waiting=given.max_waiting,
         observe=observe,

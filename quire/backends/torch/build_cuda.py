@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.torch.cuda import CudaRunner
-from quire.backends.torch.graphs import graph_sizes
+from quire.backends.torch.graphs import graph_sizes, mixed_sizes
 from quire.backends.torch.kernel_compilation import Compiling, first_calls, launch
 from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
@@ -25,7 +25,11 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.names import expected_tensors
 from quire.weights.spec import ModelSpec
 
-STEP_S = 0.25  # approximate limit of how long a step of prompts may delay the next token of running requests
+STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
+MAX_GAP_S = 0.005  # prompts in a step with answers may delay these by about this much
+MIN_MIXED_TOKENS = 512  # smaller chunks would waste most of a step: it reads all weights for any number of tokens
+LAUNCH_S = 0.012  # of all kernels of a step from Python; steps whose products take longer do not need a graph
+MAX_GRAPH_TOKENS = 4096
 PRODUCT_RATE = 6e14  # operations per second that the matrix products of a large step reach on an H200
 STEP_TOKENS = (2048, 16384)  # minimum and maximum: enough to fill the card and to hide the host's work
 MARGIN = 0.04  # share of the card's memory left free for the driver and the allocator
@@ -61,15 +65,19 @@ def make_cuda_runner(
     launch(first_calls(checkpoint.spec, dtype, options.block_size, device), device)
     clock.append(time.monotonic())
     step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.spec), max_num_seqs)
-    needed = measure_step(model, options.block_size, dtype, step_tokens, max_num_seqs, max_model_len)
+    graph_tokens = min(_num_tokens_within(LAUNCH_S, model.spec), MAX_GRAPH_TOKENS, step_tokens)
+    needed, token_s = measure_step(model, options.block_size, dtype, step_tokens, max_num_seqs, max_model_len)
     reserved = (
-        needed + _reserved_for_graphs(needed, step_tokens, max_num_seqs) + _reserved_for_rare(model.spec, max_num_seqs)
+        needed
+        + _reserved_for_graphs(needed, step_tokens, max_num_seqs, graph_tokens)
+        + _reserved_for_rare(model.spec, max_num_seqs)
     )
     free, total = torch.cuda.mem_get_info(device)
     pool = PoolRequest(options, block_bytes(model.spec, options.block_size, dtype), max_model_len)
     num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
+    log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
     store = KVStore(model.spec, num_blocks, options.block_size, dtype, device)
     return CudaRunner(
@@ -79,13 +87,16 @@ def make_cuda_runner(
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
         max_chunk_tokens=options.max_chunk_tokens or step_tokens,
+        max_mixed_tokens=max(int(MAX_GAP_S / token_s), MIN_MIXED_TOKENS),
+        max_graph_tokens=graph_tokens,
     )
 
 
-def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int) -> int:
-    """Return the bytes of the graphs' memory pool, which holds the largest decode step, plus those of the driver."""
+def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int, graph_tokens: int) -> int:
+    """Return the bytes of the graphs' memory pool, which holds the largest of their steps, plus those of the driver."""
     num_graphs = 4 * len(graph_sizes(max_num_seqs))  # with and without parts, with and without siblings
-    return needed * max_num_seqs // step_tokens + GRAPH_BYTES * num_graphs
+    num_graphs += 2 * len(mixed_sizes(graph_tokens))  # for few and for many decodes
+    return needed * max(max_num_seqs, graph_tokens) // step_tokens + GRAPH_BYTES * num_graphs
 
 
 def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
@@ -95,18 +106,23 @@ def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
 
 def default_step_tokens(spec: ModelSpec) -> int:
     """Return a power of two that depends on the model's size: 16,384 for 1 billion weights, 8,192 for 8 billion."""
-    num_weights = sum(math.prod(shape) for name, shape in expected_tensors(spec).items() if "layers" in name)
-    fitting = int(STEP_S * PRODUCT_RATE / (2 * num_weights))
     low, high = STEP_TOKENS
-    return min(max(1 << max(fitting.bit_length() - 1, 0), low), high)
+    return min(max(1 << max(_num_tokens_within(STEP_S, spec).bit_length() - 1, 0), low), high)
+
+
+def _num_tokens_within(seconds: float, spec: ModelSpec) -> int:
+    """Return the number of tokens whose products take this long on an H200."""
+    num_weights = sum(math.prod(shape) for name, shape in expected_tensors(spec).items() if "layers" in name)
+    return int(seconds * PRODUCT_RATE / (2 * num_weights))
 
 
 def measure_step(
     model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_num_seqs: int, max_model_len: int
-) -> int:
-    """Return the bytes that the largest step takes while it runs: a prompt for each sequence, and a sampled token.
+) -> tuple[int, float]:
+    """Return the bytes that the largest step takes, a prompt for each sequence, and its seconds per token.
 
-    Runs on its own pool, just large enough, which is freed afterwards.
+    Runs on its own pool, just large enough, which is freed afterwards. The first step loads libraries, so the second
+    is timed.
     """
     device = model.embedding.device
     torch.cuda.synchronize(device)
@@ -117,7 +133,9 @@ def measure_step(
     runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = (0,) * length
-    for start, count in ((0, length), (length - 1, 1)):  # a prompt each, then its last token again as a decode
+    took_s = 0.0
+    for start, count in ((length - 1, 1), (0, length), (0, length)):  # a decode each, then prompts
+        started_s = time.monotonic()
         slices = tuple(
             SeqSlice(
                 request_id=batch_index,
@@ -137,8 +155,9 @@ def measure_step(
         runner.forward(StepPlan(slices, (), ()))
         runner.sample(None)
         runner.collect()
+        took_s = time.monotonic() - started_s
     peak = torch.cuda.max_memory_allocated(device)
     runner.close()
     del runner, store
     torch.cuda.empty_cache()
-    return math.ceil(1.1 * (peak - base))  # 10 % for fragmentation
+    return math.ceil(1.1 * (peak - base)), took_s / (length * max_num_seqs)  # 10 % for fragmentation

@@ -24,7 +24,7 @@ from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_lo
 from quire.backends.torch.attention_work import MIN_SIBLINGS, Sizes
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
-from quire.backends.torch.graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from quire.backends.torch.graphs import Kind, StepGraph, StepGraphs, graph_sizes, mixed_sizes
 from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
 from quire.backends.torch.kernel_compilation import Compiling, later_calls
 from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
@@ -42,6 +42,8 @@ from quire.errors import InvariantViolation
 PROGRAMS = 4  # programs of one row each that keep a multiprocessor busy
 WIDE_PROGRAMS = 2  # the same for programs of many rows each
 MIN_PARTS = 4096
+GRAPH_PROMPT = 32  # rows of a mixed graph for each prompt it has room for
+MIN_GRAPH_PROMPTS = 8
 POLL_S = 0.01  # interval of polling the compiler processes
 NO_MEMORY = "out of memory on the device, even without other requests: a shorter prompt or smaller steps may fit"
 
@@ -88,6 +90,8 @@ class CudaRunner:
         max_model_len: int,
         max_num_batched_tokens: int = 8192,
         max_chunk_tokens: int = 8192,
+        max_mixed_tokens: int | None = None,
+        max_graph_tokens: int = 0,
     ) -> None:
         spec, device = model.spec, store.device
         self.model = model
@@ -101,6 +105,7 @@ class CudaRunner:
             has_overlap=True,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
+            max_mixed_tokens=max_mixed_tokens,
         )
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
@@ -126,7 +131,11 @@ class CudaRunner:
         self._sampler = DeviceSampler(spec.vocab_size, max_num_seqs, device)
         # Shared by all graphs: sampling has read it before the next graph runs.
         self._graph_logits = torch.empty(max_num_seqs, spec.vocab_size, dtype=store.dtype, device=device)
-        self._graphs = DecodeGraphs(graph_sizes(max_num_seqs), self._room, self._run_graph, self._may_capture, device)
+        sizes = mixed_sizes(min(max_graph_tokens, max_num_batched_tokens))
+        self._graph_hidden = torch.empty(max(sizes, default=0), spec.hidden_size, dtype=store.dtype, device=device)
+        self._graphs = StepGraphs(
+            graph_sizes(max_num_seqs), sizes, self._room, self._run_graph, self._has_compiled, device
+        )
         self._later: Compiling | None = None
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
@@ -153,14 +162,17 @@ class CudaRunner:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Compile kernels for graphs of few rows in child processes first, then capture the graphs."""
-        if not self._may_capture():
-            time.sleep(POLL_S)
-            return True
+        """Compile kernels for graphs of few rows in child processes; meanwhile and afterwards, capture the graphs."""
+        has_compiled = self._has_compiled()
         with self._on_stream():
-            return self._graphs.prepare() or self._sampler.prepare(self.store.dtype)
+            if self._graphs.prepare():
+                return True
+            if has_compiled:
+                return self._sampler.prepare(self.store.dtype)
+        time.sleep(POLL_S)
+        return True
 
-    def _may_capture(self) -> bool:
+    def _has_compiled(self) -> bool:
         if self._later is None and self._is_cuda:
             calls = later_calls(self.model.spec, self.store.dtype, self.store.block_size)
             self._later = Compiling(calls, triton.runtime.driver.active.get_current_target())
@@ -221,17 +233,13 @@ class CudaRunner:
         tail = device[layout.size : total].split(sizes)  # type: ignore[no-untyped-call]
         if num_updates:
             update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
-        if graph is None:
-            inputs = layout.carve(device)
-            hidden = self._run(inputs, num_merged=step.work.num_merged, is_graph=False)
+        hidden = self._hidden(step, layout, device, graph)
+        if hidden is None:
+            logits, sound, prompts = self._graph_logits[:num_sampled], None, []
+        else:
             logits = self.model.logits(hidden[tail[2]]) if places else None
             sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
             prompts = self._prompt_logprobs(step, hidden)
-        else:
-            if device is not self._graphs.inputs:
-                self._graphs.inputs[: layout.size].copy_(device[: layout.size])
-            graph.recording.replay()
-            logits, sound, prompts = self._graph_logits[:num_sampled], None, []
         sampled = None
         if places:
             last_tokens = self._last_tokens(layout.carve(device), tail[2]) if special_rows.is_changed else tail[3]
@@ -239,34 +247,47 @@ class CudaRunner:
             sampled = _Sampled(params, tail[3], last_tokens)
         return _Pass(step, places, special_rows, logits, sampled, sound, prompts)
 
-    def _target(self, size: int, graph: DecodeGraph | None) -> Tensor:
+    def _hidden(self, step: Step, layout: Layout, device: Tensor, graph: StepGraph | None) -> Tensor | None:
+        """Run the layers. Return the hidden states of all rows, or None if a decode graph has computed the logits."""
+        if graph is None:
+            return self._run(layout.carve(device), num_merged=step.work.num_merged, is_graph=False)
+        if device is not self._graphs.inputs:
+            self._graphs.inputs[: layout.size].copy_(device[: layout.size])
+        graph.recording.replay()
+        return self._graph_hidden[: graph.kind.size] if graph.kind.is_mixed else None
+
+    def _target(self, size: int, graph: StepGraph | None) -> Tensor:
         """Return the buffer for the inputs: a graph reads them from its own."""
         if graph is not None and size <= len(self._graphs.inputs):
             return self._graphs.inputs
         return torch.empty(size, dtype=torch.int32, device=self.store.device)
 
-    def _graph(self, step: Step) -> DecodeGraph | None:
-        """Return the graph for a step, if any. No graph supports rows that do not sample or need prompt logprobs."""
-        if not step.is_decode or not all(piece.wants_token for piece in step.slices):
-            return None
-        if any(piece.sampling.prompt_logprobs is not None and _is_in_prompt(piece) for piece in step.slices):
-            return None
-        return self._graphs.find(step.layout, has_parts=step.work.num_merged > 0)
+    def _graph(self, step: Step) -> StepGraph | None:
+        """Return the graph for a step, if any. A decode graph needs rows that all sample, without prompt logprobs."""
+        if step.is_decode and all(piece.wants_token and not _has_prompt_logprobs(piece) for piece in step.slices):
+            return self._graphs.find(step.layout, has_parts=step.work.num_merged > 0)
+        return self._graphs.find_mixed(step.layout, step.num_decodes)
 
-    def _room(self, num_rows: int, is_wide: bool) -> Layout:
-        """Return the sizes a graph must hold: `attention_work` never makes more items than this."""
+    def _room(self, kind: Kind) -> Layout:
+        """Return the sizes a graph must hold. `attention_work` never makes more items of decodes than this."""
         sizes = self._sizes
-        num_narrow = num_rows + sizes.target // sizes.num_kv_heads + 1
-        num_tiles = 2 * -(-num_rows // min(sizes.rows_per_item, MIN_SIBLINGS))
-        num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
-        return Layout(num_rows, num_narrow, num_wide)
+        num_decodes = kind.size if kind.num_decodes is None else kind.num_decodes
+        num_narrow = num_decodes + sizes.target // sizes.num_kv_heads + 1
+        num_tiles = 2 * -(-num_decodes // min(sizes.rows_per_item, MIN_SIBLINGS))
+        if kind.is_mixed:
+            num_tiles += -(-kind.size // sizes.rows_per_item) + max(kind.size // GRAPH_PROMPT, MIN_GRAPH_PROMPTS)
+        num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if kind.is_wide else 0
+        return Layout(kind.size, num_narrow, num_wide)
 
     def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool) -> Tensor:
         return self.model.forward(FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph))
 
-    def _run_graph(self, inputs: StepInputs, has_parts: bool) -> None:
-        hidden = self._run(inputs, num_merged=len(inputs.tokens) if has_parts else 0, is_graph=True)
-        self.model.logits(hidden, out=self._graph_logits[: len(hidden)])
+    def _run_graph(self, inputs: StepInputs, kind: Kind, is_compiled: bool) -> None:
+        hidden = self._run(inputs, num_merged=kind.size if kind.has_parts else 0, is_graph=is_compiled)
+        if kind.is_mixed:
+            self._graph_hidden[: kind.size].copy_(hidden)
+        else:
+            self.model.logits(hidden, out=self._graph_logits[: kind.size])
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         tokens = inputs.tokens[rows]
@@ -428,9 +449,9 @@ def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Se
     return [((first,), indices), ((second,), indices)]
 
 
-def _is_in_prompt(piece: SeqSlice) -> bool:
-    """Return whether a prompt token follows the first position of this slice."""
-    return piece.start + 1 < piece.num_prompt_tokens
+def _has_prompt_logprobs(piece: SeqSlice) -> bool:
+    """Return whether logprobs of prompt tokens are wanted, and one follows the first position of this slice."""
+    return piece.sampling.prompt_logprobs is not None and piece.start + 1 < piece.num_prompt_tokens
 
 
 def _free_memory() -> None:

@@ -1,26 +1,34 @@
-"""Decode steps as CUDA graphs: hundreds of launches recorded once and replayed as one.
+"""Steps as CUDA graphs: hundreds of launches recorded once and replayed as one.
 
-A graph has one batch size and one input buffer. A batch uses the smallest graph that holds it; the remaining rows are
-padding that writes nothing. Graphs are captured one at a time, after the server is ready, while the worker is idle
-(`Runner.prepare`). Under constant load, a graph is captured when its size was missed often. The largest graph is
-captured first: all graphs share one memory pool, so the others fit in the memory of the largest.
+There are two kinds of graphs. A decode graph is for steps in which every row is the next token of an answer; it ends
+with the logits of all rows. A mixed graph is for steps with prompts; it ends with the hidden states of all rows,
+because only some of them are sampled. Both run the same kernels over work items in a buffer, so a graph is limited by
+its number of rows and items, not by the lengths of prompts and contexts. A step uses the smallest graph that holds it;
+the remaining rows are padding that writes nothing.
+
+Graphs are captured one at a time, after the server is ready, while the worker is idle (`Runner.prepare`). Under
+constant load, a graph is captured when it was missed `MAX_MISSES` times. The largest graph is captured first: all
+graphs share one memory pool, so the others fit in the memory of the largest.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from quire.backends.torch.inputs import Layout, StepInputs
+from quire.backends.torch.kernels.linear import MAX_ROWS
 
 SAMPLED = 32  # numbers per row sent with the inputs of a step for sampling; long tables are sent separately
 WHOLE_SIZE = 48  # from this size on contexts are rarely split, and a graph without the merge is worth its capture
-MAX_MISSES = 16  # steps without a graph of their size until it is captured even while requests wait
+MAX_MISSES = 3  # steps without a graph take together about as long as its capture
+FEW_DECODES = 32  # most decodes of the smaller mixed graphs: empty items for more of them take time in every layer
+MAX_PADDING = 2  # a step uses a graph of at most this many times its rows
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +38,21 @@ class Recording(Protocol):
 
 
 class Kind(NamedTuple):
-    size: int
-    is_wide: bool  # siblings share a prefix
+    size: int  # rows
+    is_wide: bool  # there are items of many rows: prompts, or siblings that share a prefix
     has_parts: bool  # a row's keys may be split, because contexts are long or few
+    num_decodes: int | None = None  # most decodes of a mixed step; None: a step of decodes only
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.num_decodes is not None
 
 
-class DecodeGraph(NamedTuple):
+class StepGraph(NamedTuple):
+    kind: Kind
     layout: Layout
     recording: Recording
+    is_final: bool  # captured with the kernels for few rows, not before they were compiled
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -46,61 +61,110 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
-class DecodeGraphs:
+def mixed_sizes(max_rows: int) -> tuple[int, ...]:
+    """Return sizes up to `max_rows` with at most a third of padding, from 32 rows on."""
+    sizes = [32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192]
+    return tuple(size for size in sizes if size <= max_rows)
+
+
+class StepGraphs:
     """The captured graphs, by kind.
 
-    `run` computes the logits of all rows of its inputs into a buffer that all graphs share, with or without merging
-    parts. `room` returns how many items a size may have. `may_capture` returns whether the kernels that only graphs use
-    are compiled.
+    `run` computes a step of a kind over its inputs into buffers that all graphs share; its last argument is whether the
+    kernels for few rows may be used. `room` returns how many items a kind may have. `is_compiled` returns whether those
+    kernels are compiled.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        room: Callable[[int, bool], Layout],
-        run: Callable[[StepInputs, bool], None],
-        may_capture: Callable[[], bool],
+        decode_sizes: Sequence[int],
+        mixed_sizes: Sequence[int],
+        room: Callable[[Kind], Layout],
+        run: Callable[[StepInputs, Kind, bool], None],
+        is_compiled: Callable[[], bool],
         device: torch.device,
     ) -> None:
-        self._sizes = sizes  # ascending
+        self._decode_sizes = decode_sizes  # ascending
+        self._mixed_sizes = mixed_sizes  # ascending
         self._room = room
         self._run = run
-        self._may_capture = may_capture
+        self._is_compiled = is_compiled
         self._device = device
-        most = max(room(sizes[-1], True).size, room(sizes[-1], False).size)
+        most = max(room(kind).size for kind in self._all_kinds())
         # The inputs of sampling follow in the same buffer and stay valid until the next step.
-        self.inputs = torch.zeros(most + SAMPLED * sizes[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[Kind, DecodeGraph | None] = {}  # None: capturing failed
+        self.inputs = torch.zeros(most + SAMPLED * decode_sizes[-1], dtype=torch.int32, device=device)
+        self._graphs: dict[Kind, StepGraph | None] = {}  # None: capturing failed
         self._misses: Counter[Kind] = Counter()
         self._pool: Any = None
 
-    def find(self, layout: Layout, *, has_parts: bool) -> DecodeGraph | None:
+    def find(self, layout: Layout, *, has_parts: bool) -> StepGraph | None:
         """Return the graph for a step of decodes, or None if it must run without one."""
-        size = next((size for size in self._sizes if size >= layout.num_rows), None)
+        size = next((size for size in self._decode_sizes if size >= layout.num_rows), None)
         if size is None:
             return None
         kind = Kind(size, layout.num_wide > 0, has_parts or size < WHOLE_SIZE)
-        graph = self._graphs.get(kind)
-        if kind not in self._graphs:
-            if not self._room(size, kind.is_wide).holds(layout):
-                return None
-            self._misses[kind] += 1
-            if self._misses[kind] < MAX_MISSES or not self._may_capture():
-                return None
-            graph = self._capture(kind)
-        return graph if graph is not None and graph.layout.holds(layout) else None
+        return self._get(kind) if self._room(kind).holds(layout) else None
+
+    def find_mixed(self, layout: Layout, num_decodes: int) -> StepGraph | None:
+        """Return the graph for a step with prompts, or None if it must run without one."""
+        for size in self._mixed_sizes:
+            if layout.num_rows <= size <= MAX_PADDING * max(layout.num_rows, self._mixed_sizes[0]):
+                kind = self._mixed_kind(size, num_decodes)
+                if num_decodes <= (kind.num_decodes or 0) and self._room(kind).holds(layout):
+                    return self._get(kind)
+        return None
 
     def prepare(self) -> bool:
-        """Capture the largest missing graph. Those for siblings are captured once siblings occur."""
-        for size in reversed(self._sizes):
-            for has_parts in (True, False) if size >= WHOLE_SIZE else (True,):
-                if (kind := Kind(size, False, has_parts)) not in self._graphs:
-                    self._capture(kind)
-                    return True
+        """Capture one missing graph, or capture one again that was captured before its kernels were compiled.
+
+        Returns False if there is nothing to do at the moment.
+        """
+        is_compiled = self._is_compiled()
+        for kind in self._prepared_kinds():
+            if kind not in self._graphs:
+                if not is_compiled and kind.size <= MAX_ROWS:
+                    continue
+            elif (graph := self._graphs[kind]) is None or graph.is_final or not is_compiled:
+                continue
+            self._capture(kind, is_compiled)
+            return True
         return False
 
-    def _capture(self, kind: Kind) -> DecodeGraph | None:
-        layout = self._room(kind.size, kind.is_wide)
+    def _get(self, kind: Kind) -> StepGraph | None:
+        if kind not in self._graphs:
+            self._misses[kind] += 1
+            if self._misses[kind] < MAX_MISSES:
+                return None
+            self._capture(kind, self._is_compiled())
+        return self._graphs[kind]
+
+    def _mixed_kind(self, size: int, num_decodes: int) -> Kind:
+        most = self._decode_sizes[-1]
+        return Kind(size, True, True, min(FEW_DECODES, most) if num_decodes <= FEW_DECODES else most)
+
+    def _all_kinds(self) -> Iterator[Kind]:
+        for size in self._decode_sizes:
+            yield from (Kind(size, is_wide, True) for is_wide in (False, True))
+        most = self._decode_sizes[-1]
+        for size in self._mixed_sizes:
+            yield from {self._mixed_kind(size, 0), self._mixed_kind(size, most)}
+
+    def _prepared_kinds(self) -> list[Kind]:
+        """Return the largest kind, then the others from the smallest on, because a new server's first steps are small.
+
+        Graphs for siblings are captured once siblings occur.
+        """
+        kinds = [Kind(size, False, True) for size in self._decode_sizes]
+        kinds += [Kind(size, False, False) for size in self._decode_sizes if size >= WHOLE_SIZE]
+        kinds += [self._mixed_kind(size, 0) for size in self._mixed_sizes]
+        most = self._decode_sizes[-1]
+        if most > FEW_DECODES:
+            kinds += [self._mixed_kind(size, most) for size in self._mixed_sizes if size > FEW_DECODES]
+        kinds.sort(key=lambda kind: kind.size)
+        return [kinds[-1], *kinds[:-1]]
+
+    def _capture(self, kind: Kind, is_compiled: bool) -> None:
+        layout = self._room(kind)
         inputs = layout.carve(self.inputs)
         inputs.batch_indices.fill_(-1)
         inputs.narrow.zero_()
@@ -109,13 +173,13 @@ class DecodeGraphs:
         inputs.tokens.zero_()
         inputs.positions.zero_()
         graph = None
-        run = partial(self._run, inputs, kind.has_parts)
+        run = partial(self._run, inputs, kind, is_compiled)
         try:
-            graph = DecodeGraph(layout, self._record(run) if self._device.type == "cuda" else _Repeat(run))
+            recording = self._record(run) if self._device.type == "cuda" else _Repeat(run)
+            graph = StepGraph(kind, layout, recording, is_compiled or kind.size > MAX_ROWS)
         except Exception as error:  # for example out of memory: steps of this kind run without a graph
             log.warning("a graph of %d rows was not captured: %s", kind.size, error)
         self._graphs[kind] = graph
-        return graph
 
     def _record(self, run: Callable[[], None]) -> Recording:
         """Capture a graph without `torch.cuda.graph`, which collects garbage and waits for the device: a long delay."""

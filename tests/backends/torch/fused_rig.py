@@ -29,6 +29,7 @@ def fused_runner(
     max_num_seqs: int = 8,
     load_format: str = "auto",
     dtype: torch.dtype = torch.float32,
+    max_graph_tokens: int = 0,
 ) -> CudaRunner:
     checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
@@ -36,7 +37,13 @@ def fused_runner(
         weights = load_weights(checkpoint, dtype, device)
         model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, checkpoint.spec.max_model_len)
         store = KVStore(checkpoint.spec, num_blocks, block_size, dtype, device)
-        return CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=checkpoint.spec.max_model_len)
+        return CudaRunner(
+            model,
+            store,
+            max_num_seqs=max_num_seqs,
+            max_model_len=checkpoint.spec.max_model_len,
+            max_graph_tokens=max_graph_tokens,
+        )
 
 
 class FusedRig(Rig):

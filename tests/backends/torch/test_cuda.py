@@ -89,9 +89,9 @@ def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, mon
 
     monkeypatch.setattr(inputs, "find_siblings", find_siblings)
     rig = FusedRig(llama.path)
+    monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)
     if has_graphs:
-        monkeypatch.setattr(graphs, "MAX_MISSES", 2)
-        monkeypatch.setattr(rig.runner._graphs, "_may_capture", lambda: True)  # on a GPU this compiles immediately
+        monkeypatch.setattr(rig.runner._graphs, "_is_compiled", lambda: True)  # on a GPU this compiles immediately
     head = prompt(64)
     first = rig.answer([*head, 5], 1)
     assert not first.num_cached_tokens
@@ -118,6 +118,35 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
         check(llama, tokens, answers[request_id])
     assert not rig.runner.store.pool[:, 0].any()  # the null block
     assert int((rig.runner.store.pool[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
+
+
+@pytest.mark.parametrize("name", ["llama tied", "qwen3", "gemma3"])
+def test_steps_with_prompts_run_as_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone, in chunks and beside decodes: each step is one graph."""
+    reference = small(name, tmp_path)
+    rig = FusedRig(tmp_path, max_num_seqs=4, max_graph_tokens=64)
+    prepare(rig)
+    used: list[graphs.Kind] = []
+    find = rig.runner._graphs.find_mixed
+
+    def find_mixed(layout: inputs.Layout, num_decodes: int) -> graphs.StepGraph:
+        graph = find(layout, num_decodes)
+        assert graph is not None
+        used.append(graph.kind)
+        return graph
+
+    monkeypatch.setattr(rig.runner._graphs, "find_mixed", find_mixed)
+    rig.reset(overlap=True, max_num_batched_tokens=60, max_chunk_tokens=37)
+    prompts = [prompt(length, length) for length in (3, 70, 41)]
+    ids = [rig.start(tokens, 5) for tokens in prompts]
+    answers = rig.run(*ids)
+    for request_id, tokens in zip(ids, prompts, strict=True):
+        check(reference, tokens, answers[request_id])
+    assert {kind.size for kind in used} == {64}
+    tokens = prompt(9, 9)
+    check(reference, tokens, rig.answer(tokens, 2))
+    assert used[-1].size == 32
+    assert not rig.runner.store.pool[:, 0].any()  # padding writes nothing
 
 
 PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_parts", "gated_tile_product"]

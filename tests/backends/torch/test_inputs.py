@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -11,7 +12,17 @@ import pytest
 import torch
 
 from quire.backends.torch.attention_work import Sizes
-from quire.backends.torch.graphs import MAX_MISSES, SAMPLED, WHOLE_SIZE, DecodeGraphs, Kind, graph_sizes
+from quire.backends.torch.graphs import (
+    FEW_DECODES,
+    MAX_MISSES,
+    SAMPLED,
+    WHOLE_SIZE,
+    Kind,
+    StepGraph,
+    StepGraphs,
+    graph_sizes,
+    mixed_sizes,
+)
 from quire.backends.torch.inputs import ITEM_FIELDS, BlockTables, Layout, Staging, Step, StepInputs, arrange
 from quire.backends.torch.kernels import attention
 from quire.core.request import SamplingParams
@@ -244,20 +255,23 @@ def test_sizes_of_graphs(max_num_seqs: int) -> None:
         assert size - count < max(count, 32)  # little padding
 
 
-class Graphs(DecodeGraphs):
+class Graphs(StepGraphs):
     """Graphs over a pass that returns the tokens it saw."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], mixed: Sequence[int] = ()) -> None:
         self.runs: list[tuple[int, bool]] = []
+        self.has_special_kernels: list[bool] = []
         self.is_compiled = True
         self.is_short_of_memory = False
-        super().__init__(sizes, self.room_of, self.compute, lambda: self.is_compiled, CPU)
+        super().__init__(sizes, mixed, self.room_of, self.compute, lambda: self.is_compiled, CPU)
 
-    def room_of(self, num_rows: int, is_wide: bool) -> Layout:
-        return Layout(num_rows, num_rows + 5, num_rows if is_wide else 0)
+    def room_of(self, kind: Kind) -> Layout:
+        num_decodes = kind.size if kind.num_decodes is None else kind.num_decodes
+        return Layout(kind.size, num_decodes + 5, kind.size if kind.is_wide else 0)
 
-    def compute(self, inputs: StepInputs, has_parts: bool) -> None:
-        self.runs.append((len(inputs.tokens), has_parts))
+    def compute(self, inputs: StepInputs, kind: Kind, is_compiled: bool) -> None:
+        self.runs.append((len(inputs.tokens), kind.has_parts))
+        self.has_special_kernels.append(is_compiled)
         self.seen: list[int] = inputs.tokens.tolist()
         if self.is_short_of_memory:
             raise torch.OutOfMemoryError("of 96 MiB there are 7")
@@ -266,18 +280,18 @@ class Graphs(DecodeGraphs):
         return list(self._graphs)
 
 
-def test_graphs_are_prepared_the_largest_first() -> None:
+def test_graphs_are_prepared_the_largest_first_then_the_smallest() -> None:
     graphs = Graphs([1, 4, WHOLE_SIZE, 128])
     num_calls = 0
     while graphs.prepare():
         num_calls += 1
     assert graphs.kinds() == [
-        Kind(128, False, True),
         Kind(128, False, False),  # contexts are rarely split there
+        Kind(1, False, True),
+        Kind(4, False, True),
         Kind(WHOLE_SIZE, False, True),
         Kind(WHOLE_SIZE, False, False),
-        Kind(4, False, True),
-        Kind(1, False, True),
+        Kind(128, False, True),
     ]
     assert num_calls == 6
     assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
@@ -323,14 +337,57 @@ def test_a_size_that_is_missed_often_is_captured(is_wide: bool) -> None:
     assert set(graphs.runs) == {(4, True)}
 
 
-def test_no_graph_is_captured_under_load_before_its_kernels_are_compiled() -> None:
-    graphs = Graphs([1, 4])
+def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -> None:
+    graphs = Graphs([1, 4, 100])
     graphs.is_compiled = False
-    for _ in range(3 * MAX_MISSES):
-        assert graphs.find(Layout(3, 4, 0), has_parts=True) is None
-    assert not graphs.runs
+    for _ in range(MAX_MISSES):
+        graph = graphs.find(Layout(3, 4, 0), has_parts=True)
+    assert graph is not None  # requests do not wait for the compiler
+    assert not any(graphs.has_special_kernels)
+    while graphs.prepare():
+        pass
+    assert graphs.kinds() == [Kind(4, False, True), Kind(100, False, False), Kind(100, False, True)]
     graphs.is_compiled = True
-    assert graphs.find(Layout(3, 4, 0), has_parts=True) is not None
+    while graphs.prepare():
+        pass
+    assert set(graphs.kinds()) == {Kind(size, False, True) for size in (1, 4, 100)} | {Kind(100, False, False)}
+    assert graphs.has_special_kernels[-2:] == [True, True]
+    assert graphs.find(Layout(3, 4, 0), has_parts=True) is not graph
+    assert not graphs.prepare()
+
+
+def test_a_step_with_prompts_uses_the_smallest_mixed_graph_that_holds_it() -> None:
+    graphs = Graphs([1, 100], mixed=[32, 64, 128])
+    while graphs.prepare():
+        pass
+
+    def found(num_rows: int, num_decodes: int, num_wide: int) -> Kind | None:
+        graph = graphs.find_mixed(Layout(num_rows, num_decodes, num_wide), num_decodes)
+        return None if graph is None else graph.kind
+
+    assert found(5, 0, 1) == Kind(32, True, True, FEW_DECODES)
+    assert found(33, 32, 1) == Kind(64, True, True, FEW_DECODES)
+    assert found(64, 33, 1) == Kind(64, True, True, 100)
+    assert found(40, 3, 65) is None  # too many items even for twice its rows
+    assert found(65, 3, 65) == Kind(128, True, True, FEW_DECODES)
+    assert found(129, 3, 1) is None
+    assert Graphs([4], mixed=[]).find_mixed(Layout(3, 3, 1), 1) is None
+
+
+@pytest.mark.parametrize("max_rows", [0, 31, 32, 100, 512, 2048, 10_000])
+def test_sizes_of_mixed_graphs(max_rows: int) -> None:
+    sizes = mixed_sizes(max_rows)
+    assert list(sizes) == sorted(set(sizes))
+    assert max(sizes, default=0) <= max_rows
+    for low, high in itertools.pairwise(sizes):
+        assert high <= 2 * low  # little padding
+
+
+def test_a_mixed_graph_is_captured_under_load_as_well() -> None:
+    graphs = Graphs([1, 4], mixed=[32])
+    found: list[StepGraph | None] = [graphs.find_mixed(Layout(20, 2, 1), 2) for _ in range(MAX_MISSES + 1)]
+    assert found[: MAX_MISSES - 1] == [None] * (MAX_MISSES - 1)
+    assert found[-1] is found[-2] is not None
 
 
 def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
@@ -365,4 +422,4 @@ def test_inputs_of_sampling_fit_after_the_inputs_of_every_graph() -> None:
     graphs = Graphs([1, 4, 100])
     for size in (1, 4, 100):
         for is_wide in (False, True):
-            assert graphs.room_of(size, is_wide).size + SAMPLED * size <= len(graphs.inputs)
+            assert graphs.room_of(Kind(size, is_wide, True)).size + SAMPLED * size <= len(graphs.inputs)
