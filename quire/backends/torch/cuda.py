@@ -234,6 +234,7 @@ class CudaRunner:
         if num_updates:
             update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
         hidden = self._hidden(step, layout, device, graph)
+        logits: Tensor | None
         if hidden is None:
             logits, sound, prompts = self._graph_logits[:num_sampled], None, []
         else:
