@@ -46,7 +46,7 @@ class Capacity:
     has_costly_rows: bool = False  # every row of a batch takes time: lower tiers may be left out of a step
     max_num_batched_tokens: int = 2048  # default limit of tokens per step
     max_chunk_tokens: int = 512  # default limit of tokens per step from one prompt
-    max_mixed_tokens: int | None = None  # default limit of prompt tokens in a step with answers; None: no limit
+    max_mixed_tokens: int | None = None  # a server's default limit of prompt tokens beside 64 answers; None: no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ MaxChunkTokens = Annotated[
 ]
 MaxMixedTokens = Annotated[
     int | None,
-    Opt(help="Maximum prompt tokens in a step that also generates answers; the default depends on the device."),
+    Opt(help="Maximum prompt tokens in a step beside every 64 answers; the default depends on the device."),
 ]
 StateDir = Annotated[
     str | None,

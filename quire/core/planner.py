@@ -24,6 +24,7 @@ from quire.core.step import SeqSlice
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
+MIXED_ANSWERS = 64  # for every so many answers, a step may hold `max_mixed_tokens` prompt tokens
 TurnKey = tuple[int, int, int]  # order within a turn: the policy's key, step of the last service, order of arrival
 
 
@@ -58,7 +59,7 @@ class Planner:
         self._waiting = waiting
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk_tokens = max_chunk_tokens
-        self.max_mixed_tokens = max_mixed_tokens  # prompt tokens beside answers, so that these do not wait long
+        self.max_mixed_tokens = max_mixed_tokens  # prompt tokens per MIXED_ANSWERS answers; None: no limit
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
         self._num_steps = 0
         self._is_stalled = False  # in the last step a running request waited for memory of one that cannot be preempted
@@ -93,8 +94,7 @@ class Planner:
             self._admission.note_pending(step, request)
             if self._num_wanted(request) > 1:
                 wanting[request.priority].append(request)
-        if self.max_mixed_tokens is not None and len(running) > sum(map(len, wanting)):
-            step.budget = min(step.budget, self.max_mixed_tokens)
+        self._bound_prompts(step, len(running) - sum(map(len, wanting)))
         contexts = [0] * len(TIERS)
         if self._ledger.cost is not None:
             for request in running.requests:
@@ -117,6 +117,14 @@ class Planner:
             for request in self._running.requests:
                 if request.priority in step.rationed and self._num_wanted(request) == 1:
                     step.wanting[request.priority].append(request)
+
+    def _bound_prompts(self, step: StepDraft, num_answers: int) -> None:
+        """Limit the prompt tokens of a step with answers, so that these do not wait long for their next token.
+
+        A step with many answers takes longer in any case, so it may hold more prompt tokens.
+        """
+        if self.max_mixed_tokens is not None and num_answers > 0:
+            step.budget = min(step.budget, self.max_mixed_tokens * -(-num_answers // MIXED_ANSWERS))
 
     def _end(self, step: StepDraft) -> None:
         for (priority, tenant), num_tokens in step.decodes.items():

@@ -52,7 +52,7 @@ class Scheduler:
         self.requests = MappingProxyType(self._requests)  # read-only view
         self._running = RunningSet(max_num_seqs, cache)
         self._waiting = WaitingQueue(policy.make_lane, max_waiting)
-        self._planner = Planner(
+        self.planner = Planner(
             cache,
             policy,
             self._running,
@@ -93,7 +93,7 @@ class Scheduler:
 
         Changes nothing.
         """
-        return self._planner.explain(request, self.cache.match(request))
+        return self.planner.explain(request, self.cache.match(request))
 
     # Arrival and end of requests
 
@@ -158,7 +158,7 @@ class Scheduler:
             raise InvariantViolation(f"{len(self._in_flight)} plans are in flight: commit the oldest first")
         self._now_ns = now_ns = max(self._now_ns, now_ns)
         self.cache.pins.expire(now_ns)
-        step = self._planner.draft(now_ns, has_in_flight=bool(self._in_flight))
+        step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
         if not step.slices:
             return StepPlan((), (), ())
         plan = StepPlan(tuple(step.slices), tuple(step.copies), self._running.pop_released())

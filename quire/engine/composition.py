@@ -82,7 +82,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
-    max_mixed_tokens: int | None = None
+    max_mixed_tokens: int | None = None  # None: no limit; in a server, the backend's choice
     max_waiting: int = 4096
     scheduling_policy: str = "fair"
     patience: float | None = None
@@ -131,7 +131,7 @@ class EngineConfig:
                 self.max_num_batched_tokens or capacity.max_num_batched_tokens, capacity.max_num_seqs
             ),
             max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
-            max_mixed_tokens=self.max_mixed_tokens or capacity.max_mixed_tokens,
+            max_mixed_tokens=self.max_mixed_tokens,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             has_costly_rows=capacity.has_costly_rows,

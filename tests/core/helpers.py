@@ -56,6 +56,7 @@ class Rig:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
         max_chunk_tokens: int = 256,
+        max_mixed_tokens: int | None = None,
         policy: Policy | None = None,
         max_waiting: int = 100,
         is_late: bool = True,
@@ -69,6 +70,7 @@ class Rig:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             max_waiting=max_waiting,
             observe=self.events.append,
         )

@@ -52,6 +52,17 @@ def test_a_long_prompt_is_chunked_while_decodes_continue() -> None:
     assert plan.num_tokens == 16
 
 
+def test_prompts_beside_answers_are_bounded() -> None:
+    rig = Rig(max_num_batched_tokens=100, max_chunk_tokens=100, max_mixed_tokens=6, max_num_seqs=4)
+    rig.add(1, range(50), max_tokens=20)
+    assert shape(rig.step()) == [(1, 0, 50)]  # nobody waits for a token
+    rig.add(2, range(100, 110))
+    rig.add(3, range(200, 210))
+    assert shape(rig.step()) == [(1, 50, 1), (2, 0, 6)]
+    assert shape(rig.step()) == [(1, 51, 1), (2, 6, 4), (3, 0, 3)]
+    assert shape(rig.step()) == [(1, 52, 1), (2, 10, 1), (3, 3, 7)]  # its reserved token and 6 more
+
+
 def test_every_decode_gets_its_token_with_a_small_budget() -> None:
     rig = Rig(max_num_batched_tokens=4, max_num_seqs=4)
     for request_id in range(3):
@@ -652,6 +663,7 @@ def test_the_scheduler_time_never_decreases() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs = 0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens = 7 is less than max_num_seqs = 8"),
         ({"max_chunk_tokens": 0}, "max_chunk_tokens = 0"),
+        ({"max_mixed_tokens": 0}, "max_mixed_tokens = 0"),
         ({"max_waiting": 0}, "max_requests = 0"),
     ],
 )

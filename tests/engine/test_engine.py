@@ -307,7 +307,7 @@ def test_a_request_that_ends_before_its_prompt_is_computed_pins_nothing(end: str
 
 def sizes(capacity: Capacity, config: EngineConfig) -> tuple[int, int, int]:
     scheduler = make_scheduler(FakeRunner(capacity), config)
-    planner = scheduler._planner
+    planner = scheduler.planner
     return scheduler.running.max_num_seqs, planner.max_num_batched_tokens, planner.max_chunk_tokens
 
 

@@ -94,9 +94,10 @@ class Setup:
     is_overlapped: bool
     is_caching: bool
     is_colliding: bool  # keys of 4 bits: only the comparison of tokens distinguishes contents
+    max_mixed_tokens: int | None
 
     @staticmethod
-    def draw(random: Random) -> Setup:
+    def draw(random: Random, seed: int) -> Setup:
         block_size = random.choice((1, 2, 4, 4, 8, 8, 16, 32))
         max_num_seqs = random.choice((1, 2, 3, 4, 6, 8))
         most = max(4, 320 // block_size)
@@ -116,6 +117,7 @@ class Setup:
             is_overlapped=random.random() < 0.75,
             is_caching=random.random() < 0.95,
             is_colliding=random.random() < 0.1,
+            max_mixed_tokens=(1, 2, 5, 20)[seed // 5 % 4] if seed % 5 == 4 else None,
         )
 
 
@@ -124,7 +126,7 @@ class World:
         """`check_every`: number of events between two checks of the core's invariants."""
         self.check_every = check_every
         self.random = Random(seed)
-        self.setup = setup = Setup.draw(self.random)
+        self.setup = setup = Setup.draw(self.random, seed)
         self.fair = Fair() if setup.patience_s == FAIR else None
         self.aging = Aging(setup.patience_s) if isinstance(setup.patience_s, float) else None
         self.policy: Policy = self.fair or self.aging or Fcfs()
@@ -145,6 +147,7 @@ class World:
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             max_chunk_tokens=setup.max_chunk_tokens,
+            max_mixed_tokens=setup.max_mixed_tokens,
             max_model_len=setup.max_model_len,
             max_waiting=setup.max_waiting,
             observe=self._observe,
@@ -168,6 +171,7 @@ class World:
         self._winners: set[int] = set()  # waiting requests for which another was preempted in the current plan
         self._batch_rows: dict[int, tuple[int, int]] = {}  # batch index -> (request id, epoch) last planned there
         self._has_preempted = False  # in the current plan
+        self._has_answers = False  # a running request needed only its next token before the current plan
         self._first_high: Request | None = None  # first waiting HIGH request before the current plan
         self._owed: set[Priority] = set()  # tiers owed service before the current plan
         self._yielded: set[int] = set()  # blocks of dropped pins, until they are evicted
@@ -414,6 +418,9 @@ class World:
     def _step(self) -> None:
         """Schedule and forward N+1, collect and commit N, sample N+1; or, without overlap, run one step completely."""
         busy = self._busy()
+        self._has_answers = any(
+            min(len(r.tokens) + r.num_in_flight, r.token_limit - 1) - r.num_planned <= 1 for r in self.scheduler.running
+        )
         self._started = {}
         self._admitted = set()
         self._winners = set()
@@ -682,11 +689,18 @@ class World:
         """Running requests with tokens to compute. Each gets at least one token in every step."""
         return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) > r.num_planned]
 
+    def _num_beside(self, plan: StepPlan) -> int:
+        """Number of tokens of the plan beside those that are reserved for requests that ran before."""
+        return sum(piece.length - (piece.request_id not in self._admitted) for piece in plan.slices)
+
     def _check_plan(self, plan: StepPlan, busy: list[Request]) -> None:
         setup = self.setup
         planned = {piece.request_id: piece for piece in plan.slices}
         self._require(len(planned) == len(plan.slices), "a request occurs twice in a plan")
         self._require(plan.num_tokens <= setup.max_num_batched_tokens, "the token budget was exceeded")
+        if setup.max_mixed_tokens is not None and self._has_answers and not self._has_preempted:
+            self.counts["mixed steps"] += 1
+            self._require(self._num_beside(plan) <= setup.max_mixed_tokens, "too many prompt tokens beside answers")
         for batch_index in plan.released:
             self._batch_rows.pop(batch_index, None)
         for piece in plan.slices:
@@ -774,6 +788,8 @@ class World:
         ]
         num_reserved = len(scheduler.running) - len(plan.slices)  # one token is reserved for every running request
         is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_num_batched_tokens
+        if self._has_answers and self.setup.max_mixed_tokens is not None:
+            is_budget_used = is_budget_used or self._num_beside(plan) >= self.setup.max_mixed_tokens
         num_kept = min(scheduler.waiting.num_prefix_waiters(request), self.setup.max_num_seqs // 2)
         shares = {Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 8}
         held = scheduler.running.counts

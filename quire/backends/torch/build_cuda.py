@@ -19,6 +19,7 @@ from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
 from quire.backends.torch.models.llama import LlamaModel
+from quire.core.planner import MIXED_ANSWERS
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
 from quire.weights.checkpoint import Checkpoint
@@ -26,8 +27,8 @@ from quire.weights.names import expected_tensors
 from quire.weights.spec import ModelSpec
 
 STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
-MAX_GAP_S = 0.005  # prompts in a step with answers may delay these by about this much
-MIN_MIXED_TOKENS = 512  # smaller chunks would waste most of a step: it reads all weights for any number of tokens
+MAX_GAP_S = 0.0024  # prompts in a step with up to 64 answers may delay these by about this much
+MIN_MIXED_ROWS = 512  # smaller steps would waste most of their time: they read all weights for any number of rows
 LAUNCH_S = 0.012  # of all kernels of a step from Python; steps whose products take longer do not need a graph
 MAX_GRAPH_TOKENS = 4096
 PRODUCT_RATE = 6e14  # operations per second that the matrix products of a large step reach on an H200
@@ -87,7 +88,7 @@ def make_cuda_runner(
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
         max_chunk_tokens=options.max_chunk_tokens or step_tokens,
-        max_mixed_tokens=max(int(MAX_GAP_S / token_s), MIN_MIXED_TOKENS),
+        max_mixed_tokens=_mixed_tokens(token_s),
         max_graph_tokens=graph_tokens,
     )
 
@@ -102,6 +103,12 @@ def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int, graph
 def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
     """Return the bytes of penalty counts and of temporaries for logprobs: three numbers per row and token."""
     return 3 * 4 * max_num_seqs * spec.vocab_size
+
+
+def _mixed_tokens(token_s: float) -> int:
+    """Return the prompt tokens that fit `MAX_GAP_S`, such that a step with 64 answers has the size of a graph."""
+    fitting = [size for size in mixed_sizes(int(MAX_GAP_S / token_s)) if size >= MIN_MIXED_ROWS]
+    return max(fitting, default=MIN_MIXED_ROWS) - MIXED_ANSWERS
 
 
 def default_step_tokens(spec: ModelSpec) -> int:
