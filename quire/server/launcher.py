@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,7 @@ from quire.server.observability.watch import Watch
 from quire.server.request_context import RequestLimits
 
 CUT_DRAIN_S = 5.0  # for cut streams to send their error event; a busy machine needs longer
+SWITCH_S = 0.0005  # longest wait of a thread for the interpreter while the event loop is busy; 5 ms by default
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     )
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
+    sys.setswitchinterval(SWITCH_S)
     main = _Main(config, gate, age_s, on_ready, on_loading, started_s)
     uvicorn_config = make_config(
         None, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
