@@ -14,7 +14,7 @@ from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
-from quire.backends.torch.kernel_compilation import Compiling, first_calls, launch
+from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls, launch
 from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
@@ -40,10 +40,11 @@ log = logging.getLogger(__name__)
 
 
 def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Compiling:
-    """Start compiling the kernels that every step needs, in child processes."""
+    """Start compiling in child processes: the kernels that every step needs, then the others."""
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, 32)  # the same as Triton's driver reports once it runs
-    return Compiling(first_calls(spec, dtype, block_size, torch.device("meta")), target)
+    first = first_calls(spec, dtype, block_size, torch.device("meta"))
+    return Compiling(first, later_calls(spec, dtype, block_size), target)
 
 
 def make_cuda_runner(
@@ -61,7 +62,7 @@ def make_cuda_runner(
     weights = load_weights(checkpoint, dtype, device, progress)
     model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_model_len)
     clock.append(time.monotonic())
-    compiling.wait()
+    compiling.wait_first()
     clock.append(time.monotonic())
     launch(first_calls(checkpoint.spec, dtype, options.block_size, device), device)
     clock.append(time.monotonic())
@@ -90,6 +91,7 @@ def make_cuda_runner(
         max_chunk_tokens=options.max_chunk_tokens or step_tokens,
         max_mixed_tokens=_mixed_tokens(token_s),
         max_graph_tokens=graph_tokens,
+        compiling=compiling,
     )
 
 

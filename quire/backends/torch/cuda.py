@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
@@ -26,7 +25,7 @@ from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fil
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import Kind, StepGraph, StepGraphs, graph_sizes, mixed_sizes
 from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
-from quire.backends.torch.kernel_compilation import Compiling, later_calls
+from quire.backends.torch.kernel_compilation import Compiling
 from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
@@ -92,6 +91,7 @@ class CudaRunner:
         max_chunk_tokens: int = 8192,
         max_mixed_tokens: int | None = None,
         max_graph_tokens: int = 0,
+        compiling: Compiling | None = None,
     ) -> None:
         spec, device = model.spec, store.device
         self.model = model
@@ -136,7 +136,7 @@ class CudaRunner:
         self._graphs = StepGraphs(
             graph_sizes(max_num_seqs), sizes, self._room, self._run_graph, self._has_compiled, device
         )
-        self._later: Compiling | None = None
+        self._compiling = compiling  # None: kernels are compiled when they are first launched
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
         self._spare_results: list[Tensor] = []
@@ -173,10 +173,7 @@ class CudaRunner:
         return True
 
     def _has_compiled(self) -> bool:
-        if self._later is None and self._is_cuda:
-            calls = later_calls(self.model.spec, self.store.dtype, self.store.block_size)
-            self._later = Compiling(calls, triton.runtime.driver.active.get_current_target())
-        return self._later is None or not self._later.is_running
+        return self._compiling is None or not self._compiling.is_running
 
     # Forward
 

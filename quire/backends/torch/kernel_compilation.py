@@ -13,6 +13,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import select
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ from quire.weights.spec import ModelSpec
 
 MAX_PROCESSES = 12
 PATIENCE_S = 60
+LATER_NICE = 19
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +56,25 @@ Calls = list[Callable[[], object]]  # each launches a kernel in the form a step 
 
 
 class Compiling:
-    """Compilation in child processes, started at once. `calls` use tensors on the device "meta"."""
+    """Compilation in child processes, started at once. All calls use tensors on the device "meta".
 
-    def __init__(self, calls: Calls, target: GPUTarget) -> None:
-        count = min(len(calls), usable_cores(), MAX_PROCESSES)
+    Each child compiles its share of the first calls, reports that, and continues with the later calls at a low
+    priority: a server is ready by then, and the children must not take the cores from it. They are forked only once,
+    because a fork of a process with a GPU takes 8 ms.
+    """
+
+    def __init__(self, first: Calls, later: Calls, target: GPUTarget) -> None:
+        count = min(max(len(first), len(later)), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
+        self._reports, report = os.pipe()
         with _no_collection(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: the children need none
             self._children = [
-                context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
+                context.Process(
+                    target=_compile_shares,
+                    args=(first[number::count], later[number::count], target, report),
+                    daemon=True,
+                )
                 for number in range(count)
             ]
             try:
@@ -70,6 +82,7 @@ class Compiling:
                     child.start()
             except (OSError, ValueError, AssertionError) as error:  # no memory, or a process that may not fork
                 log.info("kernels are not compiled in advance: %s", error)
+        os.close(report)  # the end of the last child then ends the reports
         self._children = [child for child in self._children if child.pid is not None]
         self._deadline_s = time.monotonic() + PATIENCE_S
 
@@ -83,6 +96,17 @@ class Compiling:
         self._deadline_s = 0.0
         self.wait()
 
+    def wait_first(self) -> None:
+        """Wait until the first calls are compiled, or all children have ended, or the time limit has passed."""
+        num_left = len(self._children)
+        while num_left > 0:
+            left_s = max(self._deadline_s - time.monotonic(), 0)
+            if not select.select([self._reports], [], [], left_s)[0]:
+                return
+            if not (reports := os.read(self._reports, num_left)):
+                return
+            num_left -= len(reports)
+
     def wait(self) -> None:
         """Wait until all are done, or the time limit has passed."""
         for child in self._children:
@@ -90,6 +114,9 @@ class Compiling:
             if child.is_alive():
                 child.kill()
                 child.join()
+        if self._reports >= 0:
+            os.close(self._reports)
+            self._reports = -1
 
 
 def launch(calls: Calls, device: torch.device) -> None:
@@ -128,9 +155,19 @@ class _NoDevice:
         return self._target
 
 
+def _compile_shares(first: Calls, later: Calls, target: GPUTarget, report: int) -> None:
+    """Compile in a child process. Sends one byte to `report` after the first calls."""
+    os.closerange(3, report)  # the parent's open files must close with the parent
+    os.closerange(report + 1, 4096)
+    _compile(first, target)
+    os.write(report, b"!")
+    os.close(report)
+    os.nice(LATER_NICE)
+    _compile(later, target)
+
+
 def _compile(calls: Calls, target: GPUTarget, launcher: Callable[..., object] = CudaLauncher) -> None:
-    """Compile in a child process: every launch stops after the compilation."""
-    os.closerange(3, 4096)  # the parent's open files must close with the parent
+    """Compile: every launch stops after the compilation."""
     jit: Any = triton.JITFunction
     launch = jit.run
 
@@ -147,6 +184,7 @@ def _compile(calls: Calls, target: GPUTarget, launcher: Callable[..., object] = 
         for call in calls:
             with contextlib.suppress(Exception):
                 call()
+    jit.run = launch
 
 
 @torch.inference_mode()

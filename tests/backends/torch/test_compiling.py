@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import LATER_NICE, Compiling, first_calls, later_calls
 from quire.backends.torch.kernels.blocks import copy_blocks
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
@@ -169,7 +171,41 @@ def test_a_pool_of_any_size_is_copied_by_the_same_kernel(monkeypatch: pytest.Mon
 
 def test_a_compiling_child_never_collects_garbage(tmp_path: Path) -> None:
     """Found on a GPU: the child collected tensors of the parent and aborted."""
-    found = tmp_path / "found"
-    Compiling([lambda: found.write_text(str(gc.isenabled()))], GPUTarget("cuda", 90, 32)).wait()
-    assert found.read_text() == "False"
+    first, later = tmp_path / "first", tmp_path / "later"
+    calls: list[Callable[[], object]] = [lambda: first.write_text(str(gc.isenabled()))]
+    more: list[Callable[[], object]] = [lambda: later.write_text(str(gc.isenabled()))]
+    compiling = Compiling(calls, more, GPUTarget("cuda", 90, 32))
+    compiling.wait()
+    assert first.read_text() == later.read_text() == "False"
     assert gc.isenabled()
+    assert not compiling.is_running
+
+
+def test_the_first_kernels_do_not_wait_for_the_later_ones(tmp_path: Path) -> None:
+    """The later ones run at a low priority. A call that fails does not end its child."""
+    order = tmp_path / "order"
+    go = tmp_path / "go"
+
+    def first() -> None:
+        order.write_text("first")
+
+    def later() -> None:
+        while not go.exists():
+            time.sleep(0.01)
+        order.write_text(f"later {os.nice(0)}")
+
+    compiling = Compiling([first, lambda: 1 / 0], [later], GPUTarget("cuda", 90, 32))
+    compiling.wait_first()
+    assert order.read_text() == "first"
+    assert compiling.is_running
+    go.touch()
+    compiling.wait()
+    assert order.read_text() == f"later {min(os.nice(0) + LATER_NICE, 19)}"
+    assert not compiling.is_running
+
+
+def test_a_compiling_child_that_dies_does_not_delay_the_parent() -> None:
+    compiling = Compiling([lambda: os._exit(1)], [], GPUTarget("cuda", 90, 32))
+    compiling.wait_first()
+    compiling.wait()
+    assert not compiling.is_running
