@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.torch.attention_work import Prompt, Sizes, find_siblings, plan_work
+from quire.backends.torch.attention_work import Prompt, Siblings, Sizes, find_siblings, plan_work
 from quire.backends.torch.device_sampling import DeviceSampler, fill_params
 from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, Tiling, attend, merge, rows_per_item
 from quire.backends.torch.kernels.linear import THIN, is_small, product_in_parts, row_product, tile_product
@@ -69,44 +69,60 @@ def contexts_of_a(step: int, seed: int = 0) -> list[int]:
 
 
 class Case:
-    """One step's attention: decodes with these contexts, then prompts of (cached, new) tokens."""
+    """One step's attention: decodes with these contexts, then prompts of (cached, new) tokens.
+
+    `heads` names the prefixes of each decode and their tokens: decodes that name the same ones share their blocks.
+    """
 
     def __init__(
-        self, contexts: Sequence[int], prompts: Sequence[tuple[int, int]], num_heads: int, pool: Tensor, shared: int = 0
+        self,
+        contexts: Sequence[int],
+        prompts: Sequence[tuple[int, int]],
+        num_heads: int,
+        pool: Tensor,
+        heads: Sequence[Sequence[tuple[str, int]]] = (),
     ) -> None:
-        device, num_decodes = pool.device, len(contexts)
-        free = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).astype(np.int32) + 1
-        tables = np.zeros((num_decodes + len(prompts), 512), np.int32)
-        head, used = free[: shared // BLOCK], shared // BLOCK
-        for batch_index, length in enumerate([*contexts, *(cached + new for cached, new in prompts)]):
-            own = -(-length // BLOCK) - (len(head) if batch_index < num_decodes else 0)
-            row = free[used : used + own]
-            tables[batch_index, : -(-length // BLOCK)] = (
-                np.concatenate([head, row]) if batch_index < num_decodes else row
-            )
-            used += own
+        device, self.num_decodes = pool.device, len(contexts)
+        free = iter((np.random.default_rng(0).permutation(NUM_BLOCKS - 1) + 1).tolist())
+        self.host_tables = np.zeros((self.num_decodes + len(prompts), 512), np.int32)
+        shared: dict[str, list[int]] = {}
+        lengths = [*contexts, *(cached + new for cached, new in prompts)]
+        for number, length in enumerate(lengths):
+            table: list[int] = []
+            for name, num_tokens in heads[number] if number < len(heads) else ():
+                if name not in shared:
+                    shared[name] = list(itertools.islice(free, num_tokens // BLOCK))
+                table += shared[name]
+            table += itertools.islice(free, -(-length // BLOCK) - len(table))
+            self.host_tables[number, : len(table)] = table
         self.starts = np.array(contexts, np.int32) - 1
-        self.batch_indices = np.arange(num_decodes, dtype=np.int32)
-        self.siblings = find_siblings(tables, self.batch_indices, self.starts, BLOCK) if shared else []
-        self.prompts, positions = [], list(self.starts)
+        self.prompts, self.positions = [], list(self.starts)
         for number, (cached, new) in enumerate(prompts):
-            self.prompts.append(Prompt(len(positions), new, cached, num_decodes + number))
-            positions += range(cached, cached + new)
-        self.tables = torch.from_numpy(tables).to(device)
-        self.positions = torch.tensor(np.array(positions, np.int32), device=device)
-        self.q = torch.randn(len(positions), num_heads, HEAD_SIZE, device=device, dtype=pool.dtype)
+            self.prompts.append(Prompt(len(self.positions), new, cached, self.num_decodes + number))
+            self.positions += range(cached, cached + new)
+        self.tables = torch.from_numpy(self.host_tables).to(device)
+        self.q = torch.randn(len(self.positions), num_heads, HEAD_SIZE, device=device, dtype=pool.dtype)
         self.out = torch.empty_like(self.q)
         self.pool, self.parts = pool, Parts.empty(8192, num_heads, HEAD_SIZE, device)
         self.num_bytes = 4 * KV_HEADS * HEAD_SIZE * (sum(contexts) + sum(cached + new for cached, new in prompts))
         self.num_ops = sum(4 * num_heads * HEAD_SIZE * new * (cached + new / 2) for cached, new in prompts)
 
-    def us(self, narrow: Tiling = NARROW, wide: Tiling = WIDE, programs: int = 4) -> float:
-        """Return microseconds per layer."""
+    def us(
+        self, narrow: Tiling = NARROW, wide: Tiling = WIDE, programs: int = 4, *, has_siblings: bool = True
+    ) -> float:
+        """Return microseconds per layer. Without siblings, every decode reads all its keys alone."""
         num_heads, device = self.q.shape[1], self.pool.device
         cores = torch.cuda.get_device_properties(device).multi_processor_count
         per_item = rows_per_item(wide, num_heads // KV_HEADS)
         sizes = Sizes(KV_HEADS, BLOCK, per_item, cores * programs, cores * 2, 8192)
-        work = plan_work(self.starts, self.batch_indices, self.siblings, self.prompts, len(self.q), sizes)
+        rows = np.arange(self.num_decodes, dtype=np.int32)
+        siblings: Sequence[Siblings] = ()
+        grouping = find_siblings(self.host_tables, rows, self.starts, sizes) if has_siblings else None
+        if grouping is not None:
+            rows, siblings = rows[grouping.order], grouping.siblings
+        work = plan_work(self.starts[rows], rows, siblings, self.prompts, len(self.q), sizes)
+        in_order = [*self.starts[rows].tolist(), *self.positions[self.num_decodes :]]
+        positions = torch.tensor(in_order, dtype=torch.int32, device=device)
         first_parts = torch.from_numpy(work.first_parts).to(device)
         lists = [
             (torch.from_numpy(items).to(device), tiling) for items, tiling in ((work.narrow, narrow), (work.wide, wide))
@@ -117,13 +133,28 @@ class Case:
                 for items, tiling in lists:
                     if len(items):
                         attend(
-                            self.q, layer, self.tables, self.positions, items, first_parts, self.parts, self.out,
+                            self.q, layer, self.tables, positions, items, first_parts, self.parts, self.out,
                             tiling=tiling, scale=HEAD_SIZE**-0.5, window=0, cap=0.0,
                         )  # fmt: skip
                 if work.first_parts[-1]:
                     merge(self.parts, first_parts, self.out, KV_HEADS)
 
         return timed_us(run) / len(self.pool)
+
+
+def sibling_cases(num_heads: int, pool: Tensor) -> Iterator[tuple[str, Case]]:
+    """Yield decodes that share prefixes. Prefixes end with full blocks, as in the prefix cache."""
+    contexts, heads = [2112 + number for number in range(64)], [[("head", 2048)]] * 64
+    yield "64 with a shared prefix of 2,048", Case(contexts, (), num_heads, pool, heads)
+    contexts, heads = [8256 + number for number in range(63)], [[("head", 32), ("rest", 8160)]] * 63
+    yield "63 with a shared prefix of 8,192", Case(contexts, (), num_heads, pool, heads)
+    stranger = Case([*contexts, 40], (), num_heads, pool, [*heads, [("head", 32)]])
+    yield "63 with a shared prefix of 8,192 and one of 40 tokens", stranger
+    contexts = [2100 + number % 200 for number in range(256)]
+    heads = [[("system", 1472), (f"persona {number % 8}", 512)] for number in range(256)]
+    yield "8 personas of 500 x 32 users, system prompt of 1,500", Case(contexts, (), num_heads, pool, heads)
+    heads = [[("system", 1472), (f"persona {number % 40}", 512)] for number in range(256)]
+    yield "40 personas of 500, 256 users, system prompt of 1,500", Case(contexts, (), num_heads, pool, heads)
 
 
 def attention() -> None:
@@ -141,10 +172,8 @@ def attention() -> None:
             case = Case(contexts, (), num_heads, pool)
             us = case.us()
             print(f"{shape}: {name}: {us:6.1f} us, {case.num_bytes / us / 1e6:.2f} TB/s")
-        contexts = [2112 + number for number in range(64)]
-        case = Case(contexts, (), num_heads, pool, shared=2048)
-        shared_us, case.siblings = case.us(), []
-        print(f"{shape}: 64 with a shared prefix of 2,048: {shared_us:6.1f} us; separately {case.us():6.1f} us")
+        for name, case in sibling_cases(num_heads, pool):
+            print(f"{shape}: {name}: {case.us():6.1f} us; separately {case.us(has_siblings=False):6.1f} us")
         case = Case((), [(0, 512)] * 16, num_heads, pool)
         us = case.us()
         print(f"{shape}: 16 prompts of 512: {us:6.1f} us, {case.num_ops / us / 1e6:.0f} TFLOP/s")

@@ -6,13 +6,14 @@ card is idle, so contexts are split along their length and the parts are merged 
 chosen so that about `target` programs share all keys. docs/gpu.md explains it with a picture.
 
 Decodes whose block tables start with the same blocks (siblings of one prompt) read that prefix once: their rows
-together form one item over the shared blocks, and each row has its own items for the rest.
+together form one item over the shared blocks, and each row has its own items for the rest. Groups may be nested: all
+rows share a system prompt, and some of them a longer prefix.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ Ints = NDArray[np.int32]
 MIN_CHUNK = 128  # keys: a shorter item costs more to start than to run
 ENOUGH = 0.6  # fraction of the target from which the idle time is shorter than a merge
 MIN_SIBLINGS = 4  # rows that share a prefix: with fewer, reading it once does not pay
-MIN_SHARED = 128  # keys of such a prefix
+MIN_SHARED = 128  # keys that they share beyond an enclosing group
+PART_KEYS = 16  # keys read in the time of writing and merging one part: 2 * G, for G query heads per KV head
+MAX_LEVELS = 3  # nested groups of a row: each adds a part to merge
 PIECE = 64  # blocks compared at a time
 
 
@@ -58,48 +61,153 @@ class Sizes(NamedTuple):
     rows_per_item: int  # tokens of a wide item
     target: int  # programs that fill the card if each has one row
     wide_target: int  # programs that fill the card if each has many rows
-    max_parts: int  # at least two per sequence
+    max_parts: int  # at least MAX_LEVELS + 1 per sequence
 
 
 class Siblings(NamedTuple):
-    """Decodes at rows [first, last) whose first `shared` keys are in the same blocks."""
+    """Decodes at rows [first, last) whose keys [low, high) are in the same blocks and are read once for all of them."""
 
     first: int
     last: int
-    shared: int
+    low: int  # `high` of the enclosing group, 0 if there is none
+    high: int
 
 
-def order_decodes(first_blocks: Ints) -> NDArray[np.int64] | None:
-    """Return an order that puts decodes with the same first block side by side, or None if all first blocks differ."""
+class Grouping(NamedTuple):
+    """All groups of siblings in a step, and the order of rows in which they are adjacent."""
+
+    order: NDArray[np.int64]  # [rows]: index of each row in the given arrays
+    siblings: tuple[Siblings, ...]  # an enclosing group before the groups inside it
+    shared: Ints  # [rows], as given: keys that each decode reads together with others
+
+
+def max_wide_tiles(num_rows: int, sizes: Sizes) -> int:
+    """Return the largest number of tiles that the siblings among `num_rows` decodes make.
+
+    It is half the rows, because `find_siblings` refuses groups that would exceed it. Groups that are not nested never
+    do if an item holds at least MIN_SIBLINGS rows: they make at most one tile for every MIN_SIBLINGS rows.
+    """
+    return num_rows // 2 if sizes.rows_per_item > 1 else 0
+
+
+def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, sizes: Sizes) -> Grouping | None:
+    """Return the groups of decodes for which reading a shared prefix once pays, or None if there are none.
+
+    Only full blocks before the position of a row count. The result stays correct while the tables only grow and
+    positions do not decrease.
+    """
+    candidates = _candidates(tables[batch_indices, 0])
+    if not len(candidates):  # the common case
+        return None
+    num_full = starts // sizes.block_size
+    order = _sort(tables, batch_indices, num_full, candidates)
+    common = _common_runs(tables, batch_indices[order], num_full[order])
+    siblings = _choose((common * sizes.block_size).tolist(), sizes.rows_per_item, max_wide_tiles(len(starts), sizes))
+    if not siblings:
+        return None
+    shared = np.zeros_like(starts)
+    for group in siblings:
+        shared[order[group.first : group.last]] = group.high
+    is_other = np.ones(len(starts), np.bool_)
+    is_other[order] = False
+    return Grouping(np.concatenate((order, np.flatnonzero(is_other))), siblings, shared)
+
+
+def _candidates(first_blocks: Ints) -> NDArray[np.int64]:
+    """Return the indices of decodes whose first block at least MIN_SIBLINGS decodes have."""
     order = np.argsort(first_blocks, kind="stable")
     ordered = first_blocks[order]
-    return order if bool((ordered[1:] == ordered[:-1]).any()) else None
+    same = np.flatnonzero(ordered[MIN_SIBLINGS - 1 :] == ordered[: 1 - MIN_SIBLINGS])
+    if not len(same):
+        return same
+    is_candidate = np.zeros(len(order), np.bool_)
+    for offset in range(MIN_SIBLINGS):
+        is_candidate[same + offset] = True
+    return order[is_candidate]
 
 
-def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, block_size: int) -> list[Siblings]:
-    """Return groups of decodes that share a prefix, given rows in the order of `order_decodes` and their positions."""
-    first_blocks = tables[batch_indices, 0]
-    bounds = np.flatnonzero(np.diff(first_blocks)) + 1
-    edges = [0, *bounds.tolist(), len(batch_indices)]
-    found = []
-    for first, last in itertools.pairwise(edges):
-        if last - first < MIN_SIBLINGS:
-            continue
-        width = int(starts[first:last].min()) // block_size  # full blocks before the position of every row
-        shared = _num_common(tables, batch_indices[first:last], width) * block_size
-        if shared >= MIN_SHARED:
-            found.append(Siblings(first, last, shared))
-    return found
+def _sort(tables: Ints, batch_indices: Ints, num_full: Ints, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the candidates in an order in which tables with any common prefix are adjacent."""
+    rows = zip(batch_indices[candidates].tolist(), num_full[candidates].tolist(), strict=True)
+    prefixes = [tables[batch_index, :length].tobytes() for batch_index, length in rows]  # bytes are compared fastest
+    return candidates[sorted(range(len(prefixes)), key=prefixes.__getitem__)]
 
 
-def _num_common(tables: Ints, batch_indices: Ints, width: int) -> int:
-    """Return the number of leading blocks that all tables share. Compares in pieces, because most differ early."""
-    for first in range(0, width, PIECE):
-        rows = tables[batch_indices, first : min(first + PIECE, width)]
-        is_same = (rows == rows[0]).all(0)
-        if not is_same.all():
-            return first + int(is_same.argmin())
-    return width
+def _common_runs(tables: Ints, batch_indices: Ints, num_full: Ints) -> Ints:
+    """Return how many leading blocks each row has in common with the next. Compares in pieces: most differ early."""
+    limits = np.minimum(num_full[:-1], num_full[1:])
+    common = limits.copy()
+    equal = np.arange(len(limits))  # pairs without a difference up to here
+    for first in range(0, int(limits.max()), PIECE):
+        equal = equal[limits[equal] > first]
+        here, following = (tables[batch_indices[equal + offset], first : first + PIECE] for offset in (0, 1))
+        differs = here != following
+        is_different = differs.any(1)
+        ended = equal[is_different]
+        common[ended] = np.minimum(limits[ended], first + differs.argmax(1)[is_different])
+        equal = equal[~is_different]
+        if not len(equal):
+            break
+    return common
+
+
+@dataclass(slots=True)
+class _Range:
+    """Adjacent rows [first, last) that share `high` keys."""
+
+    first: int
+    last: int
+    high: int
+    inside: list[_Range]  # ranges of at least MIN_SIBLINGS rows that share more
+
+
+def _ranges(common: list[int]) -> _Range:
+    """Return the tree of all ranges, given how many keys each row has in common with the next. The root has all rows.
+
+    One pass over the rows: a range begins where `common` rises above its surroundings and ends where it falls.
+    """
+    root = _Range(0, len(common) + 1, 0, [])
+    current = [root]  # the ranges that contain this row, the outermost first
+    for row, high in enumerate([*common, 0]):
+        first, inside = row, []
+        while current[-1].high > high:
+            ended = current.pop()
+            ended.last = row + 1
+            first = ended.first
+            is_large = ended.last - first >= MIN_SIBLINGS
+            if current[-1].high >= high:
+                current[-1].inside += [ended] * is_large
+            else:  # `ended` is within the range that begins below
+                inside = [ended] * is_large
+        if current[-1].high < high:
+            current.append(_Range(first, 0, high, inside))
+    return root
+
+
+def _choose(common: list[int], per_item: int, tiles_left: int) -> tuple[Siblings, ...]:
+    """Return the groups that pay, given how many keys each row has in common with the next.
+
+    A group reads its keys once per tile. Without it, each group inside it would read them once per tile, and each other
+    row once. It pays if the keys that it saves exceed the cost of one more part per row. If it does not pay, the groups
+    inside it read its keys too.
+    """
+    chosen: list[Siblings] = []
+    pending = [(_ranges(common), 0, 0)]
+    while pending:
+        group, low, level = pending.pop()
+        num_rows = group.last - group.first
+        num_tiles = -(-num_rows // per_item)
+        sizes = [one.last - one.first for one in group.inside]
+        num_readers = num_rows - sum(sizes) + sum(-(-size // per_item) for size in sizes)
+        num_keys = group.high - low
+        is_paid = (num_readers - num_tiles) * num_keys >= num_rows * PART_KEYS
+        if is_paid and num_keys >= MIN_SHARED and num_tiles <= tiles_left:
+            chosen.append(Siblings(group.first, group.last, low, group.high))
+            tiles_left -= num_tiles
+            low, level = group.high, level + 1
+        if level < MAX_LEVELS:
+            pending += [(one, low, level) for one in reversed(group.inside)]
+    return tuple(chosen)
 
 
 def plan_work(
@@ -116,17 +224,19 @@ def plan_work(
     num_decodes = len(starts)
     shared = np.zeros(num_decodes, np.int32)
     for group in siblings:
-        shared[group.first : group.last] = group.shared
+        shared[group.first : group.last] = group.high
     own = starts + 1 - shared
     chunk = _chunk(int(own.sum()), num_decodes, sizes.num_kv_heads, sizes.target)
     tiles = _tiles(siblings, prompts, batch_indices, sizes.rows_per_item)
-    wide_chunk = _chunk(int(tiles[:, 4].sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
+    num_keys = tiles[:, 4] - tiles[:, 3]
+    wide_chunk = _chunk(int(num_keys.sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
     while True:  # lengthen the items until the parts to be merged fit
         num_chunks = -(-own // chunk)
-        wide_chunks = -(-tiles[:, 4] // wide_chunk)
-        counts = np.ones(num_rows, np.int32)
-        counts[:num_decodes] = num_chunks
-        _add_wide(counts, tiles, wide_chunks, num_decodes)
+        wide_chunks = -(-num_keys // wide_chunk)
+        counts = np.zeros(num_rows, np.int32)
+        wide_parts = _add_wide(counts, tiles, wide_chunks)
+        first_narrow = counts[:num_decodes].copy()  # a row's own parts come after those that it shares
+        counts[:num_decodes] += num_chunks
         first_parts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(np.where(counts > 1, counts, 0), out=first_parts[1:])
         if first_parts[-1] <= sizes.max_parts:
@@ -137,9 +247,9 @@ def plan_work(
             [np.arange(num_decodes, dtype=np.int32), np.ones_like(batch_indices), batch_indices, shared, starts + 1], 1
         ),
         num_chunks,
-        counts[:num_decodes] - num_chunks,
+        first_narrow,
     )
-    wide = _cut(tiles, wide_chunks, np.zeros(len(tiles), np.int32))
+    wide = _cut(tiles, wide_chunks, wide_parts)
     return Work(narrow, wide, first_parts)
 
 
@@ -176,7 +286,7 @@ def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indice
     for group in siblings:
         batch_index = int(batch_indices[group.first])
         tiles += [
-            (row, min(rows_per_item, group.last - row), batch_index, 0, group.shared)
+            (row, min(rows_per_item, group.last - row), batch_index, group.low, group.high)
             for row in range(group.first, group.last, rows_per_item)
         ]
     for prompt in prompts:
@@ -186,13 +296,18 @@ def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indice
     return np.array(tiles, np.int32).reshape(-1, 5)
 
 
-def _add_wide(counts: Ints, tiles: Ints, wide_chunks: Ints, num_decodes: int) -> None:
-    """Add to `counts` the parts that each row has in shared prefixes."""
-    for (row, num_rows, _, _, _), num_chunks in zip(tiles.tolist(), wide_chunks.tolist(), strict=True):
-        if row < num_decodes:
-            counts[row : row + num_rows] += num_chunks
-        else:
-            counts[row : row + num_rows] = num_chunks
+def _add_wide(counts: Ints, tiles: Ints, wide_chunks: Ints) -> Ints:
+    """Add the parts of all tiles to the counts of their rows. Return the index of each tile's first part.
+
+    All rows of a tile are in the same enclosing groups, so they have the same number of parts before it.
+    """
+    first_parts = np.empty(len(tiles), np.int32)
+    for tile, ((row, num_rows, _, _, _), num_chunks) in enumerate(
+        zip(tiles.tolist(), wide_chunks.tolist(), strict=True)
+    ):
+        first_parts[tile] = counts[row]
+        counts[row : row + num_rows] += num_chunks
+    return first_parts
 
 
 def _cut(tiles: Ints, num_chunks: Ints, first_part: Ints) -> Ints:

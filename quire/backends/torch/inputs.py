@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.backends.torch.attention_work import Ints, Prompt, Sizes, Work, find_siblings, order_decodes, plan_work
+from quire.backends.torch.attention_work import Grouping, Ints, Prompt, Siblings, Sizes, Work, find_siblings, plan_work
 from quire.core.step import SeqSlice
 
 ITEM_FIELDS = 6
@@ -114,11 +114,11 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> St
     decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
     starts = np.array([slices[index].start for index in decodes], np.int32)
     batch_indices = np.array([slices[index].batch_index for index in decodes], np.int32)
-    siblings = []
-    if len(decodes) > 1 and (order := order_decodes(tables.host[batch_indices, 0])) is not None:
+    siblings: Sequence[Siblings] = ()
+    if (grouping := tables.group(batch_indices, starts, sizes)) is not None:
+        siblings, order = grouping.siblings, grouping.order
         decodes = [decodes[place] for place in order.tolist()]
         starts, batch_indices = starts[order], batch_indices[order]
-        siblings = find_siblings(tables.host, batch_indices, starts, sizes.block_size)
     if len(decodes) == len(slices):
         ordered = tuple(slices[index] for index in decodes)
         work = plan_work(starts, batch_indices, siblings, (), len(decodes), sizes)
@@ -142,6 +142,9 @@ class BlockTables:
         self.device = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._block_size = block_size
         self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_num_seqs  # table, and entries sent
+        self._versions = np.zeros(max_num_seqs, np.int64)  # increased when a batch index gets another table
+        self._grouping: Grouping | None = None  # of the last step
+        self._grouped = (b"", b"")  # batch indices and versions of that step
 
     def update(self, slices: Sequence[SeqSlice]) -> tuple[list[int], list[int]]:
         """Return positions in the flat table and their new values, for the device."""
@@ -154,6 +157,7 @@ class BlockTables:
             owner, known = self._seen[batch_index]
             if owner is not table:  # compared by identity: tables only grow, and each request has its own list
                 known = 0
+                self._versions[batch_index] += 1
             elif known >= needed:
                 continue
             new = table[known:needed]
@@ -162,6 +166,21 @@ class BlockTables:
             blocks += new
             self._seen[batch_index] = (table, needed)
         return places, blocks
+
+    def group(self, batch_indices: Ints, starts: Ints, sizes: Sizes) -> Grouping | None:
+        """Find the siblings among decodes, or return those of the last step if it had the same decodes.
+
+        Tables only grow, so the same tables still begin with the same blocks. They do not begin with more: the block at
+        a position is written by its request, and the scheduler never shares a block that is written.
+        """
+        grouped = (batch_indices.tobytes(), self._versions[batch_indices].tobytes())
+        is_known = grouped == self._grouped
+        if is_known and self._grouping is not None:
+            is_known = bool((self._grouping.shared <= starts).all())
+        if not is_known:
+            self._grouping = find_siblings(self.host, batch_indices, starts, sizes)
+            self._grouped = grouped
+        return self._grouping
 
     def forget(self) -> None:
         """Send all entries again: those written may not have reached the device."""

@@ -77,17 +77,24 @@ def test_batching_chunks_and_overlap_change_nothing(llama: Reference) -> None:
         assert answers[request_id].tokens == [int(row.argmax()) for row in answers[request_id].rows]
 
 
+def watch_siblings(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int, int]]]:
+    """Return a list that receives the rows, first and last key of all groups that are found."""
+    found: list[list[tuple[int, int, int]]] = []
+
+    def find_siblings(*args: Any) -> work.Grouping | None:
+        grouping = work.find_siblings(*args)
+        groups = () if grouping is None else grouping.siblings
+        found.append([(group.last - group.first, group.low, group.high) for group in groups])
+        return grouping
+
+    monkeypatch.setattr(inputs, "find_siblings", find_siblings)
+    return found
+
+
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "MIN_SHARED", 64)
-    found: list[int] = []
-
-    def find_siblings(*args: Any) -> list[work.Siblings]:
-        siblings = work.find_siblings(*args)
-        found.append(sum(group.last - group.first for group in siblings))
-        return siblings
-
-    monkeypatch.setattr(inputs, "find_siblings", find_siblings)
+    found = watch_siblings(monkeypatch)
     rig = FusedRig(llama.path)
     monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)
     if has_graphs:
@@ -97,13 +104,38 @@ def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, mon
     assert not first.num_cached_tokens
     ids = [rig.start(head + prompt(4, seed), 5) for seed in range(5)]
     answers = rig.run(*ids)
-    assert max(found) == 5
+    assert max(found, key=len) == [(5, 0, 64)]
     for seed, request_id in enumerate(ids):
         assert answers[request_id].num_cached_tokens == len(head)
         check(llama, head + prompt(4, seed), answers[request_id])
     captured = rig.runner._graphs._graphs
     assert list(captured) == ([graphs.Kind(8, True, True)] if has_graphs else [])
     assert None not in captured.values()
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_nested_siblings_and_strangers(llama: Reference, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine requests with one head, four of which share more, one that shares a single block, and one that shares none.
+
+    They end at different times, so that groups lose members while others run.
+    """
+    monkeypatch.setattr(work, "MIN_SHARED", 64)
+    found = watch_siblings(monkeypatch)
+    rig = FusedRig(llama.path, max_num_seqs=16)
+    monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)
+    if has_graphs:
+        monkeypatch.setattr(rig.runner._graphs, "_is_compiled", lambda: True)
+    head, more = prompt(64), prompt(64, 99)
+    rig.answer([*head, *more, 5], 1)
+    prompts = [head + more + prompt(4, seed) for seed in range(4)] + [head + prompt(4, seed) for seed in range(4, 9)]
+    prompts += [head[:32] + prompt(4, 9), prompt(20, 10)]
+    ids = [rig.start(tokens, 8 - number % 4) for number, tokens in enumerate(prompts)]
+    answers = rig.run(*ids)
+    assert {(9, 0, 64), (4, 64, 128)} in [set(groups) for groups in found]
+    assert len({str(groups) for groups in found}) > 2
+    for tokens, request_id in zip(prompts, ids, strict=True):
+        check(llama, tokens, answers[request_id])
+    assert any(kind.is_wide for kind in rig.runner._graphs._graphs) == has_graphs
 
 
 def test_graphs_pad_without_touching_anything(llama: Reference) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends.torch.attention_work import Sizes
+from quire.backends.torch import inputs
+from quire.backends.torch.attention_work import Grouping, Sizes, find_siblings
 from quire.backends.torch.graphs import (
     FEW_DECODES,
     MAX_MISSES,
@@ -223,6 +224,77 @@ def test_siblings_are_adjacent() -> None:
     assert inputs.batch_indices.tolist() == [0, 2, 4, 6, 8, 1, 3]
     assert inputs.positions.tolist() == [160, 162, 161, 160, 162, 5, 5]
     assert inputs.tokens.tolist() == [0, 200, 400, 600, 800, 100, 300]
+
+
+class CountedTables(BlockTables):
+    """Counts how often siblings are searched for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(16, 100, SIZES.block_size, CPU)
+        self.num_searches = 0
+        monkeypatch.setattr(inputs, "find_siblings", self._find)
+
+    def _find(self, *args: Any) -> Grouping | None:
+        self.num_searches += 1
+        return find_siblings(*args)
+
+    def arrange(self, *slices: SeqSlice) -> Step:
+        self.update(slices)
+        return arrange(slices, self, SIZES)
+
+
+def wide_items(step: Step) -> list[list[int]]:
+    """Return the wide items without their batch index: it may be that of any row."""
+    return sorted(np.delete(step.work.wide, 2, axis=1).tolist())
+
+
+def test_siblings_are_searched_for_when_the_decodes_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = list(range(1, 41))  # 160 keys
+    lists = [[*head, *range(100 * row, 100 * row + 20)] for row in range(1, 7)]
+
+    def family(start: int, rows: Sequence[int] = range(5)) -> list[SeqSlice]:
+        return [piece(row, lists[row], start + row) for row in rows]
+
+    tables = CountedTables(monkeypatch)
+    first = tables.arrange(*family(160))
+    assert wide_items(first) == [[0, 5, 0, 128, 0], [0, 5, 128, 160, 1]]
+    for start in range(161, 180):  # new blocks of their own change nothing
+        step = tables.arrange(*family(start))
+        assert wide_items(step) == wide_items(first)
+        assert sorted(step.starts.tolist()) == [start + row for row in range(5)]
+        assert [one.start for one in step.slices] == step.starts.tolist()
+    tables.arrange(*family(180), piece(9, [700, 701], 0, 5))  # nor does the table of a prompt
+    assert tables.num_searches == 1
+    assert wide_items(tables.arrange(*family(182, range(4)))) == [[0, 4, 0, 128, 0], [0, 4, 128, 160, 1]]
+    assert wide_items(tables.arrange(*family(183, [3, 1, 2, 0]))) == [[0, 4, 0, 128, 0], [0, 4, 128, 160, 1]]
+    assert not wide_items(tables.arrange(*family(184, range(3))))
+    assert tables.num_searches == 4
+    assert not wide_items(tables.arrange(*family(185, range(3))))  # that there are none is known too
+    assert tables.num_searches == 4
+
+
+def test_another_table_at_the_same_batch_index_is_no_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = list(range(1, 41))
+    lists = [[*head, 100 + row] for row in range(4)]
+    tables = CountedTables(monkeypatch)
+    assert wide_items(tables.arrange(*(piece(row, lists[row], 160) for row in range(4))))
+    lists[2] = [*range(200, 240), 102]  # the request was preempted, and its batch index reused
+    assert not wide_items(tables.arrange(*(piece(row, lists[row], 161) for row in range(4))))
+    lists[2] = [*head, 102]
+    assert wide_items(tables.arrange(*(piece(row, lists[row], 162) for row in range(4))))
+    tables.forget()
+    assert wide_items(tables.arrange(*(piece(row, lists[row], 162) for row in range(4))))
+    assert tables.num_searches == 4
+
+
+def test_siblings_share_no_keys_after_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions do not decrease, but if they did, the groups of the last step would not be used."""
+    lists = [[*range(1, 41), 100 + row] for row in range(4)]
+    tables = CountedTables(monkeypatch)
+    assert wide_items(tables.arrange(*(piece(row, lists[row], 160) for row in range(4))))
+    step = tables.arrange(*(piece(row, lists[row], 159 if row == 2 else 161) for row in range(4)))
+    assert max(item[3] for item in wide_items(step)) == 156
+    assert tables.num_searches == 2
 
 
 def test_staging_takes_turns_and_grows() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -14,20 +14,24 @@ import numpy as np
 import pytest
 
 from quire.backends.torch.attention_work import (
+    MAX_LEVELS,
     MIN_CHUNK,
     MIN_SHARED,
     MIN_SIBLINGS,
     NO_ITEMS,
+    PART_KEYS,
     Ints,
     Prompt,
     Siblings,
     Sizes,
     Work,
+    _choose,
     find_siblings,
-    order_decodes,
+    max_wide_tiles,
     plan_work,
 )
 from quire.backends.torch.cuda import MIN_PARTS, CudaRunner
+from quire.backends.torch.graphs import Kind
 from quire.backends.torch.inputs import Layout
 
 NUM_CASES = 1500
@@ -41,7 +45,7 @@ class Case:
     tables: Ints  # [batch_indices, blocks]: 0 if empty
     starts: Ints
     batch_indices: Ints
-    siblings: list[Siblings]
+    siblings: Sequence[Siblings]
     prompts: list[Prompt]
     sizes: Sizes
 
@@ -66,22 +70,22 @@ def random_sizes(rng: Random, block_size: int, num_rows: int) -> Sizes:
         rows_per_item=rng.choice([4, 16, 42, 128]),
         target=rng.choice([1, 4, 40, 528]),
         wide_target=rng.choice([1, 2, 20, 264]),
-        max_parts=rng.choice([2 * num_rows, 3 * num_rows, 4096]),
+        max_parts=rng.choice([(MAX_LEVELS + 1) * num_rows, (MAX_LEVELS + 2) * num_rows, 4096]),
     )
 
 
 def random_tables(rng: Random, lengths: list[int], block_size: int) -> Ints:
-    """Make one table per length, in groups that start with none, some or all of the same blocks."""
+    """Make one table per length, as a random tree: each begins with none, some or all of the blocks of another."""
     tables = np.zeros((len(lengths), -(-max(lengths) // block_size)), np.int32)
     numbers = itertools.count(1)
-    leader = 0
+    leader, turnover = 0, rng.choice([0.05, 0.3, 0.6])
     for batch_index, length in enumerate(lengths):
         num_blocks = -(-length // block_size)
         tables[batch_index, :num_blocks] = [next(numbers) for _ in range(num_blocks)]
-        if batch_index == 0 or rng.random() < 0.3:
-            leader = batch_index
-        elif rng.random() < 0.9:
-            shared = rng.choice([num_blocks, rng.randrange(num_blocks + 1)])
+        if batch_index and rng.random() < 0.95:
+            if rng.random() < turnover:
+                leader = rng.randrange(batch_index)
+            shared = rng.choice([num_blocks, num_blocks, rng.randrange(num_blocks + 1)])
             shared = min(shared, -(-lengths[leader] // block_size))
             tables[batch_index, :shared] = tables[leader, :shared]
     return tables
@@ -95,16 +99,22 @@ def random_case(rng: Random, *, num_decodes: int, num_prompts: int) -> Case:
     tables = random_tables(rng, [*(starts + 1).tolist(), 1], block_size)
     batch_indices = np.array(rng.sample(range(num_decodes), num_decodes), np.int32)
     starts = starts[batch_indices]
-    siblings: list[Siblings] = []
-    if num_decodes > 1 and (order := order_decodes(tables[batch_indices, 0])) is not None:
-        starts, batch_indices = starts[order], batch_indices[order]
-        siblings = find_siblings(tables, batch_indices, starts, block_size)
     prompts, row = [], num_decodes
     for number in range(num_prompts):
         length = rng.randrange(2, rng.choice([3, 20, 200]))
         prompts.append(Prompt(row, length, rng.choice([0, rng.randrange(900)]), num_decodes + number))
         row += length
-    return Case(tables, starts, batch_indices, siblings, prompts, random_sizes(rng, block_size, row))
+    case = Case(tables, starts, batch_indices, (), prompts, random_sizes(rng, block_size, row))
+    if (grouping := find_siblings(tables, batch_indices, starts, case.sizes)) is not None:
+        assert sorted(grouping.order.tolist()) == list(range(num_decodes))
+        case.starts, case.batch_indices = starts[grouping.order], batch_indices[grouping.order]
+        case.siblings = grouping.siblings
+        shared = np.zeros(num_decodes, np.int32)
+        for group in grouping.siblings:
+            assert (shared[group.first : group.last] == group.low).all()  # nested groups continue at the same key
+            shared[group.first : group.last] = group.high
+        assert np.array_equal(shared, grouping.shared[grouping.order])
+    return case
 
 
 def check_items(case: Case, work: Work) -> None:
@@ -136,36 +146,46 @@ def check_items(case: Case, work: Work) -> None:
 
 def room(sizes: Sizes, num_rows: int, is_wide: bool) -> Layout:
     runner: Any = SimpleNamespace(_sizes=sizes)
-    return CudaRunner._room(runner, num_rows, is_wide)
+    return CudaRunner._room(runner, Kind(num_rows, is_wide, True))
 
 
 def check_room(case: Case, work: Work) -> None:
     assert not case.prompts
     layout = Layout(case.num_rows, len(work.narrow), len(work.wide))
     assert room(case.sizes, case.num_rows, layout.num_wide > 0).holds(layout)
+    assert num_tiles(case.siblings, case.sizes) <= max_wide_tiles(case.num_rows, case.sizes)
+    if layout.num_wide:
+        more = case.sizes.wide_target // case.sizes.num_kv_heads + 1
+        assert layout.num_wide <= max_wide_tiles(case.num_rows, case.sizes) + more
+
+
+def num_tiles(siblings: Sequence[Siblings], sizes: Sizes) -> int:
+    return sum(-(-(group.last - group.first) // sizes.rows_per_item) for group in siblings)
 
 
 @pytest.mark.parametrize("num_prompts", [0, 1, 3])
 def test_every_key_is_read_once(num_prompts: int) -> None:
     rng = Random(num_prompts)
-    num_wide = num_split = num_shared = 0
+    num_wide = num_split = num_shared = num_nested = 0
     for _ in range(NUM_CASES // 3):
-        case = random_case(rng, num_decodes=rng.randrange(0 if num_prompts else 1, 25), num_prompts=num_prompts)
+        case = random_case(rng, num_decodes=rng.randrange(0 if num_prompts else 1, 33), num_prompts=num_prompts)
         work = case.plan()
         check_items(case, work)
         if not num_prompts:
             check_room(case, work)
         for items in (work.narrow, work.wide):
             assert (np.diff(items[:, 4] - items[:, 3]) <= 0).all()  # longest first
-            for row in np.unique(items[:, 0]):  # whole tiles of keys except for the last piece
+            for row in np.unique(items[:, 0]):  # whole tiles of keys except for the last piece of each group
                 pieces = items[items[:, 0] == row]
-                lengths = (pieces[:, 4] - pieces[:, 3])[pieces[:, 4] < pieces[:, 4].max()]
+                ends = [pieces[:, 4].max(), *(group.high for group in case.siblings if group.first <= row < group.last)]
+                lengths = (pieces[:, 4] - pieces[:, 3])[~np.isin(pieces[:, 4], ends)]
                 assert not (lengths % MIN_CHUNK).any()
         assert (work.narrow[:, 1] == 1).all()
         num_wide += len(work.wide)
         num_split += int(work.first_parts[-1]) > 0
         num_shared += bool(case.siblings)
-    assert min(num_wide, num_split, num_shared) > 50  # not all cases are easy
+        num_nested += any(group.low for group in case.siblings)
+    assert min(num_wide, num_split, num_shared, num_nested) > 50  # not all cases are easy
 
 
 def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
@@ -174,7 +194,7 @@ def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
     num_split = 0
     for _ in range(NUM_CASES // 3):
         case = random_case(rng, num_decodes=rng.randrange(1, 40), num_prompts=0)
-        case.siblings = []
+        case.siblings = ()
         case.sizes = case.sizes._replace(max_parts=4096)
         work, num_rows = case.plan(), case.num_rows
         beside = plan_work(case.starts, case.batch_indices, (), [Prompt(num_rows, 2, 0, 99)], num_rows + 2, case.sizes)
@@ -197,24 +217,20 @@ def extreme_case(rng: Random) -> Case:
     num_rows = rng.choice([1, max_num_seqs, rng.randrange(1, max_num_seqs + 1)])
     longest = rng.choice([1, 127, 128, 129, 4096, 131_072, 1_000_000])
     starts = np.array([rng.choice([0, longest - 1, rng.randrange(longest)]) for _ in range(num_rows)], np.int32)
-    siblings, row = [], 0
-    while rng.random() < 0.9 and row < num_rows:
-        last = row + rng.choice([4, 5, 7, 17, 129, rng.randrange(4, 300)])
-        if last > num_rows:
-            break
-        if rng.random() < 0.7:
-            starts[row:last] = longest - 1
-        shared = int(starts[row:last].min()) // 32 * 32
-        if shared >= MIN_SHARED:
-            siblings.append(Siblings(row, last, shared))
-        row = last + rng.choice([0, 0, 1, 9])
+    common = np.zeros(num_rows - 1, np.int64)  # keys that each row shares with the next: any numbers are possible
+    for _ in range(rng.choice([0, 3, 20, 100, num_rows])):
+        row, count = rng.randrange(num_rows), rng.choice([4, 5, 7, 17, 129, rng.randrange(4, 1000)])
+        common[row : row + count - 1] += rng.choice([128, 160, 4096, rng.randrange(1 + longest // 32)]) // 32 * 32
+    common = np.minimum(common, longest // 32 * 32)
+    starts = np.maximum(starts, np.maximum(np.append(common, 0), np.append(0, common))).astype(np.int32)
+    siblings = _choose(common.tolist(), sizes.rows_per_item, max_wide_tiles(num_rows, sizes)) if num_rows > 1 else ()
     return Case(NO_ITEMS, starts, np.arange(num_rows, dtype=np.int32), siblings, [], sizes)
 
 
 def test_a_graph_has_room_for_any_decodes() -> None:
     """Graphs have a fixed size, which is safe because there are never more items than `_room` returns."""
     rng = Random(1)
-    num_full = num_wide = 0
+    num_full = num_wide = num_nested = num_tight = 0
     for number in range(NUM_ROOMS):
         case = extreme_case(rng)
         work = case.plan()
@@ -227,8 +243,11 @@ def test_a_graph_has_room_for_any_decodes() -> None:
             counts[row : row + num_rows] += 1
         assert np.array_equal(np.diff(work.first_parts), np.where(counts > 1, counts, 0)), number
         num_wide += len(work.wide) > 0
+        num_nested += any(group.low for group in case.siblings)
+        num_tight += num_tiles(case.siblings, case.sizes) >= max_wide_tiles(case.num_rows, case.sizes) - 1 > 3
         num_full += len(work.narrow) >= room(case.sizes, case.num_rows, False).num_narrow - 2
-    assert num_wide > 300
+    assert min(num_wide, num_nested) > 200
+    assert num_tight > 15
     assert num_full > 300  # the bound is tight, not generous
 
 
@@ -264,50 +283,178 @@ def test_the_card_is_shared_evenly() -> None:
 # Siblings
 
 
-def test_siblings_share_full_blocks() -> None:
+def expected_siblings(prefixes: list[tuple[int, ...]], sizes: Sizes) -> list[tuple[frozenset[int], int, int]]:
+    """Return rows, low and high of every group, found by its definition. Takes the full blocks of every row."""
+    found = []
+    tiles_left = max_wide_tiles(len(prefixes), sizes)
+
+    def tiles(rows: list[int]) -> int:
+        return -(-len(rows) // sizes.rows_per_item)
+
+    def visit(rows: list[int], low: int, level: int) -> None:
+        nonlocal tiles_left
+        depth = 0
+        while all(len(prefixes[row]) > depth for row in rows) and len({prefixes[row][depth] for row in rows}) == 1:
+            depth += 1
+        by_block: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            if len(prefixes[row]) > depth:
+                by_block[prefixes[row][depth]].append(row)
+        inside = [some for some in by_block.values() if len(some) >= MIN_SIBLINGS]
+        high = depth * sizes.block_size
+        num_readers = len(rows) - sum(len(some) - tiles(some) for some in inside)
+        pays = (num_readers - tiles(rows)) * (high - low) >= PART_KEYS * len(rows)
+        if pays and high - low >= MIN_SHARED and tiles(rows) <= tiles_left:
+            found.append((frozenset(rows), low, high))
+            tiles_left -= tiles(rows)
+            low, level = high, level + 1
+        for some in inside if level < MAX_LEVELS else ():
+            visit(some, low, level)
+
+    in_order = sorted(range(len(prefixes)), key=lambda row: np.array(prefixes[row], np.int32).tobytes())
+    if len(prefixes) >= MIN_SIBLINGS:
+        visit(in_order, 0, 0)
+    return found
+
+
+def test_groups_are_those_that_pay() -> None:
+    """Compared with groups found by their definition, one block at a time, in random trees of tables."""
     rng = Random(5)
-    num_found = num_refused = 0
+    num_found = num_nested = num_none = 0
     for _ in range(NUM_CASES // 2):
         block_size = rng.choice([1, 8, 32, 128])
-        lengths = [rng.randrange(1, 600) if rng.random() < 0.2 else rng.randrange(300, 600) for _ in range(24)]
+        lengths = [rng.randrange(1, 900) if rng.random() < 0.2 else rng.randrange(600, 900) for _ in range(40)]
         tables = random_tables(rng, lengths, block_size)
-        batch_indices = np.array(rng.sample(range(24), rng.randrange(2, 25)), np.int32)
+        batch_indices = np.array(rng.sample(range(40), rng.randrange(2, 41)), np.int32)
         starts = np.array([lengths[batch_index] - 1 for batch_index in batch_indices.tolist()], np.int32)
-        groups: dict[int, list[int]] = defaultdict(list)  # batch indices by their first block
-        for batch_index in batch_indices.tolist():
-            groups[int(tables[batch_index, 0])].append(batch_index)
-        order = order_decodes(tables[batch_indices, 0])
-        assert (order is None) == (len(groups) == len(batch_indices))
-        if order is None:
+        sizes = Sizes(2, block_size, rng.choice([1, 2, 4, 16, 64]), 40, 20, 4096)
+        prefixes = [
+            tuple(tables[batch_index, : start // block_size].tolist())
+            for batch_index, start in zip(batch_indices.tolist(), starts.tolist(), strict=True)
+        ]
+        expected = expected_siblings(prefixes, sizes)
+        grouping = find_siblings(tables, batch_indices, starts, sizes)
+        num_none += grouping is None
+        if grouping is None:
+            assert not expected
             continue
-        batch_indices, starts = batch_indices[order], starts[order]
-        expected = {}
-        for members in groups.values():
-            width = min(lengths[batch_index] - 1 for batch_index in members) // block_size
-            shared = 0
-            while shared < width and len({int(tables[batch_index, shared]) for batch_index in members}) == 1:
-                shared += 1
-            if len(members) >= MIN_SIBLINGS and shared * block_size >= MIN_SHARED:
-                expected[tuple(members)] = shared * block_size
-            num_refused += len(members) > 1 and tuple(members) not in expected
-        found = {
-            tuple(batch_indices[group.first : group.last].tolist()): group.shared
-            for group in find_siblings(tables, batch_indices, starts, block_size)
-        }
+        found = [
+            (frozenset(grouping.order[group.first : group.last].tolist()), group.low, group.high)
+            for group in grouping.siblings
+        ]
         assert found == expected
         num_found += len(found)
-    assert min(num_found, num_refused) > 200
+        num_nested += any(low for _, low, _ in found)
+    assert min(num_found, num_nested, num_none) > 100
+
+
+def make_tables(*prefixes: Sequence[int], length: int = 300) -> Ints:
+    """Make one table per row: these blocks, and then blocks of its own."""
+    own = itertools.count(10_000)
+    return np.array([[*blocks, *itertools.islice(own, length - len(blocks))] for blocks in prefixes], np.int32)
+
+
+def family(num_rows: int) -> Ints:
+    return np.arange(num_rows, dtype=np.int32)
 
 
 def test_a_shared_prefix_is_read_once() -> None:
     """Five decodes with 256 shared keys: one wide item for those, and one item each for the tails."""
-    tables = np.array([[1, 2, 10 + batch_index, 20 + batch_index] for batch_index in range(5)], np.int32)
-    batch_indices = np.arange(5, dtype=np.int32)
+    tables, batch_indices = make_tables(*[(1, 2)] * 5, length=4), family(5)
     starts = np.array([256, 300, 383, 384, 400], np.int32)
-    siblings = find_siblings(tables, batch_indices, starts, 128)
-    assert siblings == [Siblings(0, 5, 256)]
-    work = plan_work(starts, batch_indices, siblings, [], 5, Sizes(2, 128, 64, 4, 2, 4096))
-    assert work.wide.tolist() == [[0, 5, 0, 0, 256, 0]]
-    assert sorted(work.narrow.tolist()) == [[row, 1, row, 256, int(starts[row]) + 1, 1] for row in range(5)]
+    sizes = Sizes(2, 128, 64, 4, 2, 4096)
+    grouping = find_siblings(tables, batch_indices, starts, sizes)
+    assert grouping is not None
+    assert grouping.siblings == (Siblings(0, 5, 0, 256),)
+    assert grouping.shared.tolist() == [256] * 5
+    order = grouping.order
+    work = plan_work(starts[order], batch_indices[order], grouping.siblings, [], 5, sizes)
+    assert work.wide.tolist() == [[0, 5, order[0], 0, 256, 0]]
+    narrow = [[row, 1, index, 256, int(starts[index]) + 1, 1] for row, index in enumerate(order.tolist())]
+    assert sorted(work.narrow.tolist()) == narrow
     assert work.first_parts.tolist() == [0, 2, 4, 6, 8, 10]
-    assert find_siblings(tables, batch_indices[:3], starts[:3], 128) == []  # too few
+    assert find_siblings(tables, batch_indices[:3], starts[:3], sizes) is None  # too few
+
+
+@pytest.mark.parametrize("num_common", [1, 3, 5])
+def test_a_stranger_does_not_disturb_siblings(num_common: int) -> None:
+    """A short request shares the first blocks of 63 siblings of 8,192 keys. It reads its keys alone."""
+    head = range(1, 257)
+    tables = make_tables(*[head] * 40, head[:num_common], *[head] * 23)
+    starts = np.array([8192 + 7 * row % 50 for row in range(64)], np.int32)
+    starts[40] = 32 * num_common + 8
+    sizes = Sizes(8, 32, 32, 528, 264, 4096)
+
+    def plan(rows: Ints) -> tuple[Ints, Work]:
+        grouping = find_siblings(tables, rows, starts[rows], sizes)
+        assert grouping is not None
+        rows = rows[grouping.order]
+        return rows, plan_work(starts[rows], rows, grouping.siblings, [], len(rows), sizes)
+
+    def of_siblings(rows: Ints, work: Work) -> list[list[int]]:
+        """Return the items with batch indices for rows."""
+        items = [*work.narrow.tolist(), *work.wide.tolist()]
+        return sorted([*rows[row : row + count].tolist(), *item] for row, count, *item in items if rows[row] != 40)
+
+    rows, work = plan(family(64))
+    without = plan(np.delete(family(64), 40))
+    assert of_siblings(rows, work) == of_siblings(*without)
+    row = rows.tolist().index(40)
+    assert int((work.narrow[:, 4] - work.narrow[:, 3])[work.narrow[:, 0] == row].sum()) == starts[40] + 1
+    assert int((work.wide[:, 1] * (work.wide[:, 4] - work.wide[:, 3])).sum()) == 63 * 8192
+
+
+def test_two_levels_are_used() -> None:
+    """A system prompt of 256 users, and eight personas. With 64 rows per item, all rows are four tiles, not eight."""
+    system, personas = range(1, 48), [range(100 * number, 100 * number + 16) for number in range(1, 9)]
+    tables = make_tables(*[(*system, *personas[row % 8]) for row in range(256)], length=80)
+    starts = np.array([2016 + row % 100 for row in range(256)], np.int32)
+
+    def groups(rows_per_item: int) -> list[tuple[int, ...]]:
+        grouping = find_siblings(tables, family(256), starts, Sizes(8, 32, rows_per_item, 528, 264, 4096))
+        assert grouping is not None
+        for group in grouping.siblings:
+            assert (
+                group.last - group.first == 256
+                or len({row % 8 for row in grouping.order[group.first : group.last]}) == 1
+            )
+        return sorted(grouping.siblings)
+
+    inner = [(row, row + 32, 1504, 2016) for row in range(0, 256, 32)]
+    assert groups(64) == sorted([(0, 256, 0, 1504), *inner])
+    assert groups(32) == [(row, row + 32, 0, 2016) for row in range(0, 256, 32)]  # an outer group would save nothing
+
+
+def test_a_group_that_does_not_pay_is_not_used() -> None:
+    sizes = Sizes(8, 32, 64, 528, 264, 4096)
+
+    def found(*prefixes: Sequence[int], start: int = 9000) -> list[Siblings]:
+        tables, starts = make_tables(*prefixes), np.full(len(prefixes), start, np.int32)
+        grouping = find_siblings(tables, family(len(prefixes)), starts, sizes)
+        return [] if grouping is None else list(grouping.siblings)
+
+    head = range(1, 201)
+    assert found(*[head[:3]] * 64) == []  # too few keys
+    assert found(*[head] * 3) == []  # too few rows
+    assert found(*[head] * 4, start=127) == []  # keys that are not computed yet do not count
+    assert found(*[head[:4]] * 4) == [Siblings(0, 4, 0, 128)]
+    # One row shares 512 keys with 63 others. Reading them once less is not worth 64 parts: with 2,048 keys it is.
+    assert found(head[:16], *[head] * 63) in ([Siblings(0, 63, 0, 6400)], [Siblings(1, 64, 0, 6400)])
+    assert {group[2:] for group in found(head[:64], *[head] * 63)} == {(0, 2048), (2048, 6400)}
+    # A longer prefix of some rows must be longer by MIN_SHARED.
+    assert [group[2:] for group in found(*[head[:100]] * 30, *[head[:103]] * 30)] == [(0, 3200)]
+    assert [group[2:] for group in found(*[head[:100]] * 30, *[head[:104]] * 30)] == [(0, 3200), (3200, 3328)]
+
+
+def test_nesting_is_limited() -> None:
+    """Every row shares 4,096 keys more than the one before: many groups would pay, but each adds parts to merge."""
+    num_rows, head = 64, range(1, 9000)
+    tables = make_tables(*[head[: 128 * row] for row in range(num_rows)], length=9000)
+    starts = np.full(num_rows, 270_000, np.int32)
+    sizes = Sizes(8, 32, 64, 528, 264, (MAX_LEVELS + 1) * num_rows)
+    grouping = find_siblings(tables, family(num_rows), starts, sizes)
+    assert grouping is not None
+    assert len(grouping.siblings) == MAX_LEVELS
+    order = grouping.order
+    case = Case(tables, starts[order], order.astype(np.int32), grouping.siblings, [], sizes)
+    check_items(case, case.plan())

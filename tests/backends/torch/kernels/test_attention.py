@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -18,7 +19,6 @@ from quire.backends.torch.attention_work import (
     Sizes,
     Work,
     find_siblings,
-    order_decodes,
     plan_work,
 )
 from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
@@ -49,6 +49,7 @@ class StepMix(NamedTuple):
     decodes: tuple[int, ...] = ()  # their positions
     prompts: tuple[tuple[int, int], ...] = ()  # cached and computed tokens of each
     siblings: tuple[int, int] = (0, 0)  # their number, and the keys of their shared prefix
+    inner: tuple[int, int] = (0, 0)  # the number of siblings that share more, and the keys of that
     target: int = 40  # programs for which the work is divided
 
 
@@ -60,7 +61,7 @@ class Step:
     tables: Ints
     positions: list[int]
     batch_indices: list[int]
-    siblings: list[Siblings]
+    siblings: Sequence[Siblings]
     work: Work
 
     def run(self, *, scale: float, window: int = 0, cap: float = 0.0, padding: int = 0) -> Tensor:
@@ -119,32 +120,33 @@ def on_device(array: Ints) -> Tensor:
 def make_step(shape: Shape, mix: StepMix, seed: int, dtype: torch.dtype = torch.float32) -> Step:
     rng = Random(seed)
     num_siblings, head = mix.siblings
+    num_inner, more = mix.inner
     block_size = shape.block_size
-    shared = head // block_size
-    starts = [head + rng.randrange(3 * block_size) for _ in range(num_siblings)] + list(mix.decodes)
+    lengths = [head + more] * num_inner + [head] * (num_siblings - num_inner)
+    starts = [length + rng.randrange(3 * block_size) for length in lengths] + list(mix.decodes)
     ends = [start + 1 for start in starts] + [sum(prompt) for prompt in mix.prompts]
     needs = [-(-end // block_size) for end in ends]
     free = list(range(1, sum(needs) + 2))
     rng.shuffle(free)
     batch_indices = rng.sample(range(len(ends) + 2), len(ends))
     tables = np.zeros((len(ends) + 2, max(needs) + 1), np.int32)  # entries beyond a sequence are the null block
-    common = [free.pop() for _ in range(shared)]
-    for number, (batch_index, need) in enumerate(zip(batch_indices, needs, strict=True)):
-        own = common if number < num_siblings else []
+    common = [free.pop() for _ in range((head + more) // block_size)]
+    lengths += [0] * (len(ends) - num_siblings)
+    for batch_index, need, length in zip(batch_indices, needs, lengths, strict=True):
+        own = common[: length // block_size]
         tables[batch_index, :need] = own + [free.pop() for _ in range(need - len(own))]
     decodes = np.array(list(zip(starts, batch_indices, strict=False)), np.int32).reshape(-1, 2)
-    siblings: list[Siblings] = []
-    if len(decodes) > 1 and (order := order_decodes(tables[decodes[:, 1], 0])) is not None:
-        decodes = decodes[order]
-        siblings = find_siblings(tables, decodes[:, 1], decodes[:, 0], block_size)
+    num_heads, num_kv_heads, head_size, _ = shape
+    wide_rows = rows_per_item(tilings(head_size, dtype.itemsize)[1], num_heads // num_kv_heads)
+    sizes = Sizes(num_kv_heads, block_size, wide_rows, mix.target, mix.target, NUM_PARTS)
+    siblings: Sequence[Siblings] = ()
+    if (grouping := find_siblings(tables, decodes[:, 1], decodes[:, 0], sizes)) is not None:
+        decodes, siblings = decodes[grouping.order], grouping.siblings
     positions, rows, prompts = decodes[:, 0].tolist(), decodes[:, 1].tolist(), []
     for (start, length), batch_index in zip(mix.prompts, batch_indices[len(starts) :], strict=True):
         prompts.append(Prompt(len(rows), length, start, batch_index))
         positions += range(start, start + length)
         rows += [batch_index] * length
-    num_heads, num_kv_heads, head_size, _ = shape
-    wide_rows = rows_per_item(tilings(head_size, dtype.itemsize)[1], num_heads // num_kv_heads)
-    sizes = Sizes(num_kv_heads, block_size, wide_rows, mix.target, mix.target, NUM_PARTS)
     generator = torch.Generator().manual_seed(seed)
     layer = torch.randn(sum(needs) + 2, 2, num_kv_heads, block_size, head_size, generator=generator)
     # The null block and the rest of the last blocks hold large stale numbers, which must not be read.
@@ -199,7 +201,7 @@ def test_a_mixed_step(shape: Shape, dtype: torch.dtype) -> None:
 def test_windows_and_caps(window: int, cap: float, dtype: torch.dtype) -> None:
     """With a small window, whole parts and the siblings' prefix are masked for every row."""
     for seed in range(NUM_ROUNDS):
-        check(make_step(Shape(4, 2, 32, 16), MIXED, seed, dtype), window=window, cap=cap)
+        check(make_step(Shape(4, 2, 32, 16), MIXED._replace(inner=(4, 160)), seed, dtype), window=window, cap=cap)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,8 @@ def test_windows_and_caps(window: int, cap: float, dtype: torch.dtype) -> None:
         StepMix(prompts=((300, 70),), target=1000),  # a chunk after a cached prefix, split
         StepMix(siblings=(4, 128)),
         StepMix(siblings=(40, 256), target=1000),  # more siblings than an item holds
+        StepMix(siblings=(8, 160), inner=(4, 352)),
+        StepMix(decodes=(9, 300), prompts=((0, 9),), siblings=(40, 256), inner=(36, 256), target=1000),
     ],
     ids=str,
 )
@@ -221,8 +225,7 @@ def test_steps_of_one_kind(mix: StepMix) -> None:
     step = make_step(Shape(8, 2, 32, 32), mix, 1)
     if mix.target > 40:
         assert int(np.diff(step.work.first_parts).max()) >= 3
-    if mix.siblings[0]:
-        assert step.siblings
+    assert len(step.siblings) == (mix.siblings[0] > 0) + (mix.inner[0] > 0)
     check(step, padding=0)
     if mix.decodes == (2600,):
         assert step.work.first_parts[-1] > 16
@@ -234,10 +237,12 @@ def test_random_steps(seed: int) -> None:
     rng = Random(seed)
     num_kv_heads, num_groups = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 5, 8])
     head_size, block_size = rng.choice([16, 48, 64, 80]), rng.choice([1, 8, 16, 32, 64])
+    num_siblings = rng.choice([1, *range(4, 9)])
     mix = StepMix(
         decodes=tuple(rng.randrange(500) for _ in range(rng.randrange(4))),
         prompts=tuple((rng.choice([0, rng.randrange(200)]), rng.randrange(2, 40)) for _ in range(rng.randrange(3))),
-        siblings=(rng.randrange(4, 9), rng.choice([128, 160, 352])) if rng.random() < 0.5 else (1, 64),
+        siblings=(num_siblings, rng.choice([64, 128, 192, 384])),
+        inner=rng.choice([(0, 0), (1, 64), (4, 128), (4, 192)]) if num_siblings > 1 else (0, 0),
         target=rng.choice([1, 10, 100, 1000]),
     )
     shape = Shape(num_kv_heads * num_groups, num_kv_heads, head_size, block_size)
