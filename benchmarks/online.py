@@ -175,11 +175,13 @@ def measure(server: Server, model: str, load: Load) -> Result:
     gaps = [gap for one in streams for gap in one.gaps_s]
     total = sum(one.num_tokens for one in streams)
     return Result(
-        total / wall_s,
-        *(1e3 * quantile(ttft, at) for at in (0.5, 0.99)),
-        *(1e3 * quantile(tpot, at) for at in (0.5, 0.99)),
-        1e3 * quantile(gaps, 0.99),
-        1e3 * max(gaps),
+        tokens_per_s=total / wall_s,
+        ttft_p50=1e3 * quantile(ttft, 0.5),
+        ttft_p99=1e3 * quantile(ttft, 0.99),
+        tpot_p50=1e3 * quantile(tpot, 0.5),
+        tpot_p99=1e3 * quantile(tpot, 0.99),
+        gap_p99=1e3 * quantile(gaps, 0.99),
+        gap_max=1e3 * max(gaps),
     )
 
 

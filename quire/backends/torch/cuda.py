@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
-from quire.backends.torch.attention_work import MIN_SIBLINGS, Sizes
+from quire.backends.torch.attention_work import Sizes, max_wide_tiles
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import Kind, StepGraph, StepGraphs, graph_sizes, mixed_sizes
@@ -271,7 +271,7 @@ class CudaRunner:
         sizes = self._sizes
         num_decodes = kind.size if kind.num_decodes is None else kind.num_decodes
         num_narrow = num_decodes + sizes.target // sizes.num_kv_heads + 1
-        num_tiles = 2 * -(-num_decodes // min(sizes.rows_per_item, MIN_SIBLINGS))
+        num_tiles = max_wide_tiles(num_decodes, sizes)
         if kind.is_mixed:
             num_tiles += -(-kind.size // sizes.rows_per_item) + max(kind.size // GRAPH_PROMPT, MIN_GRAPH_PROMPTS)
         num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if kind.is_wide else 0
