@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
@@ -30,7 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadline: examples take longer on a busy machine.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any speed")
+settings.register_profile("first failure", settings.get_profile("any speed"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile(os.environ.get("QUIRE_TEST_PROFILE", "any speed"))
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ class ForkServer:
     def __init__(self) -> None:
         # Importing the other pytest plugins takes longer than most of these tests take to fail.
         environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
+        environment["QUIRE_TEST_PROFILE"] = "first failure"  # of hypothesis: examples are not shrunk
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
