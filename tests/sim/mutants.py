@@ -328,6 +328,12 @@ MUTANTS = (
         "tests/core/test_block_map.py",
     ),
     _mutant(
+        "prompts beside answers without a limit",
+        "core/planner.py",
+        "        self._bound_prompts(step, len(running) - sum(map(len, wanting)))\n",
+        "",
+    ),
+    _mutant(
         "unpublished blocks evicted last",
         "core/block_pool.py",
         "self.free.prepend(block)\n                else:",
