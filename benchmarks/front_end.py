@@ -44,7 +44,35 @@ NUM_CLIENT_PROCESSES = 2
 FLOOR_BYTES = 200
 RUSAGE = ("ru_utime", "ru_stime")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by".split()
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+    "this",
+    "have",
+    "from",
+    "or",
+    "one",
+    "had",
+    "by",
+]
 
 
 def completion(text: str, tokens: int) -> dict[str, Any]:

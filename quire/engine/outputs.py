@@ -84,6 +84,7 @@ class GenerationOutput:
 class _Sample:
     stream: TextStream
     parser: AnswerParser | None = None
+    is_simple: bool = False  # tokens of plain text need no other work; see `Answers.push_token`
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Answers:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
         self._tokenizer = tokenizer
+        self._plain_texts = tokenizer.plain_texts
         self._samples = [
             _Sample(
                 TextStream(
@@ -111,6 +113,7 @@ class Answers:
                     min_tokens=request.sampling.min_tokens,
                 ),
                 None if request.new_parser is None else request.new_parser(),
+                _is_simple(request),
             )
             for _ in range(request.n)
         ]
@@ -174,6 +177,21 @@ class Answers:
         sample.logprobs += logprobs
         sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
         return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
+
+    def push_token(self, index: int, token_id: int) -> str:
+        """Take the next token of an unfinished sample if it is plain text, and return its text.
+
+        Equal to `push` with this token alone, but several times faster. Returns "" and changes nothing if the token
+        needs `push`: it is special or a part of a character, or the request has stop strings or log probabilities.
+        """
+        sample = self._samples[index]
+        if not sample.is_simple or not sample.stream.detokenizer.is_clean:
+            return ""
+        text = self._plain_texts[token_id]
+        if text:
+            sample.text.append(text)
+            sample.token_ids.append(token_id)
+        return text
 
     def cancel(self, index: int) -> None:
         """End a sample early. Its text so far is the answer."""
@@ -240,6 +258,12 @@ class Answers:
     ) -> TokenLogprob:
         data = self._tokenizer.token_bytes(token)
         return TokenLogprob(token, data.decode("utf-8", "replace"), data, logprob, rank, tuple(top), offset)
+
+
+def _is_simple(request: GenerationRequest) -> bool:
+    """Whether text is passed on as it comes: positions in the text and the number of tokens need not be tracked."""
+    has_work = request.stop or request.new_parser is not None or request.hides_answer
+    return not has_work and request.sampling.logprobs is None
 
 
 def _released(sample: _Sample, *, is_whole: bool) -> tuple[TokenLogprob, ...]:

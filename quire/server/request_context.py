@@ -26,7 +26,7 @@ from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
-from quire.server.http.event_stream import EventStream
+from quire.server.http.event_stream import EventEncoder, EventStream
 from quire.server.http.unknown_fields import unknown_fields
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import BodyBudget
@@ -291,9 +291,9 @@ class RequestContext:
         async with active:
             return await active.outputs()
 
-    async def stream(self, active: ActiveRequest, events: AsyncIterator[bytes]) -> Response:
+    async def stream(self, active: ActiveRequest, encoder: EventEncoder) -> Response:
         """Return a streaming response. An error before the first event becomes an ordinary error response."""
-        stream = EventStream(active, events, self.headers, self.dialect, self._limits.keep_alive_s)
+        stream = EventStream(active, encoder, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()
         return stream
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
 from quire.core.prefix import CacheExplanation
 from quire.engine.outputs import Answers, Delta, GenerationOutput
@@ -11,10 +12,21 @@ from quire.engine.worker.protocol import Started
 from quire.errors import QuireError
 
 
+class TokenSink(Protocol):
+    """Takes new text when it arrives. False: not now; the text is then queued."""
+
+    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
+        """Take a token of plain text of sample `index`."""
+
+    def take_delta(self, delta: Delta) -> bool:
+        """Take any other delta without a finish reason."""
+
+
 class Generation:
     """A submitted request. Iterate over `deltas`: a failure raises there, and leaving early cancels the request.
 
-    Alternatively wait for `updated`, which several generations may share, and call `take`.
+    Alternatively wait for `updated`, which several generations may share, and call `take`. A `sink` receives
+    text when it arrives, without waking a task, as long as nothing is queued. The last delta is always queued.
     """
 
     def __init__(
@@ -37,6 +49,14 @@ class Generation:
         self._changed = asyncio.Event()  # not shared: iterating must not clear the event of other generations
         self._updated = updated
         self._on_start = on_start
+        self.sink: TokenSink | None = None
+        self.first_s: float | None = None  # arrival of the first token, in the time of `time.monotonic`
+        self._last_s: list[float | None] = [None] * len(request_ids)  # arrival of the last token of each sample
+
+    @property
+    def last_s(self) -> float | None:
+        """Arrival of the last token so far."""
+        return max((last_s for last_s in self._last_s if last_s is not None), default=None)
 
     @property
     def is_started(self) -> bool:
@@ -95,9 +115,30 @@ class Generation:
             self._on_start(self)
         self.wake()
 
+    def push_token(self, index: int, token_id: int, now_s: float) -> bool:
+        """Take a token if it is plain text. False: the caller must use `Answers.push` and `push`."""
+        text = self.answers.push_token(index, token_id)
+        if not text:
+            return False
+        sink = self.sink
+        if sink is None or self._deltas or not sink.take_token(index, token_id, text, now_s):
+            self._deltas.append(Delta(index, text, (token_id,), (), None, None))
+            self.wake()
+        return True
+
     def push(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        self.wake()
+        sink = None if delta.finish_reason is not None else self.sink
+        if sink is None or self._deltas or not sink.take_delta(delta):
+            self._deltas.append(delta)
+            self.wake()
+
+    def note_token(self, index: int, now_s: float) -> float | None:
+        """Record that tokens of a sample arrived. Returns the time of the previous ones; None: these are the first."""
+        last_s = self._last_s[index]
+        self._last_s[index] = now_s
+        if self.first_s is None:
+            self.first_s = now_s
+        return last_s
 
     def fail(self, error: QuireError) -> None:
         """Record an error. Only the first one is kept."""

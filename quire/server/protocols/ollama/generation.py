@@ -6,7 +6,7 @@ Answers are streamed as lines of JSON unless `stream` is false. The last line ha
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.core.request import FinishReason
-from quire.engine.outputs import Completion, TokenLogprob
+from quire.engine.outputs import Completion, Delta, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.protocols.ollama.parsing import (
@@ -93,7 +93,7 @@ async def _generate(
         context.note(IGNORED, unmet(body, context.service, is_raw=is_raw))
         reply = Reply(active, body.model, make, has_context=has_context)
         if request.is_streaming:
-            return await context.stream(active, reply.lines())
+            return await context.stream(active, reply)
         one = (await context.result(active))[0].completions[0]
         return context.json(reply.whole(one))
 
@@ -189,28 +189,45 @@ class AnswerCollector:
 
 
 class Reply:
-    """Encodes the response to one request, as a stream or as a whole."""
+    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+
+    waits_for_start = False
 
     def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
         self._active = active
         self._model = model  # the name that the client used
         self._make = make
         self._has_context = has_context
+        self._parser, self._collector = active.new_parser(), AnswerCollector()
+        self._reason = "stop"
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        parser, collector = self._active.new_parser(), AnswerCollector()
-        reason = "stop"
-        async for batch in self._active.batches():
-            pieces = parser.push("".join(delta.text for _, delta in batch))
-            last = batch[-1][1]
-            if last.finish_reason is not None:
-                reason = finish_reason(last.finish_reason, last.error)
-                pieces += parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
-            part = collector.take(pieces, is_last=last.finish_reason is not None)
-            entries = [entry for _, delta in batch for entry in delta.logprobs]
-            if part or entries:
-                yield _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
-        yield _encode(self._make(AnswerPart(), self._end(reason))) + b"\n"
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        pieces = self._parser.push("".join(delta.text for _, delta in batch))
+        last = batch[-1][1]
+        if last.finish_reason is not None:
+            self._reason = finish_reason(last.finish_reason, last.error)
+            pieces += self._parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
+        part = self._collector.take(pieces, is_last=last.finish_reason is not None)
+        return self._line(part, [entry for _, delta in batch for entry in delta.logprobs])
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        del prompt, index  # there is one
+        return self._line(self._collector.take(self._parser.push(text), is_last=False))
+
+    def finish(self) -> bytes:
+        return _encode(self._make(AnswerPart(), self._end(self._reason))) + b"\n"
+
+    def fail(self, error: ApiError) -> bytes | None:
+        del error
+        return None
+
+    def _line(self, part: AnswerPart, entries: Sequence[TokenLogprob] = ()) -> bytes:
+        if not part and not entries:
+            return b""
+        return _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
 
     def whole(self, one: Completion) -> OllamaAnswer:
         parser = self._active.new_parser()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
-from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
-from quire.server.http.event_stream import api_error
 from quire.server.inference_request import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import protocol_field_names
@@ -61,12 +59,14 @@ async def _respond(context: RequestContext, body: ResponsesRequest, request: Inf
     active = await context.open(request)
     reply = Reply(active, body)
     if request.is_streaming:
-        return await context.stream(active, reply.events())
+        return await context.stream(active, reply)
     return context.json(await reply.whole())
 
 
 class Reply:
-    """Encodes the response to one request, as a stream or as a whole."""
+    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+
+    waits_for_start = True
 
     def __init__(self, active: ActiveRequest, body: ResponsesRequest) -> None:
         self._active = active
@@ -82,23 +82,23 @@ class Reply:
                 self._take(batch)
         return self._finished()
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events in order. The first waits until the prompt runs: an earlier error gets an HTTP status."""
-        await self._active.wait_start()
+    def begin(self) -> bytes:
         begun = self._object("in_progress")
-        yield self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
-        try:
-            async for batch in self._active.batches():
-                if events := self._take(batch):
-                    yield self._frames(events)
-        except ClientGone:
-            raise
-        except Exception as error:
-            self._active.close(error)
-            yield self._frames([ResponseFailed(response=self._failed(api_error(error, self._active.request_id)))])
-            return
+        return self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        return self._frames(self._take(batch))
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        del prompt, index  # there is one
+        return self._frames(self._items.take(self._parser.push(text)))
+
+    def finish(self) -> bytes:
         final = self._finished()
-        yield self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
+        return self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
+
+    def fail(self, error: ApiError) -> bytes | None:
+        return self._frames([ResponseFailed(response=self._failed(error))])
 
     def _take(self, batch: Iterable[tuple[int, Delta]]) -> list[Event]:
         events: list[Event] = []
