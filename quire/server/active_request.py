@@ -233,7 +233,8 @@ class ActiveRequest:
     async def next_batch(self) -> list[tuple[int, Delta]]:
         """Wait for new deltas, each with its prompt's number. Empty: the answers have ended.
 
-        Raises the request's error. A batch holds all deltas since the previous one, so a slow reader receives fewer and longer batches.
+        Raises the request's error. A batch holds all deltas since the previous one, so a slow reader receives fewer
+        and longer batches.
         """
         while True:
             self.updated.clear()

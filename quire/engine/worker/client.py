@@ -247,14 +247,11 @@ class WorkerConnection:
                 continue  # cancelled
             generation, index = place
             try:
-                is_taken = generation.push_token(index, token_id, now_s)
+                is_taken = generation.push_token(index, token_id, now_s, previous)
             except Exception as problem:
                 self._fail_answer(generation, index, problem)
                 continue
-            if is_taken:
-                last_s = generation.note_token(index, now_s)
-                previous[last_s] = previous.get(last_s, 0) + 1
-            else:
+            if not is_taken:
                 num_cached = generation.num_cached_tokens
                 self._take(EngineOutput(request_id, (token_id,), None, num_cached, None, (), None, None), now_s)
         previous.pop(None, None)  # first tokens
@@ -281,7 +278,7 @@ class WorkerConnection:
             self.cancel(generation)
             return
         generation.push(delta)
-        if delta.token_ids and (last_s := generation.note_token(index, now_s)) is not None:
+        if delta.token_ids and (last_s := generation.note_tokens(index, now_s)) is not None:
             num_tokens = len(delta.token_ids)
             self._on_gap((now_s - last_s) / num_tokens, num_tokens)
         if delta.finish_reason is not None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,8 +28,9 @@ from quire.engine.outputs import Delta
 from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
-from quire.server.http.server import BODY_WRITER, BodyWriter
+from quire.server.http.server import BODY_WRITER, CHUNK_SIZES, BodyWriter
 
+_encode = msgspec.json.Encoder().encode
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +50,12 @@ class EventEncoder(Protocol):
     def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
         """The event of a token that is plain text, in sample `index`. None: it must be passed to `feed`."""
 
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """The bytes around the text in the events of all further tokens of plain text. The text is a JSON string.
+
+        None: they are not constant, or not yet; `text_event` is used.
+        """
+
     def finish(self) -> bytes:
         """Events after the last delta."""
 
@@ -62,27 +70,45 @@ class TokenWriter:
     woken, and nothing is allocated but the bytes that are written.
     """
 
-    __slots__ = ("_active", "_encoder", "_flow", "_number", "_text_event", "_writer", "last_s")
+    __slots__ = ("_active", "_encoder", "_flow", "_frames", "_number", "_write", "_writer", "last_s")
 
     def __init__(self, number: int, active: ActiveRequest, encoder: EventEncoder, writer: BodyWriter) -> None:
         self._number = number  # of the prompt
         self._active = active
         self._encoder = encoder
-        self._text_event = encoder.text_event
         self._writer = writer
+        self._write = writer.write_frame
         self._flow = writer.flow
+        self._frames: dict[int, tuple[int, bytes, bytes]] = {}  # by sample: size without the text, bytes around it
         self.last_s = 0.0  # time of the last write
 
     def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
         if not self._active.is_waiting or self._flow.write_paused:
             return False
+        frame = self._frames.get(index)
+        if frame is None:
+            return self._take_other(index, token_id, text)
+        size, before, after = frame
+        string = _encode(text)
         try:
-            data = self._text_event(self._number, index, text)
+            self._write(b"".join((CHUNK_SIZES[size + len(string)], before, string, after)))
+        except RuntimeError:
+            return True  # the client has disconnected: `RequestContext` is about to end the request
+        self.last_s = now_s
+        return True
+
+    def _take_other(self, index: int, token_id: int, text: str) -> bool:
+        """Take a token whose event does not have constant bytes around the text."""
+        try:
+            data = self._encoder.text_event(self._number, index, text)
             if data is None:
-                return self.take_delta(Delta(index, text, (token_id,), (), None, None))
+                data = self._encoder.feed([(self._number, Delta(index, text, (token_id,), (), None, None))])
             if data:
                 self._writer.write(data)
-                self.last_s = now_s
+                self.last_s = time.monotonic()
+            if (found := self._encoder.text_frame(self._number, index)) is not None:
+                before, after = found
+                self._frames[index] = len(before) + len(after), before, after + b"\r\n"
         except Exception as error:  # must not affect the other requests of the step
             self._active.fail(error)
         return True

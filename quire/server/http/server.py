@@ -43,12 +43,13 @@ class BodyWriter:
     `flow.write_paused` is false. `send` may be used in between, and must be used for the end.
     """
 
-    __slots__ = ("_cycle", "_write", "flow")
+    __slots__ = ("_cycle", "flow", "write_frame")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._write = cycle.transport.write
         self.flow = cycle.flow
+        # Writes a part with its size and line ends. Raises RuntimeError if the client has disconnected.
+        self.write_frame: Callable[[bytes], None] = cycle.transport.write
 
     @property
     def is_usable(self) -> bool:
@@ -59,7 +60,18 @@ class BodyWriter:
     def write(self, data: bytes) -> None:
         """Write a part of the body, which must not be empty. Does nothing if the client has disconnected."""
         if not self._cycle.disconnected:
-            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.write_frame(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class _ChunkSizes(dict[int, bytes]):
+    """The size lines of chunks, made once for each size."""
+
+    def __missing__(self, size: int) -> bytes:
+        line = self[size] = b"%x\r\n" % size
+        return line
+
+
+CHUNK_SIZES = _ChunkSizes()
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -52,7 +52,7 @@ from quire.server.protocols.anthropic.types import (
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
-from quire.text.answers import Piece
+from quire.text.answers import Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
@@ -250,17 +250,27 @@ class MessageEvents:
         return self._events(pieces)
 
     def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """Runs for every token. Text that continues the open block is put between bytes that were encoded before."""
+        """Text that continues the open block is put between bytes that were encoded before."""
         del prompt, index  # there is one
         pieces = self._parser.push(text)
         if len(pieces) != 1 or not self._blocks.continues(piece := pieces[0]):
             return self._events(pieces)
-        place = type(piece), self._blocks.num_blocks
+        before, after = self._frame(type(piece))
+        return before + _encoder.encode(piece.text) + after
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        del prompt, index
+        is_constant = isinstance(self._parser, PlainAnswer) and self._blocks.continues(Words(""))
+        return self._frame(Words) if is_constant else None
+
+    def _frame(self, kind: type[Words] | type[Thought]) -> tuple[bytes, bytes]:
+        """The bytes around the text of the open block, which is of this kind."""
+        place = kind, self._blocks.num_blocks
         if (frame := self._frames.get(place)) is None:
-            (one,) = self._blocks.take([piece._replace(text=_MARK)])
-            before, after = event(one).rsplit(_encoder.encode(_MARK), 1)
+            (delta,) = self._blocks.take([kind(_MARK)])
+            before, after = event(delta).rsplit(_encoder.encode(_MARK), 1)
             frame = self._frames[place] = before, after
-        return frame[0] + _encoder.encode(piece.text) + frame[1]
+        return frame
 
     def finish(self) -> bytes:
         end = self._reply.end(self._finish, self._stop, has_calls=self._blocks.has_calls)

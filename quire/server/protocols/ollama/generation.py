@@ -217,6 +217,9 @@ class Reply:
         del prompt, index  # there is one
         return self._line(self._collector.take(self._parser.push(text), is_last=False))
 
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: each line has its time."""
+
     def finish(self) -> bytes:
         return _encode(self._make(AnswerPart(), self._end(self._reason))) + b"\n"
 

@@ -124,10 +124,7 @@ class StreamEncoder:
         return b"".join(events)
 
     def text_event(self, prompt: int, sample: int, text: str) -> bytes | None:
-        """Encode a token that is plain text, as `chunks` does. None: it needs `chunks`.
-
-        Runs for every token of every stream. Without a parser it joins three byte strings.
-        """
+        """Encode a token that is plain text, as `chunks` does. None: it needs `chunks`."""
         index = prompt * self._n + sample
         frames = self._frames.get(index)
         if frames is None:
@@ -143,6 +140,10 @@ class StreamEncoder:
             start, end = (before, after) if isinstance(piece, Words) else thoughts
             events.append(start + _encode(piece.text) + end)
         return b"".join(events)
+
+    def text_frame(self, prompt: int, sample: int) -> tuple[bytes, bytes] | None:
+        frames = self._frames.get(prompt * self._n + sample)
+        return None if frames is None or frames.parser is not None else frames.words
 
     def last(self, usage: Usage, cache: CacheView | None, num_thought_tokens: int = 0) -> bytes:
         """Encode the end of the stream."""
@@ -183,7 +184,8 @@ class AnswerEvents:
     def __init__(self, active: ActiveRequest, encoder: StreamEncoder) -> None:
         self._active = active
         self._encoder = encoder
-        self.text_event = encoder.text_event  # not a method of its own, which would be one more call per token
+        self.text_event = encoder.text_event
+        self.text_frame = encoder.text_frame
 
     def begin(self) -> bytes:
         return b""

@@ -93,6 +93,9 @@ class Reply:
         del prompt, index  # there is one
         return self._frames(self._items.take(self._parser.push(text)))
 
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: each event has a number."""
+
     def finish(self) -> bytes:
         final = self._finished()
         return self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
