@@ -32,6 +32,7 @@ from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
+MAX_INLINE_CHARS = 512  # tokenised in a fraction of a millisecond; a thread would cost as much, and wait for others
 MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
 Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
 
@@ -199,9 +200,11 @@ class ModelService:
     # Text
 
     async def encode(self, prompt: Prompt, *, add_special: bool = True) -> tuple[int, ...]:
-        """Tokenise a prompt in a thread: a long one takes seconds."""
+        """Tokenise a prompt. In a thread, unless it is short: a long one takes seconds, and a template may hang."""
         if isinstance(prompt, tuple):
             return prompt
+        if isinstance(prompt, str) and len(prompt) <= MAX_INLINE_CHARS:
+            return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         loop = asyncio.get_running_loop()
         self._num_encoding += 1
         self._is_idle.clear()

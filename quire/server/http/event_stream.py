@@ -146,7 +146,6 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s  # longest silence, and longest delay of the response headers
         self._first: asyncio.Future[bytes | None] | None = None
         self._has_begun = False  # `encoder.begin` was called
-        self._has_ended = False  # `encoder.finish` was called
         self._last_s = 0.0  # time of the last write
         self._is_writing = False
         self._ping: asyncio.Task[None] | None = None
@@ -169,14 +168,16 @@ class EventStream(Response):
         error: Exception | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            last = b""
             try:
                 await self._write_all(scope.get(BODY_WRITER))
+                last = self._encoder.finish()
             except Exception as problem:
                 error = problem
             self._active.close(error)
             if error is not None and not isinstance(error, ClientGone):
-                await self._write(self._error_event(error))
-            await self._end()
+                last = self._error_event(error)
+            await self._end(last)
         finally:
             self._timer.cancel()
 
@@ -193,30 +194,26 @@ class EventStream(Response):
             chunk = await self._next()
 
     async def _next(self) -> bytes | None:
-        """Wait for the next events, possibly none (b""). None: the stream is complete."""
+        """Wait for the next events, possibly none (b""). None: the answers have ended."""
         if not self._has_begun:
             if self._encoder.waits_for_start:
                 await self._active.wait_start()
             self._has_begun = True
             if data := self._encoder.begin():
                 return data
-        if self._has_ended:
-            return None
-        if batch := await self._active.next_batch():
-            return self._encoder.feed(batch)
-        self._has_ended = True
-        return self._encoder.finish()
+        batch = await self._active.next_batch()
+        return self._encoder.feed(batch) if batch else None
 
     def _error_event(self, problem: Exception) -> bytes:
         error = api_error(problem, self._active.request_id)
         data = self._encoder.fail(error) if self._has_begun else None
         return self._dialect.event(error, self._active.request_id) if data is None else data
 
-    async def _end(self) -> None:
-        """End the body, after a keep-alive that is being written."""
+    async def _end(self, last: bytes) -> None:
+        """Write the last events and end the body, after a keep-alive that is being written."""
         if self._ping is not None:
             await asyncio.wait({self._ping})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _write(self, data: bytes) -> None:
         self._is_writing = True
