@@ -12,7 +12,7 @@ clients. The time of a step is chosen such that the server is mostly idle: other
 lowers the time per token. `events/token` and `us/event` show whether that happened.
 
 The floor is measured in the same run: a process that sends 200 bytes with `socket.send` to the same clients at the same
-times. The kernel's share of it is a part of the server's time that Python cannot change.
+times. It is a part of the server's time that Python cannot change.
 
 The last table has the CPU time per request: bursts of requests with prompts of 256 words and one token of answer, and
 how long the requests of a burst wait for their first byte.
@@ -42,7 +42,7 @@ from typing import Any
 
 NUM_CLIENT_PROCESSES = 2
 FLOOR_BYTES = 200
-RUSAGE = ("ru_utime", "ru_stime")
+WORK_BETWEEN = 250  # turns of an empty loop
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WORDS = (
     "the",
@@ -299,7 +299,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure_streams(served: Server, name: str, num_streams: int, window_s: float) -> None:
+def measure_streams(served: Server, name: str, num_streams: int, window_s: float, *, is_shown: bool = True) -> None:
     """Print the server's CPU time per token over a window in which all streams run."""
     endpoint = ENDPOINTS[name]
     requests = [request(endpoint, served.model, sentence(seed, 12), 4000) for seed in range(num_streams)]
@@ -315,6 +315,9 @@ def measure_streams(served: Server, name: str, num_streams: int, window_s: float
         events, reads = clients.count(0) - events, clients.count(1) - reads
         tokens = served.generated() - tokens
         gaps = clients.stop()
+    time.sleep(1.0)  # the server ends the streams
+    if not is_shown:
+        return
     per_token = 1e6 / max(tokens, 1)
     print(
         f"| {name:<11} | {tokens / took_s:8.0f} | {used.all_s / took_s:5.0%} | {used.user_s * per_token:6.1f} |"
@@ -324,11 +327,14 @@ def measure_streams(served: Server, name: str, num_streams: int, window_s: float
         f" {percentile(gaps, 0.5) * 1e3:6.1f} | {percentile(gaps, 0.99) * 1e3:6.1f} |",
         flush=True,
     )
-    time.sleep(1.0)  # the server ends the streams
 
 
 def measure_floor(num_streams: int, step_s: float, window_s: float) -> None:
-    """Print the CPU time of a bare `socket.send` to the same clients, one to each stream per step."""
+    """Print the CPU time of a bare `socket.send` to the same clients, one to each stream per step.
+
+    First without a pause between two sends, then with a few microseconds of other work, which is not counted: between
+    two sends the client may fall asleep, and the next send has to wake it.
+    """
     listener = socket.create_server(("127.0.0.1", 0), backlog=num_streams)
     accepted: list[socket.socket] = []
     with Clients(listener.getsockname()[1], [b""] * num_streams) as clients:
@@ -337,24 +343,36 @@ def measure_floor(num_streams: int, step_s: float, window_s: float) -> None:
             accepted[-1].setblocking(False)
             accepted[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         clients.start()
-        data = b"x" * FLOOR_BYTES
-        num_sent = 0
-        before, until_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() + window_s
-        while time.perf_counter() < until_s:
-            for sock in accepted:
-                sock.send(data)
-            num_sent += num_streams
-            time.sleep(step_s)
-        after = resource.getrusage(resource.RUSAGE_SELF)
+        for name, work in (("floor: send", 0), ("floor: apart", WORK_BETWEEN)):
+            send = _send_all(accepted, step_s, window_s / 2, work, is_sending=True)
+            rest = _send_all(accepted, step_s, window_s / 4, work, is_sending=False)
+            user_us, system_us = send.user_s * 1e6 - rest.user_s * 1e6, send.system_s * 1e6 - rest.system_s * 1e6
+            total = user_us + system_us
+            print(
+                f"| {name:<11} | {num_streams / step_s:8.0f} |       | {user_us:6.1f} | {system_us:6.1f} |"
+                f" {total:8.1f} | {total:8.1f} |   1.00 |        |        |        |",
+                flush=True,
+            )
         clients.stop()
-    user_us, system_us = ((getattr(after, name) - getattr(before, name)) / num_sent * 1e6 for name in RUSAGE)
-    total = user_us + system_us
-    print(
-        f"| floor: send | {num_sent / window_s:8.0f} |       | {user_us:6.1f} |"
-        f" {system_us:6.1f} | {total:8.1f} | {total:8.1f} |   1.00 |        |        |        |"
-    )
     for sock in (listener, *accepted):
         sock.close()
+
+
+def _send_all(peers: list[socket.socket], step_s: float, window_s: float, work: int, *, is_sending: bool) -> Cpu:
+    """Return the CPU time per peer and step."""
+    data = b"x" * FLOOR_BYTES
+    count = 0
+    before, until_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() + window_s
+    while time.perf_counter() < until_s:
+        for peer in peers:
+            if is_sending:
+                peer.send(data)
+            for _ in range(work):
+                pass
+        count += len(peers)
+        time.sleep(step_s)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return Cpu((after.ru_utime - before.ru_utime) / count, (after.ru_stime - before.ru_stime) / count)
 
 
 def measure_requests(served: Server, name: str, burst: int, rounds: int) -> None:
@@ -401,12 +419,17 @@ def main() -> None:
     step = "auto" if args.saturate else f"{args.step_ms:g}ms"
     if not args.no_streams:
         print(f"{args.streams} streams, a step of {step}, CPU of the server process only, us")
-        print("| endpoint    | tokens/s | busy  | user   | system | us/token | us/event | events/token | events/read |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|  (the last two: gap p50, p99 in ms)")
+        print(
+            "| endpoint    | tokens/s | busy | user | system | us/token | us/event | events/token | events/read |",
+            end="",
+        )
+        print(" gap p50 ms | p99 ms |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
         with server(args, step, args.streams) as served:
-            for round_number in range(args.rounds):
-                if not args.saturate and round_number == 0:
-                    measure_floor(args.streams, args.step_ms / 1e3, args.window / 2)
+            measure_streams(served, args.endpoints[0], args.streams, args.window, is_shown=False)  # warm up
+            for _ in range(args.rounds):
+                if not args.saturate:
+                    measure_floor(args.streams, args.step_ms / 1e3, args.window)
                 for name in args.endpoints:
                     measure_streams(served, name, args.streams, args.window)
     if not args.no_requests:

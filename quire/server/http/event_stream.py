@@ -70,7 +70,10 @@ class TokenWriter:
     woken, and nothing is allocated but the bytes that are written.
     """
 
-    __slots__ = ("_active", "_encoder", "_flow", "_frames", "_number", "_write", "_writer", "last_s")
+    __slots__ = (
+        "_active", "_after", "_before", "_encoder", "_flow", "_frames", "_index", "_number", "_size", "_write", "_writer",
+        "last_s",
+    )  # fmt: skip
 
     def __init__(self, number: int, active: ActiveRequest, encoder: EventEncoder, writer: BodyWriter) -> None:
         self._number = number  # of the prompt
@@ -79,22 +82,34 @@ class TokenWriter:
         self._writer = writer
         self._write = writer.write_frame
         self._flow = writer.flow
-        self._frames: dict[int, tuple[int, bytes, bytes]] = {}  # by sample: size without the text, bytes around it
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by sample, once they are constant
+        # The frame of the sample that was written last. Kept here because a dictionary is in other cache lines: with
+        # hundreds of streams, most of the time of a token is waiting for memory.
+        self._index: int | None = None
+        self._before = self._after = b""
+        self._size = 0  # of an event without its text
         self.last_s = 0.0  # time of the last write
 
     def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
         if not self._active.is_waiting or self._flow.write_paused:
             return False
-        frame = self._frames.get(index)
-        if frame is None:
+        if index != self._index and not self._select(index):
             return self._take_other(index, token_id, text)
-        size, before, after = frame
         string = _encode(text)
         try:
-            self._write(b"".join((CHUNK_SIZES[size + len(string)], before, string, after)))
+            self._write(b"".join((CHUNK_SIZES[self._size + len(string)], self._before, string, self._after)))
         except RuntimeError:
             return True  # the client has disconnected: `RequestContext` is about to end the request
         self.last_s = now_s
+        return True
+
+    def _select(self, index: int) -> bool:
+        """Use the frame of another sample. False: there is none."""
+        if (frame := self._frames.get(index)) is None:
+            return False
+        self._index, (self._before, after) = index, frame
+        self._after = after + b"\r\n"
+        self._size = len(self._before) + len(after)
         return True
 
     def _take_other(self, index: int, token_id: int, text: str) -> bool:
@@ -107,8 +122,7 @@ class TokenWriter:
                 self._writer.write(data)
                 self.last_s = time.monotonic()
             if (found := self._encoder.text_frame(self._number, index)) is not None:
-                before, after = found
-                self._frames[index] = len(before) + len(after), before, after + b"\r\n"
+                self._frames[index] = found
         except Exception as error:  # must not affect the other requests of the step
             self._active.fail(error)
         return True
