@@ -419,11 +419,8 @@ def main() -> None:
     step = "auto" if args.saturate else f"{args.step_ms:g}ms"
     if not args.no_streams:
         print(f"{args.streams} streams, a step of {step}, CPU of the server process only, us")
-        print(
-            "| endpoint    | tokens/s | busy | user | system | us/token | us/event | events/token | events/read |",
-            end="",
-        )
-        print(" gap p50 ms | p99 ms |")
+        names = "endpoint tokens/s busy user system us/token us/event events/token events/read gap_p50_ms gap_p99_ms"
+        print("|", " | ".join(names.split()), "|")
         print("|---|---|---|---|---|---|---|---|---|---|---|")
         with server(args, step, args.streams) as served:
             measure_streams(served, args.endpoints[0], args.streams, args.window, is_shown=False)  # warm up

@@ -71,8 +71,8 @@ class TokenWriter:
     """
 
     __slots__ = (
-        "_active", "_after", "_before", "_encoder", "_flow", "_frames", "_index", "_number", "_size", "_write", "_writer",
-        "last_s",
+        "_active", "_after", "_before", "_encoder", "_flow", "_frames", "_index", "_number", "_size", "_write",
+        "_writer", "last_s",
     )  # fmt: skip
 
     def __init__(self, number: int, active: ActiveRequest, encoder: EventEncoder, writer: BodyWriter) -> None:
