@@ -44,7 +44,7 @@ from quire.server.protocols.openai.encoding import cache_view, finish_reason, fi
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
 
+_MARK = "<value>"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -200,6 +201,7 @@ class Reply:
         self._has_context = has_context
         self._parser, self._collector = active.new_parser(), AnswerCollector()
         self._reason = "stop"
+        self._frame = _split(make, model) if isinstance(self._parser, PlainAnswer) else None
 
     def begin(self) -> bytes:
         return b""
@@ -215,7 +217,10 @@ class Reply:
 
     def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
         del prompt, index  # there is one
-        return self._line(self._collector.take(self._parser.push(text), is_last=False))
+        if self._frame is None:
+            return self._line(self._collector.take(self._parser.push(text), is_last=False))
+        before, middle, after = self._frame
+        return b"".join((before, _encode(rfc3339(time.time())), middle, _encode(text), after))
 
     def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
         """None: each line has its time."""
@@ -258,6 +263,13 @@ class Reply:
             answer = active.generations[0].answers.output().completions[0]
             end["context"] = [*active.requests[0].prompt, *answer.token_ids]
         return end
+
+
+def _split(make: MakeAnswer, model: str) -> tuple[bytes, bytes, bytes]:
+    """The bytes of a line of plain text before its time, between time and text, and after the text."""
+    line = _encode(make(AnswerPart(_MARK), {"model": model, "created_at": _MARK})) + b"\n"
+    before, middle, after = line.rsplit(_encode(_MARK), 2)
+    return before, middle, after
 
 
 def _head(model: str, **more: Any) -> dict[str, Any]:
