@@ -23,6 +23,7 @@ from quire.server.protocols.openai.responses_types import (
     Event,
     IncompleteDetails,
     InputTokensDetails,
+    OutputTextDelta,
     OutputTokensDetails,
     ResponseCompleted,
     ResponseCreated,
@@ -37,6 +38,7 @@ from quire.server.protocols.openai.responses_types import (
 )
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
 from quire.server.protocols.structured_output import answer_in_shape
+from quire.text.answers import PlainAnswer
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from quire.server.active_request import ActiveRequest
     from quire.server.request_context import RequestContext
 
+_MARK = "<text>"
+_NUMBER = 1 << 62  # the number of no event
 _encode = msgspec.json.Encoder().encode
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
@@ -75,6 +79,9 @@ class Reply:
         self._parser = active.new_parser()
         self._is_whole = True
         self._num_events = 0
+        # The bytes around number and text in the events of plain text, once the only message of the answer is open.
+        self._frame: tuple[bytes, bytes, bytes] | None = None
+        self._is_plain = isinstance(self._parser, PlainAnswer)
 
     async def whole(self) -> ResponseObject:
         async with self._active:
@@ -91,7 +98,14 @@ class Reply:
 
     def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
         del prompt, index  # there is one
-        return self._frames(self._items.take(self._parser.push(text)))
+        if self._frame is not None and self._items.extend_message(text):
+            before, middle, after = self._frame
+            self._num_events += 1
+            return b"".join((before, b"%d" % (self._num_events - 1), middle, _encode(text), after))
+        events = self._items.take(self._parser.push(text))
+        if self._is_plain and isinstance(events[-1], OutputTextDelta):
+            self._frame = _split(events[-1])
+        return self._frames(events)
 
     def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
         """None: each event has a number."""
@@ -118,9 +132,7 @@ class Reply:
         for event in events:
             event.sequence_number = self._num_events
             self._num_events += 1
-            name = event.__struct_config__.tag
-            assert isinstance(name, str)
-            frames.append(b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n")
+            frames.append(_event(event))
         return b"".join(frames)
 
     def _finished(self) -> ResponseObject:
@@ -150,6 +162,20 @@ class Reply:
             OutputTokensDetails(self._active.num_thought_tokens),
             usage.total_tokens,
         )
+
+
+def _split(event: OutputTextDelta) -> tuple[bytes, bytes, bytes]:
+    """The bytes of an event of text before its number, between number and text, and after the text."""
+    marked = msgspec.structs.replace(event, sequence_number=_NUMBER, delta=_MARK)
+    head, after = _event(marked).rsplit(_encode(_MARK), 1)
+    before, middle = head.split(b"%d" % _NUMBER, 1)
+    return before, middle, after
+
+
+def _event(event: Event) -> bytes:
+    name = event.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
 def _echoed_fields(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
