@@ -21,6 +21,11 @@ def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
     for script, options, words in (
         ("serve.py", ["--model", str(tiny_model)], ("bare tok/s", "overhead", "|       2 |")),
         (
+            "front_end.py",
+            ["--model", str(tiny_model)],
+            ("floor: send", "| completions |", "| chat        |", "us of server CPU per request"),
+        ),
+        (
             "chaos.py",
             ["--fake", str(tiny_model)],
             ("disconnect to free blocks", "overload: 8 clients", "kill -9: 4 of 4"),

@@ -81,9 +81,14 @@ class GenerationOutput:
 
 
 @dataclass(slots=True)
-class _Sample:
+class Sample:
+    """One sample of a request. `Generation.push_token` adds tokens of plain text, `Answers.push` all others."""
+
     stream: TextStream
     parser: AnswerParser | None = None
+    is_simple: bool = False  # text is passed on as it comes: no stop strings, log probabilities or tools
+    is_plain: bool = False  # simple, and the text of the next token does not depend on earlier ones
+    last_s: float | None = None  # arrival of the last token
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -99,9 +104,9 @@ class Answers:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
-        self._tokenizer = tokenizer
-        self._samples = [
-            _Sample(
+        self.tokenizer = tokenizer
+        self.samples = [
+            Sample(
                 TextStream(
                     tokenizer,
                     stops=request.stop,
@@ -111,6 +116,7 @@ class Answers:
                     min_tokens=request.sampling.min_tokens,
                 ),
                 None if request.new_parser is None else request.new_parser(),
+                _is_simple(request),
             )
             for _ in range(request.n)
         ]
@@ -120,12 +126,12 @@ class Answers:
 
     @property
     def is_finished(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self._samples)
+        return all(sample.finish_reason is not None for sample in self.samples)
 
     @property
     def usage(self) -> Usage:
         """Usage so far. The prompt and its cached tokens are counted once, for the first sample."""
-        num_tokens = sum(len(sample.token_ids) for sample in self._samples)
+        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
         return Usage(len(self.request.prompt), num_tokens, self._cached_tokens)
 
     @property
@@ -133,14 +139,14 @@ class Answers:
         return self._cache
 
     def num_tokens(self, index: int) -> int:
-        return len(self._samples[index].token_ids)
+        return len(self.samples[index].token_ids)
 
     def push(self, index: int, output: EngineOutput) -> Delta:
         """Take one output of sample `index`.
 
         If the delta has a finish reason and the output has none, the caller must end the sample in the engine.
         """
-        sample = self._samples[index]
+        sample = self.samples[index]
         if index == 0:
             self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache
         if output.prompt_logprobs is not None:
@@ -173,29 +179,30 @@ class Answers:
         logprobs = _released(sample, is_whole=reason is not None and stop is None)
         sample.logprobs += logprobs
         sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
+        sample.is_plain = sample.is_simple and reason is None and sample.stream.detokenizer.is_clean
         return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
 
     def cancel(self, index: int) -> None:
         """End a sample early. Its text so far is the answer."""
-        sample = self._samples[index]
+        sample = self.samples[index]
         if sample.finish_reason is None:
             sample.finish_reason = FinishReason.CANCELLED
 
     def fail(self, index: int, error: str) -> Delta:
         """End a sample with an error: its engine died, or its tokens could not be decoded."""
-        sample = self._samples[index]
+        sample = self.samples[index]
         if sample.finish_reason is None:
             sample.finish_reason, sample.error = FinishReason.ERROR, error
         return Delta(index, "", (), (), sample.finish_reason, None, sample.error)
 
     def fail_all(self, error: str) -> None:
         """Fail all samples, finished ones included: the caller's callback raised."""
-        for sample in self._samples:
+        for sample in self.samples:
             sample.finish_reason, sample.error = FinishReason.ERROR, error
 
     def result(self) -> GenerationOutput:
         """The whole answer. Raises RequestFailed if any sample failed."""
-        for sample in self._samples:
+        for sample in self.samples:
             if sample.error is not None:
                 raise RequestFailed(sample.error)
         return self.output()
@@ -211,7 +218,7 @@ class Answers:
         )
 
     def _completion(self, index: int) -> Completion:
-        sample = self._samples[index]
+        sample = self.samples[index]
         return Completion(
             index=index,
             text="".join(sample.text),
@@ -238,11 +245,16 @@ class Answers:
     def _named(
         self, token: int, logprob: float, rank: int, top: Sequence[TokenLogprob] = (), offset: int = 0
     ) -> TokenLogprob:
-        data = self._tokenizer.token_bytes(token)
+        data = self.tokenizer.token_bytes(token)
         return TokenLogprob(token, data.decode("utf-8", "replace"), data, logprob, rank, tuple(top), offset)
 
 
-def _released(sample: _Sample, *, is_whole: bool) -> tuple[TokenLogprob, ...]:
+def _is_simple(request: GenerationRequest) -> bool:
+    has_work = request.stop or request.new_parser is not None or request.hides_answer
+    return not has_work and request.sampling.logprobs is None
+
+
+def _released(sample: Sample, *, is_whole: bool) -> tuple[TokenLogprob, ...]:
     """The held log probabilities whose text was returned. Text removed by a stop string has none."""
     held = sample.held
     if not held:

@@ -6,7 +6,7 @@ All requests pass through here: those of the server's protocols, the command lin
 from __future__ import annotations
 
 import math
-import secrets
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -105,13 +105,16 @@ class GenerationParams:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=dict(self.logit_bias),
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            seed=_seeds.getrandbits(63) if self.seed is None else self.seed,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             min_tokens=self.min_tokens,
             max_tokens=1 if self.is_empty else self.max_tokens,  # the minimum of the core
             stop_token_ids=stop_ids,
         )
+
+
+_seeds = random.Random()  # itself seeded by the system; asking the system for each request costs a system call
 
 
 def check_temperature(value: float | None, high: float = MAX_TEMPERATURE) -> None:

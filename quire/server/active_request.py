@@ -61,6 +61,18 @@ class ClientGone(Exception):
     """The client closed the connection before the response was complete."""
 
 
+class _IgnoringSink:
+    """The sink for readers of the complete answer: they are not woken at each token."""
+
+    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
+        del index, token_id, text, now_s
+        return True
+
+    def take_delta(self, delta: Delta) -> bool:
+        del delta
+        return True
+
+
 class ActiveRequest:
     """An async context manager: leaving it cancels unfinished generations and writes the record, once."""
 
@@ -92,8 +104,7 @@ class ActiveRequest:
         self.load_s = 0.0  # time spent waiting for the model to load
         self._queued_s: float | None = None
         self._started_at_s: float | None = None
-        self._first_at_s: float | None = None
-        self._last_at_s: float | None = None
+        self.is_waiting = False  # a reader waits in `next_batch`, and has taken everything
 
     async def __aenter__(self) -> ActiveRequest:
         return self
@@ -162,18 +173,24 @@ class ActiveRequest:
         return self._started_at_s is not None
 
     @property
+    def _first_at_s(self) -> float | None:
+        return min((one.first_s for one in self.generations if one.first_s is not None), default=None)
+
+    @property
+    def _last_at_s(self) -> float | None:
+        return max((one.last_s for one in self.generations if one.last_s is not None), default=None)
+
+    @property
     def prefill_s(self) -> float | None:
         """From the start of the first prompt to the first token; None before that."""
-        if self._first_at_s is None or self._started_at_s is None:
-            return None
-        return max(0.0, self._first_at_s - self._started_at_s)
+        first_s = self._first_at_s
+        return None if first_s is None or self._started_at_s is None else max(0.0, first_s - self._started_at_s)
 
     @property
     def decode_s(self) -> float | None:
         """From the first token to the last so far; None before the first."""
-        if self._first_at_s is None or self._last_at_s is None:
-            return None
-        return self._last_at_s - self._first_at_s
+        first_s, last_s = self._first_at_s, self._last_at_s
+        return None if first_s is None or last_s is None else last_s - first_s
 
     def add(self, generation: Generation) -> None:
         self.generations.append(generation)
@@ -213,26 +230,33 @@ class ActiveRequest:
                 return
             await self.updated.wait()
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield lists of (prompt number, delta). Raises the request's error.
+    async def next_batch(self) -> list[tuple[int, Delta]]:
+        """Wait for new deltas, each with its prompt's number. Empty: the answers have ended.
 
-        A list holds all deltas since the previous one, so a slow reader receives fewer and longer lists.
+        Raises the request's error. A batch holds all deltas since the previous one, so a slow reader receives fewer
+        and longer batches.
         """
         while True:
             self.updated.clear()
             if self.error is not None:
                 raise self.error
             batch = [(number, delta) for number, one in enumerate(self.generations) for delta in one.take()]
-            if batch:
-                self._record_times(batch)
-                yield batch
-            elif all(generation.is_over for generation in self.generations):
-                return
-            else:
+            if batch or all(generation.is_over for generation in self.generations):
+                return batch
+            self.is_waiting = True
+            try:
                 await self.updated.wait()
+            finally:
+                self.is_waiting = False
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        while batch := await self.next_batch():
+            yield batch
 
     async def outputs(self) -> list[GenerationOutput]:
         """Wait for the end and return the complete answers, one per prompt."""
+        for generation in self.generations:
+            generation.sink = _IgnoringSink()
         async for _ in self.batches():
             pass
         return [generation.answers.result() for generation in self.generations]
@@ -252,23 +276,6 @@ class ActiveRequest:
             self._service.count(self._service.metrics.finished, record)
             self._service.count(self._service.activity.finished, record)
             log_request(record)
-
-    def _record_times(self, batch: list[tuple[int, Delta]]) -> None:
-        """Record the time of the first token and the times between the tokens of each answer."""
-        counts: dict[tuple[int, int], int] = {}
-        for number, delta in batch:
-            if delta.token_ids:
-                place = number, delta.index
-                counts[place] = counts.get(place, 0) + len(delta.token_ids)
-        if not counts:
-            return
-        now_s = time.monotonic()
-        if self._first_at_s is None:
-            self._first_at_s = now_s
-        elif self._last_at_s is not None:
-            for count in counts.values():
-                self._service.metrics.tokens(now_s - self._last_at_s, count)
-        self._last_at_s = now_s
 
     def _record(self, error: Exception | None) -> RequestRecord:
         now_s = time.monotonic()

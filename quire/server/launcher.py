@@ -17,6 +17,7 @@ from quire.backends.base import Progress
 from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_nvidia
 from quire.engine.model_manager import default_budget
+from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app, make_batches
 from quire.server.auth import make_keyring
@@ -155,6 +156,7 @@ class _Main:
     async def _start(self) -> None:
         models, first = self._models, self._models.default
         await models.start()
+        calm_collector()
         first.on_loading = None
         if (ready := first.facts) is not None:  # None: its worker has just died and is being restarted
             all_s = time.monotonic() - self._started_s

@@ -163,9 +163,14 @@ class Model:
         self.open_s = time.monotonic() - began_s
 
         def connect(on_step: Callable[[Stepped], None]) -> EngineClient:
-            hang_s = self._shared.hang_limit_s
             return EngineClient(
-                config.path, text, engine, on_loading=self._take_progress, hang_limit_s=hang_s, on_step=on_step
+                config.path,
+                text,
+                engine,
+                on_loading=self._take_progress,
+                hang_limit_s=self._shared.hang_limit_s,
+                on_step=on_step,
+                on_gap=self.metrics.tokens,
             )
 
         shared = self._shared

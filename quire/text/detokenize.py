@@ -33,12 +33,17 @@ class Detokenizer:
         self._hidden = tokenizer.special_ids - shown_special if skip_special else frozenset[int]()
         self._strips_next = tokenizer.strip_prefix_space and not keep_prefix_space
         self._decoder = _Utf8("replace")
+        # Nothing is held back or to be removed: the text of the next token is its entry in `Tokenizer.plain_texts`,
+        # if that is not empty, and pushing such a token would change nothing here.
+        self.is_clean = not self._strips_next
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became final with these tokens."""
         hidden, token_bytes = self._hidden, self._tokenizer.token_bytes
         data = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in hidden])
-        return self._strip(self._decoder.decode(data))
+        text = self._strip(self._decoder.decode(data))
+        self.is_clean = not self._strips_next and not self._decoder.getstate()[0]
+        return text
 
     def push_each(self, token_ids: Sequence[int]) -> list[str]:
         """Like `push`, with one text per token: a character belongs to the token that completes it."""

@@ -44,7 +44,7 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         """`min_tokens`: minimum length of the answer. Text of the first tokens is not searched for stop strings."""
-        self._detokenizer = Detokenizer(
+        self.detokenizer = Detokenizer(
             tokenizer, skip_special=skip_special, shown_special=shown_special, keep_prefix_space=keep_prefix_space
         )
         self._stops = StopStrings(stops, include_stop=include_stop)
@@ -60,7 +60,7 @@ class TextStream:
         for token_id in token_ids:
             if self.stop is not None:
                 break
-            text = self._detokenizer.push((token_id,))
+            text = self.detokenizer.push((token_id,))
             tokens.append(TokenText(token_id, text, self.num_chars))
             self.num_chars += len(text)
             self.num_tokens += 1
@@ -76,7 +76,7 @@ class TextStream:
         """Flush an incomplete character and held text at the end. This may still complete a stop string."""
         if self.stop is not None:
             return TextDelta("", 0)
-        rest = self._detokenizer.finish()
+        rest = self.detokenizer.finish()
         self.num_chars += len(rest)
         match = self._stops.push(rest)
         self.stop = match.stop

@@ -68,6 +68,7 @@ class Tokenizer:
         self._is_exact = spec["normalizer"] is None or not any(token.normalized for token in self.control)
         self._plain: dict[bool, tokenizers.Tokenizer] = {}
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self.plain_texts: Mapping[int, str] = _PlainTexts(self)
 
     @classmethod
     def from_json(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> Tokenizer:
@@ -227,6 +228,26 @@ class Tokenizer:
             )
             self._plain[at_start] = plain
         return self._plain[at_start]
+
+
+class _PlainTexts(dict[int, str]):
+    """The texts of the tokens that mean the same text in every context, made when they are first needed.
+
+    "" for all others: special tokens, parts of characters, and ids without a token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        tokenizer = self._tokenizer
+        try:
+            text = "" if token_id in tokenizer.special_ids else tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = ""
+        if 0 <= token_id < tokenizer.vocab_size:
+            self[token_id] = text
+        return text
 
 
 def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -> None:

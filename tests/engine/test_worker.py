@@ -618,7 +618,8 @@ def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
     with pytest.raises(Gone):
         worker.run()
     steps = [message for message in channel.sent if isinstance(message, Stepped)]
-    return [token for step in steps for output in step.outputs for token in output.tokens]
+    full = [tuple(token for output in step.outputs for token in output.tokens) for step in steps]
+    return [token for step, tokens in zip(steps, full, strict=True) for token in (*tokens, *step.token_ids)]
 
 
 def ask(request_id: int) -> Add:

@@ -27,7 +27,7 @@ from quire.server.admin import cache
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic.errors import ANTHROPIC
-from quire.server.protocols.anthropic.messages import Reply
+from quire.server.protocols.anthropic.messages import MessageEvents, Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_inference_request
 from quire.server.protocols.anthropic.support import UNSUPPORTED, refuse_unsupported
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
@@ -37,6 +37,7 @@ from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import CallParser, find_tool_format
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+from tests.server.streams import events_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 EPHEMERAL = {"type": "ephemeral"}
@@ -537,7 +538,8 @@ def reply(
 
 def stream(made: Reply) -> bytes:
     async def collect() -> bytes:
-        return b"".join([chunk async for chunk in made.events()])
+        active = made._active
+        return b"".join([chunk async for chunk in events_of(active, MessageEvents(made, active))])
 
     return asyncio.run(collect())
 

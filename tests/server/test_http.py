@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 from uvicorn.server import ServerState
 
+from quire.engine.outputs import Delta
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventStream
@@ -111,26 +112,44 @@ def test_a_connection_without_headers_gets_408_and_is_closed() -> None:
     assert connection.transport.is_aborted
 
 
-class Failing:
-    """An event iterator that raises an error when it is released."""
+class FakeEncoder:
+    """Encodes the text of deltas as it is."""
 
-    def __init__(self, error: ApiError) -> None:
-        self.error = error
-        self.may_fail = asyncio.Event()
+    waits_for_start = False
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
+    def begin(self) -> bytes:
+        return b""
 
-    async def __anext__(self) -> bytes:
-        await self.may_fail.wait()
-        raise self.error
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        return b"".join(delta.text.encode() for _, delta in batch)
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        """None: `feed` encodes it."""
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: there is none."""
+
+    def finish(self) -> bytes:
+        return b"end"
+
+    def fail(self, error: ApiError) -> bytes | None:
+        """None: the dialect's event."""
 
 
 class FakeActiveRequest:
-    """The parts of an `ActiveRequest` that a stream uses."""
+    """The parts of an `ActiveRequest` that a stream uses. Raises an error when it is released."""
 
     request_id = "req_1"
     is_closed = False
+    generations = ()
+
+    def __init__(self, problem: Exception) -> None:
+        self.problem = problem
+        self.may_fail = asyncio.Event()
+
+    async def next_batch(self) -> list[tuple[int, Delta]]:
+        await self.may_fail.wait()
+        raise self.problem
 
     def close(self, error: Exception | None) -> None:
         self.is_closed = True
@@ -142,14 +161,14 @@ def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
 
     async def serve() -> list[Any]:
         sent: list[Any] = []
-        events = Failing(ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout"))
+        work = FakeActiveRequest(ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout"))
 
         async def send(message: Any) -> None:
             sent.append(message)
             if message.get("body") == OPENAI.keep_alive:
-                events.may_fail.set()
+                work.may_fail.set()
 
-        stream = EventStream(cast(ActiveRequest, FakeActiveRequest()), events, {}, OPENAI, keep_alive_s=0.01)
+        stream = EventStream(cast(ActiveRequest, work), FakeEncoder(), {}, OPENAI, keep_alive_s=0.01)
         await stream.begin()
         await stream({}, cast(Any, None), send)
         return sent
@@ -157,15 +176,15 @@ def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
     head, *bodies = asyncio.run(serve())
     assert head["status"] == 200
     assert bodies[0]["body"] == OPENAI.keep_alive
-    assert b"waited too long" in bodies[-2]["body"]
-    assert bodies[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert b"waited too long" in bodies[-1]["body"]
+    assert bodies[-1]["more_body"] is False
 
 
 def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
     async def serve() -> None:
-        events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), FakeActiveRequest()
-        events.may_fail.set()
-        stream = EventStream(cast(ActiveRequest, work), events, {}, OPENAI, keep_alive_s=600)
+        work = FakeActiveRequest(ApiError(Kind.OVERLOADED, "the queue is full"))
+        work.may_fail.set()
+        stream = EventStream(cast(ActiveRequest, work), FakeEncoder(), {}, OPENAI, keep_alive_s=600)
         with pytest.raises(ApiError, match="the queue is full"):
             await stream.begin()
         assert work.is_closed

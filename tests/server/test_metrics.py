@@ -156,8 +156,7 @@ def test_steps_and_tokens() -> None:
     metrics.stepped(Stepped((output(2),), num_tokens=1, took_s=0.01))
     metrics.stepped(Stepped(()))  # a heartbeat
     metrics.tokens(0.5, 1)
-    metrics.tokens(0.3, 3)  # as three of 0.1 s
-    metrics.tokens(0.3, 0)
+    metrics.tokens(0.1, 3)
     found = text(metrics)
     assert value(found, "quire:generation_tokens_total") == 4
     assert value(found, "quire:iteration_tokens_total_count") == 2

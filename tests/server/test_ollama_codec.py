@@ -36,6 +36,7 @@ from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import CallParser, find_tool_format
 from quire.text.tools import Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
+from tests.server.streams import events_of
 from tests.waiting import eventually
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -340,7 +341,8 @@ def steps_of(text: str, size: int = 3, finish: FinishReason = FinishReason.STOP)
 
 def lines_of(work: FakeActiveRequest, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
     async def read() -> bytes:
-        return b"".join([line async for line in Reply(cast(ActiveRequest, work), "m:latest", make, **more).lines()])
+        active = cast(ActiveRequest, work)
+        return b"".join([line async for line in events_of(active, Reply(active, "m:latest", make, **more))])
 
     data = asyncio.run(read())
     assert data.endswith(b"\n")

@@ -37,7 +37,7 @@ from quire.server.protocols.openai.completions import (
     token_offsets,
     whole_completion,
 )
-from quire.server.protocols.openai.encoding import cache_view, events, fingerprint, head_of
+from quire.server.protocols.openai.encoding import AnswerEvents, cache_view, fingerprint, head_of
 from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
@@ -58,6 +58,7 @@ from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+from tests.server.streams import events_of
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -1118,7 +1119,7 @@ class FakeActiveRequest:
 def test_events_of_an_active_request() -> None:
     async def collect(work: ActiveRequest) -> list[bytes]:
         encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.request, include_usage=False)
-        return [data async for data in events(work, encoder)]
+        return [data async for data in events_of(work, AnswerEvents(work, encoder))]
 
     batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
     work = cast("ActiveRequest", FakeActiveRequest(chat(cache=True), batches, Priority.LOW))

@@ -20,8 +20,9 @@ from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
-from quire.server.active_request import ActiveRequest, ClientGone
+from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.http.event_stream import api_error
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.openai.errors import RESPONSES
 from quire.server.protocols.openai.responses import Reply
@@ -33,6 +34,7 @@ from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+from tests.server.streams import events_of
 
 FIELDS = frozenset(ResponsesRequest.__struct_fields__)
 SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -510,7 +512,15 @@ def stream(
 
     async def collect() -> bytes:
         body = body_of(**fields)
-        return b"".join([data async for data in Reply(made_up(deltas, meanings, body), body).events()])
+        work = made_up(deltas, meanings, body)
+        reply = Reply(work, body)
+        written = b""
+        try:
+            async for data in events_of(work, reply):
+                written += data
+        except Exception as error:
+            written += reply.fail(api_error(error, work.request_id)) or b""
+        return written
 
     found: list[dict[str, Any]] = []
     for frame in asyncio.run(collect()).decode().removesuffix("\n\n").split("\n\n"):
@@ -729,20 +739,6 @@ def test_a_failure_in_mid_stream(failure: Delta | Exception, code: str, text: st
     *_, last = stream([delta("Hi"), failure])
     assert summary_of(last) == ("failed", "failed")
     assert last["response"]["error"] == {"code": code, "message": text}
-
-
-def test_a_failure_is_recorded_before_it_is_sent() -> None:
-    async def run(failure: Exception) -> list[Exception | None]:
-        body = body_of()
-        work = made_up([delta("Hi"), failure], None, body)
-        async for _ in Reply(work, body).events():
-            pass
-        return cast("FakeActiveRequest", work).closed
-
-    failure = RequestFailed("x")
-    assert asyncio.run(run(failure)) == [failure]
-    with pytest.raises(ClientGone):  # the client is gone: no event is sent
-        asyncio.run(run(ClientGone()))
 
 
 def test_a_failure_of_a_whole_answer_is_an_error() -> None:

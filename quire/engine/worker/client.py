@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -101,12 +102,14 @@ class WorkerConnection:
         *,
         on_loading: SafeCallback,
         on_step: SafeCallback,
+        on_gap: SafeCallback,
         on_end: Callable[[bool], None],
     ) -> None:
         self._name = name
         self._hang_limit_s = hang_limit_s
         self._on_loading = on_loading
         self._on_step = on_step
+        self._on_gap = on_gap
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
@@ -197,9 +200,7 @@ class WorkerConnection:
     def _take_message(self, message: FromWorker) -> None:
         match message:
             case Stepped():
-                for output in message.outputs:
-                    self._take(output)
-                self._on_step(message)
+                self._take_step(message)
             case Begun():
                 self._begin(message)
             case Refused(request_ids=request_ids):
@@ -231,7 +232,37 @@ class WorkerConnection:
             if generation is not None and (index == 0 or not generation.is_started):
                 generation.start(started)
 
-    def _take(self, output: EngineOutput) -> None:
+    def _take_step(self, message: Stepped) -> None:
+        """Pass the outputs of a step on. This is the path of every generated token.
+
+        `Generation.push_token` takes tokens of plain text. With a `sink` they are on their way to the client when it
+        returns: no task is woken. Everything else goes through `_take`. Times are taken once for the whole step, and
+        equal gaps are counted together.
+        """
+        now_s = time.monotonic()
+        previous: dict[float | None, int] = {}  # time of an answer's previous token -> number of such answers
+        find = self._alive.get
+        for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+            if (place := find(request_id)) is None:
+                continue  # cancelled
+            generation, index = place
+            try:
+                is_taken = generation.push_token(index, token_id, now_s, previous)
+            except Exception as problem:
+                self._fail_answer(generation, index, problem)
+                continue
+            if not is_taken:
+                num_cached = generation.num_cached_tokens
+                self._take(EngineOutput(request_id, (token_id,), None, num_cached, None, (), None, None), now_s)
+        previous.pop(None, None)  # first tokens
+        for last_s, num_answers in previous.items():
+            assert last_s is not None
+            self._on_gap(now_s - last_s, num_answers)
+        for output in message.outputs:
+            self._take(output, now_s)
+        self._on_step(message)
+
+    def _take(self, output: EngineOutput, now_s: float) -> None:
         place = self._alive.get(output.request_id)
         if place is None:
             return  # cancelled, or ended by a stop string
@@ -239,22 +270,32 @@ class WorkerConnection:
         try:
             delta = generation.answers.push(index, output)
             error = None if output.error is None else RequestFailed(output.error)
-        except Exception as problem:  # ends this request only
-            log.exception("the answer of request %d could not be decoded", output.request_id)
-            # quire/server/errors.py hides the rest of a message that starts like this.
-            message = f"the answer could not be read: {type(problem).__name__}: {problem}"
-            delta, error = generation.answers.fail(index, message), RequestFailed(message)
+        except Exception as problem:
+            self._fail_answer(generation, index, problem)
+            return
         if error is not None:
             generation.fail(error)
             self.cancel(generation)
             return
         generation.push(delta)
+        if delta.token_ids and (last_s := generation.note_tokens(index, now_s)) is not None:
+            num_tokens = len(delta.token_ids)
+            self._on_gap((now_s - last_s) / num_tokens, num_tokens)
         if delta.finish_reason is not None:
             self._has_served = True
             del self._alive[output.request_id]
             if output.finish_reason is None:
                 self.process.send(Finish(output.request_id, generation.answers.num_tokens(index)))
             self._watch()
+
+    def _fail_answer(self, generation: Generation, index: int, problem: Exception) -> None:
+        """End a request whose answer could not be decoded. Other requests continue."""
+        log.error("the answer of request %d could not be decoded", generation.request_ids[index], exc_info=problem)
+        # quire/server/errors.py hides the rest of a message that starts like this.
+        message = f"the answer could not be read: {type(problem).__name__}: {problem}"
+        generation.answers.fail(index, message)
+        generation.fail(RequestFailed(message))
+        self.cancel(generation)
 
     def _refuse(self, request_ids: tuple[int, ...], error: QuireError) -> None:
         for request_id in request_ids:
@@ -300,13 +341,19 @@ class EngineClient:
         on_loading: Progress | None = None,
         hang_limit_s: float = HANG_LIMIT_S,
         on_step: Callable[[Stepped], None] | None = None,
+        on_gap: Callable[[float, int], None] | None = None,
     ) -> None:
+        """`on_gap`: called with the time between a token and the one before it, and the number of tokens with that gap.
+
+        The tokens of one answer that arrive together count as evenly spaced.
+        """
         self.text = text
         self.max_model_len = text.spec.max_model_len  # until the worker reports what fits its pool
         self._path = path
         self._config = config
         self._on_loading = SafeCallback("on_loading", on_loading)
         self._on_step = SafeCallback("on_step", on_step)
+        self._on_gap = SafeCallback("on_gap", on_gap)
         self._hang_limit_s = hang_limit_s
         self._connection: WorkerConnection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -523,6 +570,7 @@ class EngineClient:
                 self._hang_limit_s,
                 on_loading=self._on_loading,
                 on_step=self._on_step,
+                on_gap=self._on_gap,
                 on_end=self._count_death,
             )
         except OSError as error:  # out of processes, descriptors or memory

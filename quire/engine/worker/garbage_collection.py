@@ -1,4 +1,4 @@
-"""Tuning of Python's garbage collector for a worker process."""
+"""Tuning of Python's garbage collector for a worker process and for the server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ YOUNG = 50_000  # allocations before a collection of new objects
 def calm_collector() -> None:
     """Exclude all existing objects from garbage collection, and collect less often.
 
-    A library such as torch and the block pool are half a million objects that live until the process ends. A full
-    collection of them stops every stream for 130 ms. Steps create few reference cycles.
+    In a worker, a library such as torch and the block pool are half a million objects that live until the process
+    ends. A full collection of them stops every stream for 130 ms. Steps and requests create few reference cycles.
     """
     gc.collect()
     gc.freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
 from quire.core.prefix import CacheExplanation
 from quire.engine.outputs import Answers, Delta, GenerationOutput
@@ -11,11 +12,41 @@ from quire.engine.worker.protocol import Started
 from quire.errors import QuireError
 
 
+class TokenSink(Protocol):
+    """Takes new text when it arrives. False: not now; the text is then queued."""
+
+    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
+        """Take a token of plain text of sample `index`."""
+
+    def take_delta(self, delta: Delta) -> bool:
+        """Take any other delta without a finish reason."""
+
+
 class Generation:
     """A submitted request. Iterate over `deltas`: a failure raises there, and leaving early cancels the request.
 
-    Alternatively wait for `updated`, which several generations may share, and call `take`.
+    Alternatively wait for `updated`, which several generations may share, and call `take`. A `sink` receives
+    text when it arrives, without waking a task, as long as nothing is queued. The last delta is always queued.
     """
+
+    __slots__ = (
+        "_changed",
+        "_deltas",
+        "_error",
+        "_is_raised",
+        "_on_cancel",
+        "_on_start",
+        "_plain_texts",
+        "_samples",
+        "_updated",
+        "answers",
+        "cache",
+        "first_s",
+        "num_cached_tokens",
+        "queued_s",
+        "request_ids",
+        "sink",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -26,6 +57,8 @@ class Generation:
         on_start: Callable[[Generation], None] | None = None,
     ) -> None:
         self.answers = answers
+        self._samples = answers.samples
+        self._plain_texts = answers.tokenizer.plain_texts
         self.request_ids = request_ids  # one per sample
         self.queued_s: float | None = None  # time in the worker's queue; None until it starts
         self.cache: CacheExplanation | None = None  # set at the start: how much was cached, and why not more
@@ -37,6 +70,13 @@ class Generation:
         self._changed = asyncio.Event()  # not shared: iterating must not clear the event of other generations
         self._updated = updated
         self._on_start = on_start
+        self.sink: TokenSink | None = None
+        self.first_s: float | None = None  # arrival of the first token, in the time of `time.monotonic`
+
+    @property
+    def last_s(self) -> float | None:
+        """Arrival of the last token so far."""
+        return max((sample.last_s for sample in self._samples if sample.last_s is not None), default=None)
 
     @property
     def is_started(self) -> bool:
@@ -95,9 +135,48 @@ class Generation:
             self._on_start(self)
         self.wake()
 
+    def push_token(self, index: int, token_id: int, now_s: float, previous: dict[float | None, int]) -> bool:
+        """Take the next token of an unfinished sample, if it is plain text. False: the caller must use `Answers.push`.
+
+        This is the path of nearly every token: it does what `Answers.push`, `push` and `note_tokens` do, in a fraction
+        of the time. `previous` counts the tokens by the time of the token before them.
+        """
+        sample = self._samples[index]
+        if not sample.is_plain:
+            return False
+        text = self._plain_texts[token_id]
+        if not text:  # special, or a part of a character
+            return False
+        sample.text.append(text)
+        sample.token_ids.append(token_id)
+        last_s = sample.last_s
+        sample.last_s = now_s
+        if last_s is None:
+            self._note_first(now_s)
+        previous[last_s] = previous.get(last_s, 0) + 1
+        sink = self.sink
+        if sink is None or self._deltas or not sink.take_token(index, token_id, text, now_s):
+            self._deltas.append(Delta(index, text, (token_id,), (), None, None))
+            self.wake()
+        return True
+
     def push(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        self.wake()
+        sink = None if delta.finish_reason is not None else self.sink
+        if sink is None or self._deltas or not sink.take_delta(delta):
+            self._deltas.append(delta)
+            self.wake()
+
+    def note_tokens(self, index: int, now_s: float) -> float | None:
+        """Record that tokens of a sample arrived. Returns the time of the previous ones; None: these are the first."""
+        sample = self._samples[index]
+        last_s, sample.last_s = sample.last_s, now_s
+        if last_s is None:
+            self._note_first(now_s)
+        return last_s
+
+    def _note_first(self, now_s: float) -> None:
+        if self.first_s is None:
+            self.first_s = now_s
 
     def fail(self, error: QuireError) -> None:
         """Record an error. Only the first one is kept."""

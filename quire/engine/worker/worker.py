@@ -56,12 +56,12 @@ from quire.engine.worker.protocol import (
     Running,
     Started,
     Stats,
-    Stepped,
     TierStats,
     ToWorker,
     UnpinCache,
     ViewBlocks,
     Working,
+    stepped,
 )
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
@@ -208,7 +208,7 @@ class Worker:
         outputs, done, took_s = self._timed_step(self._engine)
         self._num_steps += 1
         self._note_change()
-        self._channel.send(Stepped(tuple(outputs), self._started, done.num_tokens, took_s))
+        self._channel.send(stepped(outputs, self._started, done.num_tokens, took_s))
 
     def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], Work, float]:
         """Run a step. Returns its outputs, the work that was computed and the duration.

@@ -29,10 +29,49 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 1 << 20  # body of a pipelined request that waits for the previous one
 SPARE_FILES = 128  # file descriptors reserved for other uses than connections
+BODY_WRITER = "quire.body_writer"  # key in the scope of a request
 
 _UPGRADE = re.compile(rb"\r\n(upgrade)[ \t]*:", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
+
+
+class BodyWriter:
+    """Writes parts of a streamed body straight to the transport, without a task and without ASGI messages.
+
+    In the scope of each request, under `BODY_WRITER`. For use after the response was started with ASGI's `send`, while
+    `flow.write_paused` is false. `send` may be used in between, and must be used for the end.
+    """
+
+    __slots__ = ("_cycle", "flow", "write_frame")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.flow = cycle.flow
+        # Writes a part with its size and line ends. Raises RuntimeError if the client has disconnected.
+        self.write_frame: Callable[[bytes], None] = cycle.transport.write
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the response has been started and has a body in chunks."""
+        cycle = self._cycle
+        return cycle.response_started and cycle.chunked_encoding is True and cycle.scope["method"] != "HEAD"
+
+    def write(self, data: bytes) -> None:
+        """Write a part of the body, which must not be empty. Does nothing if the client has disconnected."""
+        if not self._cycle.disconnected:
+            self.write_frame(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class _ChunkSizes(dict[int, bytes]):
+    """The size lines of chunks, made once for each size."""
+
+    def __missing__(self, size: int) -> bytes:
+        line = self[size] = b"%x\r\n" % size
+        return line
+
+
+CHUNK_SIZES = _ChunkSizes()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -109,6 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError  # its body would be parsed as the next request
         super().on_headers_complete()
         self._cycles.append(self.cycle)
+        self.cycle.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
         elif self.pipeline:

@@ -51,8 +51,7 @@ class ActivityCounters:
 
     def stepped(self, stepped: Stepped) -> None:
         self.num_computed_tokens += stepped.num_tokens
-        for output in stepped.outputs:
-            self.num_generated_tokens += len(output.tokens)
+        self.num_generated_tokens += stepped.num_generated
 
     def finished(self, record: RequestRecord) -> None:
         self.recent.append(Finished(time.time(), record))

@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names under `quire:`, and quire's own. See docs/metrics.md.
 
-Belongs to the event loop. Nothing here blocks for long: `tokens` is called for every batch of new tokens.
+Belongs to the event loop. Nothing here blocks for long: `stepped` and `tokens` are called at every step.
 """
 
 from __future__ import annotations
@@ -307,20 +307,16 @@ class Metrics:
         if stepped.num_tokens:
             self._step_tokens.observe(stepped.num_tokens)
             self._step.observe(stepped.took_s)
-        num_generated = 0
-        for output in stepped.outputs:
-            num_generated += len(output.tokens)
-        if num_generated:
+        if num_generated := stepped.num_generated:
             self._generated.inc(num_generated)
 
     def started(self, priority: Priority, queued_s: float) -> None:
         self._wait.observe(queued_s)
         self._waits[priority].observe(queued_s)
 
-    def tokens(self, seconds: float, count: int) -> None:
-        """Count tokens of one answer that arrived together, `seconds` after the previous ones, as evenly spaced."""
-        if count > 0:
-            self._token.observe(seconds / count, count)
+    def tokens(self, gap_s: float, count: int) -> None:
+        """Count tokens that arrived `gap_s` after the previous token of their answer."""
+        self._token.observe(gap_s, count)
 
     def finished(self, record: RequestRecord) -> None:
         self._finishes.get(record.finish, self._other_finish).inc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import msgspec
 
@@ -30,16 +31,20 @@ class BlockWriter:
 
     def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
-        self._num_blocks = 0
+        self.num_blocks = 0
         self._kind: type[Thought] | type[Words] | type[CallStart] | None = None  # of the open block
         self.has_calls = False
 
     def take(self, pieces: Iterable[Piece]) -> list[Event]:
         return [event for piece in pieces for event in self._take(piece)]
 
+    def continues(self, piece: Piece) -> TypeGuard[Words | Thought]:
+        """Whether the piece is text of the open block: its only event is then a delta."""
+        return isinstance(piece, Words | Thought) and type(piece) is self._kind
+
     def end(self) -> list[Event]:
-        if not self._num_blocks:
-            self._num_blocks = 1
+        if not self.num_blocks:
+            self.num_blocks = 1
             return [BlockStart(0, TextBlock("")), BlockStop(0)]
         return self._close()
 
@@ -68,14 +73,14 @@ class BlockWriter:
         return [*before, self._start(block)]
 
     def _start(self, block: AnswerBlock) -> BlockStart:
-        self._num_blocks += 1
-        return BlockStart(self._num_blocks - 1, block)
+        self.num_blocks += 1
+        return BlockStart(self.num_blocks - 1, block)
 
     def _grow(self, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> BlockDelta:
-        return BlockDelta(self._num_blocks - 1, delta)
+        return BlockDelta(self.num_blocks - 1, delta)
 
     def _close(self) -> list[Event]:
-        return [BlockStop(self._num_blocks - 1)] if self._num_blocks else []
+        return [BlockStop(self.num_blocks - 1)] if self.num_blocks else []
 
 
 def blocks_of(pieces: Sequence[Piece], *, shows_thoughts: bool) -> list[AnswerBlock]:

@@ -6,7 +6,7 @@ the cache and returns no block.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.core.request import FinishReason
+from quire.engine.outputs import Delta
 from quire.errors import RequestFailed
+from quire.server.errors import ApiError
 from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.anthropic.blocks import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.editing import Edited, apply
@@ -50,6 +52,7 @@ from quire.server.protocols.anthropic.types import (
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
+from quire.text.answers import Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
+_MARK = "<text>"
 _encoder = msgspec.json.Encoder()
 
 
@@ -78,7 +82,7 @@ async def _respond(
     edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
     reply = Reply(active, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
     if request.is_streaming:
-        return await context.stream(active, reply.events())
+        return await context.stream(active, MessageEvents(reply, active))
     one = (await context.result(active))[0].completions[0]
     return context.json(reply.answer(one.text, one.finish_reason, one.stop))
 
@@ -149,26 +153,22 @@ class Reply:
         end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
         return self._message(content if self._max_tokens else [], end, self._cache())
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events in the SDK's order. The first waits until the prompt runs: its cache hit is known then."""
-        await self._active.wait_start()
-        yield event(MessageStart(self._message([])))
-        parser = self._active.new_parser()
-        blocks = BlockWriter(shows_thoughts=self._shows_thoughts)
-        finish: FinishReason | None = None
-        stop: str | None = None
-        async for batch in self._active.batches():
-            pieces = parser.push("".join(delta.text for _, delta in batch))
-            last = batch[-1][1]
-            if last.finish_reason is not None:
-                finish, stop = last.finish_reason, last.stop
-                pieces += parser.finish(is_cut=finish is FinishReason.LENGTH)
-            if self._max_tokens and (new_events := blocks.take(pieces)):
-                yield b"".join(map(event, new_events))
-        reason = self._stop(finish, stop, has_calls=blocks.has_calls)
-        end = MessageDelta(reason, self._delta_usage(), self._edits, self._cache())
-        last_events = [*(blocks.end() if self._max_tokens else ()), end, MessageStop()]
-        yield b"".join(map(event, last_events))
+    def start(self) -> MessageStart:
+        return MessageStart(self._message([]))
+
+    def end(self, finish: FinishReason | None, stop: str | None, *, has_calls: bool) -> MessageDelta:
+        return MessageDelta(
+            self._stop(finish, stop, has_calls=has_calls), self._delta_usage(), self._edits, self._cache()
+        )
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self._shows_thoughts
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the client asked for no tokens: the answer has no blocks."""
+        return not self._max_tokens
 
     def usage(self) -> MessageUsage:
         usage = self._active.usage
@@ -223,6 +223,65 @@ class Reply:
         if not self._active.request.wants_cache or explanation is None:
             return UNSET
         return view(explanation, self._active.usage.prompt_tokens, self._active.cache_text)
+
+
+class MessageEvents:
+    """The `EventEncoder` of /v1/messages. Events come in the SDK's order; the first has the prompt's cache hit."""
+
+    waits_for_start = True
+
+    def __init__(self, reply: Reply, active: ActiveRequest) -> None:
+        self._reply = reply
+        self._parser = active.new_parser()
+        self._blocks = BlockWriter(shows_thoughts=reply.shows_thoughts)
+        self._finish: FinishReason | None = None
+        self._stop: str | None = None
+        self._frames: dict[tuple[type[Piece], int], tuple[bytes, bytes]] = {}  # by kind and number of the block
+
+    def begin(self) -> bytes:
+        return event(self._reply.start())
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        pieces = self._parser.push("".join(delta.text for _, delta in batch))
+        last = batch[-1][1]
+        if last.finish_reason is not None:
+            self._finish, self._stop = last.finish_reason, last.stop
+            pieces += self._parser.finish(is_cut=self._finish is FinishReason.LENGTH)
+        return self._events(pieces)
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        """Text that continues the open block is put between bytes that were encoded before."""
+        del prompt, index  # there is one
+        pieces = self._parser.push(text)
+        if len(pieces) != 1 or not self._blocks.continues(piece := pieces[0]):
+            return self._events(pieces)
+        before, after = self._frame(type(piece))
+        return before + _encoder.encode(piece.text) + after
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        del prompt, index
+        is_constant = isinstance(self._parser, PlainAnswer) and self._blocks.continues(Words(""))
+        return self._frame(Words) if is_constant else None
+
+    def _frame(self, kind: type[Words] | type[Thought]) -> tuple[bytes, bytes]:
+        """The bytes around the text of the open block, which is of this kind."""
+        place = kind, self._blocks.num_blocks
+        if (frame := self._frames.get(place)) is None:
+            (delta,) = self._blocks.take([kind(_MARK)])
+            before, after = event(delta).rsplit(_encoder.encode(_MARK), 1)
+            frame = self._frames[place] = before, after
+        return frame
+
+    def finish(self) -> bytes:
+        end = self._reply.end(self._finish, self._stop, has_calls=self._blocks.has_calls)
+        return b"".join(map(event, [*(() if self._reply.is_empty else self._blocks.end()), end, MessageStop()]))
+
+    def fail(self, error: ApiError) -> bytes | None:
+        del error
+        return None
+
+    def _events(self, pieces: Sequence[Piece]) -> bytes:
+        return b"" if self._reply.is_empty else b"".join(map(event, self._blocks.take(pieces)))
 
 
 def event(value: Event) -> bytes:

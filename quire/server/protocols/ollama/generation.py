@@ -6,7 +6,7 @@ Answers are streamed as lines of JSON unless `stream` is false. The last line ha
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.core.request import FinishReason
-from quire.engine.outputs import Completion, TokenLogprob
+from quire.engine.outputs import Completion, Delta, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.protocols.ollama.parsing import (
@@ -44,7 +44,7 @@ from quire.server.protocols.openai.encoding import cache_view, finish_reason, fi
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
 
+_MARK = "<value>"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -93,7 +94,7 @@ async def _generate(
         context.note(IGNORED, unmet(body, context.service, is_raw=is_raw))
         reply = Reply(active, body.model, make, has_context=has_context)
         if request.is_streaming:
-            return await context.stream(active, reply.lines())
+            return await context.stream(active, reply)
         one = (await context.result(active))[0].completions[0]
         return context.json(reply.whole(one))
 
@@ -189,28 +190,52 @@ class AnswerCollector:
 
 
 class Reply:
-    """Encodes the response to one request, as a stream or as a whole."""
+    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+
+    waits_for_start = False
 
     def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
         self._active = active
         self._model = model  # the name that the client used
         self._make = make
         self._has_context = has_context
+        self._parser, self._collector = active.new_parser(), AnswerCollector()
+        self._reason = "stop"
+        self._frame = _split(make, model) if isinstance(self._parser, PlainAnswer) else None
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        parser, collector = self._active.new_parser(), AnswerCollector()
-        reason = "stop"
-        async for batch in self._active.batches():
-            pieces = parser.push("".join(delta.text for _, delta in batch))
-            last = batch[-1][1]
-            if last.finish_reason is not None:
-                reason = finish_reason(last.finish_reason, last.error)
-                pieces += parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
-            part = collector.take(pieces, is_last=last.finish_reason is not None)
-            entries = [entry for _, delta in batch for entry in delta.logprobs]
-            if part or entries:
-                yield _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
-        yield _encode(self._make(AnswerPart(), self._end(reason))) + b"\n"
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        pieces = self._parser.push("".join(delta.text for _, delta in batch))
+        last = batch[-1][1]
+        if last.finish_reason is not None:
+            self._reason = finish_reason(last.finish_reason, last.error)
+            pieces += self._parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
+        part = self._collector.take(pieces, is_last=last.finish_reason is not None)
+        return self._line(part, [entry for _, delta in batch for entry in delta.logprobs])
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        del prompt, index  # there is one
+        if self._frame is None:
+            return self._line(self._collector.take(self._parser.push(text), is_last=False))
+        before, middle, after = self._frame
+        return b"".join((before, _encode(rfc3339(time.time())), middle, _encode(text), after))
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: each line has its time."""
+
+    def finish(self) -> bytes:
+        return _encode(self._make(AnswerPart(), self._end(self._reason))) + b"\n"
+
+    def fail(self, error: ApiError) -> bytes | None:
+        del error
+        return None
+
+    def _line(self, part: AnswerPart, entries: Sequence[TokenLogprob] = ()) -> bytes:
+        if not part and not entries:
+            return b""
+        return _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
 
     def whole(self, one: Completion) -> OllamaAnswer:
         parser = self._active.new_parser()
@@ -238,6 +263,13 @@ class Reply:
             answer = active.generations[0].answers.output().completions[0]
             end["context"] = [*active.requests[0].prompt, *answer.token_ids]
         return end
+
+
+def _split(make: MakeAnswer, model: str) -> tuple[bytes, bytes, bytes]:
+    """The bytes of a line of plain text before its time, between time and text, and after the text."""
+    line = _encode(make(AnswerPart(_MARK), {"model": model, "created_at": _MARK})) + b"\n"
+    before, middle, after = line.rsplit(_encode(_MARK), 2)
+    return before, middle, after
 
 
 def _head(model: str, **more: Any) -> dict[str, Any]:

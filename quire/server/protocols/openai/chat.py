@@ -18,9 +18,9 @@ from quire.errors import InvalidRequest
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
+    AnswerEvents,
     StreamEncoder,
     cache_view,
-    events,
     finish_reason,
     finite,
     head_of,
@@ -99,7 +99,7 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
             has_running_usage=has_continuous_usage(body),
             new_parser=active.new_parser,
         )
-        return await context.stream(active, events(active, encoder))
+        return await context.stream(active, AnswerEvents(active, encoder))
     outputs = await context.result(active)
     head = head_of(active, "chatcmpl", "chat.completion")
     num_thought_tokens = active.num_thought_tokens
@@ -247,16 +247,26 @@ class ChatChoices:
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.finish(is_cut=delta.finish_reason is FinishReason.LENGTH)
+        chunks = self.grow_pieces(index, pieces)
+        if delta.logprobs:  # the tokens may have become text, reasoning or a call
+            chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
+            chunks[0].logprobs = _chat_logprobs(delta.logprobs)
+        return chunks
+
+    def grow_pieces(self, index: int, pieces: Sequence[Piece]) -> list[ChatChunkChoice]:
         for piece in pieces:
             if isinstance(piece, CallStart):
                 self._arguments[index] = ""
             elif isinstance(piece, CallArguments):
                 self._arguments[index] += piece.text
-        chunks = [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
-        if delta.logprobs:  # the tokens may have become text, reasoning or a call
-            chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
-            chunks[0].logprobs = _chat_logprobs(delta.logprobs)
-        return chunks
+        return [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
+
+    def parser(self, index: int) -> AnswerParser | None:
+        parser = self._parsers[index]
+        return None if isinstance(parser, PlainAnswer) else parser
+
+    def text(self, index: int, piece: Words | Thought) -> ChatChunkChoice:
+        return ChatChunkChoice(index, _delta_of(piece))
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> ChatChunkChoice:
         reason = _reason(finish_reason, self._arguments.get(index))

@@ -17,9 +17,9 @@ from quire.errors import InvalidRequest
 from quire.server.inference_request import MAX_PROMPTS, InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
+    AnswerEvents,
     StreamEncoder,
     cache_view,
-    events,
     finish_reason,
     finite,
     head_of,
@@ -47,6 +47,7 @@ from quire.server.protocols.openai.types import (
 )
 from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
 from quire.server.protocols.support import refuse_unsupported, unsupported
+from quire.text.answers import Piece, Thought, Words
 from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -77,7 +78,7 @@ async def _respond(context: RequestContext, body: CompletionRequest, request: In
             has_running_usage=has_continuous_usage(body),
             has_ids=bool(body.return_token_ids),
         )
-        return await context.stream(active, events(active, encoder))
+        return await context.stream(active, AnswerEvents(active, encoder))
     outputs = await context.result(active)
     make = partial(whole_completion, head, outputs, active.usage, cache_view(active), echoes, tokenizer)
     # In a thread: the scores of a long prompt are tens of thousands of values.
@@ -198,6 +199,15 @@ class CompletionChoices:
             return [CompletionChoice(index, delta.text, token_ids=ids)] if delta.text or ids else []
         logprobs = _old_logprobs(delta.logprobs, len(self._echo(index)))
         return [CompletionChoice(index, delta.text, logprobs, token_ids=ids)]
+
+    def grow_pieces(self, index: int, pieces: Sequence[Piece]) -> list[CompletionChoice]:
+        raise AssertionError(f"{index = } {pieces = }: completions have no parser")
+
+    def parser(self, index: int) -> None:
+        """None: the text of a completion is not parsed."""
+
+    def text(self, index: int, piece: Words | Thought) -> CompletionChoice:
+        return CompletionChoice(index, piece.text)
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> CompletionChoice:
         return CompletionChoice(index, "", finish_reason=finish_reason, stop_reason=stop_reason(stop))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -21,6 +21,7 @@ from quire.server.protocols.openai.types import (
     CompletionUsage,
     PromptTokensDetails,
 )
+from quire.text.answers import AnswerParser, Piece, Thought, Words
 
 if TYPE_CHECKING:
     from quire.server.active_request import ActiveRequest
@@ -30,6 +31,7 @@ AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completio
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 TIERS = {Priority.HIGH: "priority", Priority.NORMAL: "default", Priority.LOW: "flex"}
+_MARK = "<text>"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -40,7 +42,23 @@ class Choices(Protocol):
     def grow(self, index: int, delta: Delta) -> Sequence[Struct]:
         """Chunks of this delta; with the last delta, also of text that was held back."""
 
+    def grow_pieces(self, index: int, pieces: Sequence[Piece]) -> Sequence[Struct]:
+        """Chunks of what the choice's parser returned."""
+
     def end(self, index: int, finish_reason: str, stop: str | None) -> Struct: ...
+    def parser(self, index: int) -> AnswerParser | None:
+        """The parser that `grow` uses for this choice. None: text is content as it is."""
+
+    def text(self, index: int, piece: Words | Thought) -> Struct:
+        """The chunk of such a piece of text, without log probabilities."""
+
+
+class TextFrames(NamedTuple):
+    """The chunks of one choice that are only text: the bytes around the text, which is a JSON string."""
+
+    parser: AnswerParser | None
+    words: tuple[bytes, bytes]
+    thoughts: tuple[bytes, bytes]
 
 
 class StreamEncoder:
@@ -73,6 +91,7 @@ class StreamEncoder:
         # Only the choice differs between chunks: the rest is encoded once.
         self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._frames: dict[int, TextFrames] = {}  # of the choices that have begun, if their chunks have only text
 
     def chunks(self, batch: Sequence[tuple[int, Delta]], usage: Usage | None = None) -> bytes:
         """Encode a batch of deltas; empty if there is nothing to send yet.
@@ -92,6 +111,8 @@ class StreamEncoder:
                 self._begun.add(index)
                 if (first := self._choices.begin(index)) is not None:
                     events.append(self._frame(first))
+                if not self._has_running_usage and not self._has_ids:
+                    self._frames[index] = self._text_frames(index)
             events += [self._frame(choice) for choice in self._choices.grow(index, delta)]
             if delta.finish_reason is not None:
                 self._num_open -= 1
@@ -102,6 +123,28 @@ class StreamEncoder:
                     self._held = end
         return b"".join(events)
 
+    def text_event(self, prompt: int, sample: int, text: str) -> bytes | None:
+        """Encode a token that is plain text, as `chunks` does. None: it needs `chunks`."""
+        index = prompt * self._n + sample
+        frames = self._frames.get(index)
+        if frames is None:
+            return None
+        parser, (before, after), thoughts = frames
+        if parser is None:
+            return before + _encode(text) + after
+        pieces = parser.push(text)
+        events: list[bytes] = []
+        for piece in pieces:
+            if not isinstance(piece, Words | Thought):
+                return b"".join(map(self._frame, self._choices.grow_pieces(index, pieces)))
+            start, end = (before, after) if isinstance(piece, Words) else thoughts
+            events.append(start + _encode(piece.text) + end)
+        return b"".join(events)
+
+    def text_frame(self, prompt: int, sample: int) -> tuple[bytes, bytes] | None:
+        frames = self._frames.get(prompt * self._n + sample)
+        return None if frames is None or frames.parser is not None else frames.words
+
     def last(self, usage: Usage, cache: CacheView | None, num_thought_tokens: int = 0) -> bytes:
         """Encode the end of the stream."""
         events: list[bytes] = []
@@ -111,6 +154,15 @@ class StreamEncoder:
         if self._include_usage:
             events.append(self._event([], usage_body(usage, num_thought_tokens), cache))
         return b"".join((*events, DONE))
+
+    def _text_frames(self, index: int) -> TextFrames:
+        words, thoughts = (self._split(self._choices.text(index, kind(_MARK))) for kind in (Words, Thought))
+        return TextFrames(self._choices.parser(index), words, thoughts)
+
+    def _split(self, choice: Struct) -> tuple[bytes, bytes]:
+        """The bytes of a chunk before and after its text, which is `_MARK`."""
+        before, after = self._frame(choice).rsplit(_encode(_MARK), 1)
+        return before, after
 
     def _frame(self, choice: Struct) -> bytes:
         return self._before + _encode(choice) + self._after
@@ -124,11 +176,30 @@ class StreamEncoder:
         return b"data: " + _encode(chunk) + b"\n\n"
 
 
-async def events(active: ActiveRequest, encoder: StreamEncoder) -> AsyncIterator[bytes]:
-    async for batch in active.batches():
-        if data := encoder.chunks(batch, active.usage):
-            yield data
-    yield encoder.last(active.usage, cache_view(active), active.num_thought_tokens)
+class AnswerEvents:
+    """The `EventEncoder` of chat and completions."""
+
+    waits_for_start = False
+
+    def __init__(self, active: ActiveRequest, encoder: StreamEncoder) -> None:
+        self._active = active
+        self._encoder = encoder
+        self.text_event = encoder.text_event
+        self.text_frame = encoder.text_frame
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        return self._encoder.chunks(batch, self._active.usage)
+
+    def finish(self) -> bytes:
+        active = self._active
+        return self._encoder.last(active.usage, cache_view(active), active.num_thought_tokens)
+
+    def fail(self, error: ApiError) -> bytes | None:
+        del error
+        return None
 
 
 def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:

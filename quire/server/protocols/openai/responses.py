@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
-from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
-from quire.server.http.event_stream import api_error
 from quire.server.inference_request import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import protocol_field_names
@@ -25,6 +23,7 @@ from quire.server.protocols.openai.responses_types import (
     Event,
     IncompleteDetails,
     InputTokensDetails,
+    OutputTextDelta,
     OutputTokensDetails,
     ResponseCompleted,
     ResponseCreated,
@@ -39,6 +38,7 @@ from quire.server.protocols.openai.responses_types import (
 )
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
 from quire.server.protocols.structured_output import answer_in_shape
+from quire.text.answers import PlainAnswer
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from quire.server.active_request import ActiveRequest
     from quire.server.request_context import RequestContext
 
+_MARK = "<text>"
+_NUMBER = 1 << 62  # the number of no event
 _encode = msgspec.json.Encoder().encode
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
@@ -61,12 +63,14 @@ async def _respond(context: RequestContext, body: ResponsesRequest, request: Inf
     active = await context.open(request)
     reply = Reply(active, body)
     if request.is_streaming:
-        return await context.stream(active, reply.events())
+        return await context.stream(active, reply)
     return context.json(await reply.whole())
 
 
 class Reply:
-    """Encodes the response to one request, as a stream or as a whole."""
+    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+
+    waits_for_start = True
 
     def __init__(self, active: ActiveRequest, body: ResponsesRequest) -> None:
         self._active = active
@@ -75,6 +79,9 @@ class Reply:
         self._parser = active.new_parser()
         self._is_whole = True
         self._num_events = 0
+        # The bytes around number and text in the events of plain text, once the only message of the answer is open.
+        self._frame: tuple[bytes, bytes, bytes] | None = None
+        self._is_plain = isinstance(self._parser, PlainAnswer)
 
     async def whole(self) -> ResponseObject:
         async with self._active:
@@ -82,23 +89,33 @@ class Reply:
                 self._take(batch)
         return self._finished()
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events in order. The first waits until the prompt runs: an earlier error gets an HTTP status."""
-        await self._active.wait_start()
+    def begin(self) -> bytes:
         begun = self._object("in_progress")
-        yield self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
-        try:
-            async for batch in self._active.batches():
-                if events := self._take(batch):
-                    yield self._frames(events)
-        except ClientGone:
-            raise
-        except Exception as error:
-            self._active.close(error)
-            yield self._frames([ResponseFailed(response=self._failed(api_error(error, self._active.request_id)))])
-            return
+        return self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        return self._frames(self._take(batch))
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        del prompt, index  # there is one
+        if self._frame is not None and self._items.extend_message(text):
+            before, middle, after = self._frame
+            self._num_events += 1
+            return b"".join((before, b"%d" % (self._num_events - 1), middle, _encode(text), after))
+        events = self._items.take(self._parser.push(text))
+        if self._is_plain and isinstance(events[-1], OutputTextDelta):
+            self._frame = _split(events[-1])
+        return self._frames(events)
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: each event has a number."""
+
+    def finish(self) -> bytes:
         final = self._finished()
-        yield self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
+        return self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
+
+    def fail(self, error: ApiError) -> bytes | None:
+        return self._frames([ResponseFailed(response=self._failed(error))])
 
     def _take(self, batch: Iterable[tuple[int, Delta]]) -> list[Event]:
         events: list[Event] = []
@@ -115,9 +132,7 @@ class Reply:
         for event in events:
             event.sequence_number = self._num_events
             self._num_events += 1
-            name = event.__struct_config__.tag
-            assert isinstance(name, str)
-            frames.append(b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n")
+            frames.append(_event(event))
         return b"".join(frames)
 
     def _finished(self) -> ResponseObject:
@@ -147,6 +162,20 @@ class Reply:
             OutputTokensDetails(self._active.num_thought_tokens),
             usage.total_tokens,
         )
+
+
+def _split(event: OutputTextDelta) -> tuple[bytes, bytes, bytes]:
+    """The bytes of an event of text before its number, between number and text, and after the text."""
+    marked = msgspec.structs.replace(event, sequence_number=_NUMBER, delta=_MARK)
+    head, after = _event(marked).rsplit(_encode(_MARK), 1)
+    before, middle = head.split(b"%d" % _NUMBER, 1)
+    return before, middle, after
+
+
+def _event(event: Event) -> bytes:
+    name = event.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
 def _echoed_fields(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:

@@ -68,6 +68,10 @@ class _Message:
         done = OutputTextDone(item_id=self._id, output_index=self._index, text=part.text, logprobs=part.logprobs)
         return [done, ContentPartDone(item_id=self._id, output_index=self._index, part=part)], item
 
+    def extend(self, text: str) -> None:
+        """Add text whose event the caller makes."""
+        self._texts.append(text)
+
 
 class _Reasoning:
     def __init__(self, answer_id: str, index: int) -> None:
@@ -200,6 +204,13 @@ class AnswerItems:
                     )
                     events += self._grow(text)
         return events
+
+    def extend_message(self, text: str) -> bool:
+        """Add text to the open message, without an event. False: no message is open, or log probabilities are held."""
+        if self._held or not isinstance(self._open, _Message):
+            return False
+        self._open.extend(text)
+        return True
 
     def finish(self, *, is_whole: bool) -> list[Event]:
         """End the answer. An answer without items gets one empty message."""

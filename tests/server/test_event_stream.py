@@ -1,0 +1,299 @@
+"""Tokens that are written at once have the same bytes as those that are queued, and keep their order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from quire.core.request import FinishReason, Priority
+from quire.engine.outputs import Delta, Usage
+from quire.server.active_request import ActiveRequest, ClientGone
+from quire.server.errors import ApiError, Kind
+from quire.server.http.event_stream import EventEncoder, EventStream, TokenWriter
+from quire.server.http.server import BODY_WRITER, BodyWriter
+from quire.server.protocols.anthropic import messages
+from quire.server.protocols.ollama import generation as ollama
+from quire.server.protocols.openai import responses
+from quire.server.protocols.openai.chat import chat_stream, parse_chat
+from quire.server.protocols.openai.completions import completion_stream, parse_completion
+from quire.server.protocols.openai.encoding import AnswerEvents
+from quire.server.protocols.openai.errors import OPENAI
+from quire.server.protocols.openai.responses_types import ResponsesRequest
+from quire.server.protocols.openai.types import AnswerHead, ChatCompletionRequest, CompletionRequest
+from quire.text.answers import AnswerParser, PlainAnswer
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+
+HEAD = AnswerHead(
+    id="x-1",
+    object="chat.completion.chunk",
+    created=5,
+    model='a "<text>" model',
+    system_fingerprint="f",
+    service_tier="default",
+)
+TRICKY = [
+    "a",
+    ' "quoted" \\ back/slash',
+    "\x00\x01\x1f\x7f\x80 control",
+    "line\nbreak\r\n\ttab",
+    "\u2028\u2029 separators",
+    "🙂 astral",
+    "👩\u200d💻 joined",
+    "\ufffd replaced",
+    "</script><text>",
+    "\ufeff\u0301",
+    "é" * 3000,  # a chunk size of four digits
+]
+THINKING = ["<think>", "\n", 'so "it"\u2028', " goes", "</think>", "\n\nYes", " 🙂", " <think> again"]
+
+
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that streams and encoders use."""
+
+    request_id = "req_1"
+    model = "m"
+    created = 5
+    priority = Priority.NORMAL
+    usage = Usage(3, 2, 0)
+    num_thought_tokens = pinned_tokens = 0
+    cache = cache_text = prefill_s = decode_s = None
+    load_s = 0.0
+    is_closed = False
+    caller = SimpleNamespace(arrived_s=0.0)
+    requests = (SimpleNamespace(prompt=(1, 2), sampling=SimpleNamespace(temperature=1.0, top_p=1.0)),)
+
+    def __init__(self, new_parser: Callable[[], AnswerParser] = PlainAnswer) -> None:
+        self.new_parser = new_parser
+        self.request = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
+        self.is_waiting = True
+        self.generations: list[Any] = [SimpleNamespace(sink=None)]
+        self.queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue()
+        self.log: list[str] = []
+
+    async def wait_start(self) -> None:
+        pass
+
+    async def next_batch(self) -> list[tuple[int, Delta]]:
+        found = await self.queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def close(self, error: Exception | None = None) -> None:
+        self.log.append(f"closed with {error!r}")
+
+
+CHAT = ChatCompletionRequest
+BODY = msgspec.convert({"input": "x"}, ResponsesRequest)
+
+
+def completions(active: ActiveRequest, **more: Any) -> EventEncoder:
+    request = parse_completion(msgspec.convert({"prompt": ["x", "y"], "n": 2}, CompletionRequest))
+    return AnswerEvents(active, completion_stream(HEAD, request, None, **({"include_usage": False} | more)))
+
+
+def chat(active: ActiveRequest, **more: Any) -> EventEncoder:
+    options = {"include_usage": True} | more
+    return AnswerEvents(active, chat_stream(HEAD, active.request, new_parser=active.new_parser, **options))
+
+
+def anthropic(active: ActiveRequest) -> EventEncoder:
+    return messages.MessageEvents(messages.Reply(active, 9, shows_thoughts=True), active)
+
+
+def openai_responses(active: ActiveRequest) -> EventEncoder:
+    return responses.Reply(active, BODY)
+
+
+def ollama_chat(active: ActiveRequest) -> EventEncoder:
+    return ollama.Reply(active, "m", ollama.chat_answer)
+
+
+ENCODERS = [completions, chat, anthropic, openai_responses, ollama_chat]
+
+
+def thinking() -> AnswerParser:
+    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, PlainAnswer())
+
+
+def delta(text: str, index: int = 0) -> Delta:
+    return Delta(index, text, (1,), (), None, None)
+
+
+class FakeTransport:
+    """A connection that has started a response in chunks."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.flow = SimpleNamespace(write_paused=False)
+        self.cycle = SimpleNamespace(
+            transport=SimpleNamespace(write=self.write),
+            flow=self.flow,
+            disconnected=False,
+            response_started=True,
+            chunked_encoding=True,
+            scope={"method": "POST"},
+        )
+        self.writer = BodyWriter(cast(Any, self.cycle))
+
+    def write(self, data: bytes) -> None:
+        if self.cycle.disconnected:
+            raise RuntimeError("unable to perform operation; the handler is closed")
+        self.data += data
+
+    def body(self) -> list[bytes]:
+        """Split what was written into chunks, and check their sizes."""
+        found: list[bytes] = []
+        rest = self.data
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            found.append(rest[: int(size, 16)])
+            assert rest[int(size, 16) :].startswith(b"\r\n")
+            rest = rest[int(size, 16) + 2 :]
+        return found
+
+
+def without_times(data: bytes) -> bytes:
+    return re.sub(rb'"created_at":"[^"]*"', b'"created_at":""', data)
+
+
+@pytest.mark.parametrize("texts", [TRICKY, THINKING], ids=["tricky", "thinking"])
+@pytest.mark.parametrize("new_parser", [PlainAnswer, thinking])
+@pytest.mark.parametrize("make", ENCODERS)
+def test_a_token_has_the_same_bytes_on_both_paths(
+    make: Callable[[ActiveRequest], EventEncoder], new_parser: Callable[[], AnswerParser], texts: list[str]
+) -> None:
+    active, transport = FakeActiveRequest(new_parser), FakeTransport()
+    direct, queued = make(cast(ActiveRequest, active)), make(cast(ActiveRequest, active))
+    assert direct.begin() == queued.begin()
+    writer = TokenWriter(0, cast(ActiveRequest, active), direct, transport.writer)
+    expected: list[bytes] = []
+    for text in texts * 2:
+        assert writer.take_token(0, 1, text, 1.0)
+        expected.append(queued.feed([(0, delta(text))]))
+    assert list(map(without_times, transport.body())) == [without_times(data) for data in expected if data]
+    end = Delta(0, "!", (1,), (), FinishReason.STOP, None)
+    assert without_times(direct.feed([(0, end)])) == without_times(queued.feed([(0, end)]))
+
+
+@pytest.mark.parametrize("text", TRICKY)
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_the_bytes_of_a_token_are_those_of_json(text: str, include_usage: bool) -> None:
+    active, transport = FakeActiveRequest(), FakeTransport()
+    for make, choice in (
+        (completions, {"index": 3, "text": text, "logprobs": None, "finish_reason": None}),
+        (chat, {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}),
+    ):
+        encoder = make(cast(ActiveRequest, active), include_usage=include_usage)
+        prompt, index = (1, 1) if make is completions else (0, 0)
+        writer = TokenWriter(prompt, cast(ActiveRequest, active), encoder, transport.writer)
+        writer.take_token(index, 1, "begin", 1.0)
+        assert encoder.text_frame(prompt, index) is not None  # from now on, only the text is encoded
+        transport.data = b""
+        writer.take_token(index, 1, text, 1.0)
+        chunk = msgspec.to_builtins(HEAD) | {"choices": [choice]} | ({"usage": None} if include_usage else {})
+        event = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        assert transport.body() == [f"data: {event}\n\n".encode()]
+
+
+@pytest.mark.parametrize("more", [{"has_running_usage": True}, {"has_ids": True}])
+def test_chunks_with_more_than_text_are_encoded_as_a_whole(more: dict[str, bool]) -> None:
+    active, transport = FakeActiveRequest(), FakeTransport()
+    encoder = completions(cast(ActiveRequest, active), **more)
+    writer = TokenWriter(0, cast(ActiveRequest, active), encoder, transport.writer)
+    for token_id, text in enumerate("abc"):
+        writer.take_token(0, token_id, text, 1.0)
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in transport.body()]
+    assert [one["choices"][0]["text"] for one in chunks] == ["a", "b", "c"]
+    if "has_ids" in more:
+        assert [one["choices"][0]["token_ids"] for one in chunks] == [[0], [1], [2]]
+    else:
+        assert [one["usage"]["completion_tokens"] for one in chunks] == [1, 2, 3]
+
+
+def test_nothing_is_written_at_once_while_the_client_or_the_task_is_behind() -> None:
+    active, transport = FakeActiveRequest(), FakeTransport()
+    writer = TokenWriter(0, cast(ActiveRequest, active), chat(cast(ActiveRequest, active)), transport.writer)
+    for is_waiting, is_paused in ((False, False), (True, True)):
+        active.is_waiting, transport.flow.write_paused = is_waiting, is_paused
+        assert not writer.take_token(0, 1, "a", 1.0)
+        assert not writer.take_delta(delta("a"))
+    assert not transport.data
+    active.is_waiting, transport.flow.write_paused = True, False
+    assert writer.take_token(0, 1, "a", 2.0)
+    assert transport.data
+
+
+def test_a_token_for_a_client_that_has_just_disconnected_is_dropped() -> None:
+    active, transport = FakeActiveRequest(), FakeTransport()
+    writer = TokenWriter(0, cast(ActiveRequest, active), chat(cast(ActiveRequest, active)), transport.writer)
+    assert writer.take_token(0, 1, "a", 1.0)
+    before, transport.cycle.disconnected = transport.data, True
+    assert writer.take_token(0, 1, "b", 1.0)
+    assert writer.take_delta(delta("c"))
+    assert transport.data == before
+
+
+def test_a_stream_writes_tokens_between_what_its_task_sends() -> None:
+    """The task sends the start and the end; tokens in between are written when they arrive."""
+
+    async def serve() -> tuple[FakeActiveRequest, bytes]:
+        active, transport = FakeActiveRequest(), FakeTransport()
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                transport.writer.write(message["body"])
+                active.log.append("sent")
+
+        stream = EventStream(
+            cast(ActiveRequest, active), chat(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600
+        )
+        active.queue.put_nowait([(0, delta("a"))])
+        await stream.begin()
+        task = asyncio.ensure_future(stream({BODY_WRITER: transport.writer}, cast(Any, None), send))
+        while active.generations[0].sink is None or not transport.data:
+            await asyncio.sleep(0)
+        assert active.generations[0].sink.take_token(0, 1, "b", 1.0)
+        assert b'"content":"b"' in transport.data  # without a turn of the event loop
+        active.queue.put_nowait([(0, Delta(0, "c", (1,), (), FinishReason.STOP, None))])
+        active.queue.put_nowait([])
+        await task
+        return active, b"".join(transport.body())
+
+    active, data = asyncio.run(serve())
+    assert re.findall(rb'"content":"(\w+)"', data) == [b"a", b"b", b"c"]
+    assert data.endswith(b"data: [DONE]\n\n")
+    assert active.log == ["sent", "sent", "closed with None", "sent"]
+
+
+@pytest.mark.parametrize("make", ENCODERS)
+def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest], EventEncoder]) -> None:
+    async def serve(error: Exception) -> list[str]:
+        active = FakeActiveRequest()
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                active.log.append("failed" if b"too much" in message["body"] else "sent")
+
+        stream = EventStream(
+            cast(ActiveRequest, active), make(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600
+        )
+        active.queue.put_nowait([(0, delta("a"))])
+        await stream.begin()
+        active.queue.put_nowait(error)
+        await stream({}, cast(Any, None), send)
+        return [line for line in active.log if line != "sent"]
+
+    error = ApiError(Kind.RATE_LIMITED, "too much")
+    assert asyncio.run(serve(error)) == [f"closed with {error!r}", "failed"]
+    assert asyncio.run(serve(ClientGone())) == ["closed with ClientGone()"]  # no event is sent
