@@ -4,19 +4,24 @@
    for units that another thread has claimed. A thread that another process keeps from its core before it claims a unit
    delays nothing.
 
-   Threads that wait poll for SPIN_NS, which is longer than any pause within a step, and then sleep. An idle engine
-   therefore uses no CPU. On a busy machine a waiting thread gives its core away, and the system starts it again soon
-   after it is woken, because it has used less than its share of CPU time; one that polls or yields uses up its share. */
+   Threads that wait poll for a while and then sleep, so an idle engine uses no CPU. On a quiet machine they poll longer
+   than any pause within a step. On a busy machine a thread often waits for one that does not run: it sleeps soon, so that
+   the other may use the core. A thread that sleeps runs soon after it is woken, because it has used less than its share of
+   CPU time; one that polls or yields uses up its share. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include "inner.h"
 
-enum { SPIN_NS = 50000, POLLS = 64 }; /* POLLS: polls between two looks at the clock */
+enum { POLLS = 64 }; /* between two looks at the clock */
+enum { QUIET_SPIN_NS = 50000, BUSY_SPIN_NS = 5000 };
+/* The machine counts as busy while threads of this process lose their core more often than every 10 ms. */
+enum { LOOK_NS = 40000000, MAX_LOST = 4 };
 
 #if defined(__aarch64__)
 #define relax() __asm__ __volatile__("yield" ::: "memory")
@@ -45,6 +50,9 @@ struct quire_engine {
     int num_units;
     pthread_mutex_t mutex;
     pthread_cond_t wake, done;
+    int64_t next_look_ns; /* the counts below are read once per LOOK_NS, by a thread that is about to sleep */
+    long num_lost;
+    atomic_int spin_ns;
     _Alignas(64) atomic_int num_unclaimed; /* units; the next one is num_units - num_unclaimed */
     _Alignas(64) atomic_int num_unfinished;
     _Alignas(64) atomic_int has_sleepers; /* a worker may be asleep */
@@ -58,17 +66,29 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Polls for at most SPIN_NS until the counter is zero, or is not. Returns whether that happened. */
-static int poll_counter(atomic_int *counter, int is_zero) {
+/* Polls for at most spin_ns until the counter is zero, or is not. Returns whether that happened. */
+static int poll_counter(quire_engine *engine, atomic_int *counter, int is_zero) {
     for (int64_t end = 0;;) {
         for (int i = 0; i < POLLS; i++) {
             if ((atomic_load_explicit(counter, memory_order_acquire) == 0) == is_zero) return 1;
             relax();
         }
         const int64_t now = now_ns();
-        if (!end) end = now + SPIN_NS;
+        if (!end) end = now + atomic_load_explicit(&engine->spin_ns, memory_order_relaxed);
         if (now >= end) return 0;
     }
+}
+
+/* Sets how long threads poll, from how often other processes took a core from them. Called with the mutex held. */
+static void look_around(quire_engine *engine) {
+    const int64_t now = now_ns();
+    struct rusage usage;
+    if (now < engine->next_look_ns || getrusage(RUSAGE_SELF, &usage)) return;
+    const int64_t passed = now - engine->next_look_ns + LOOK_NS;
+    const int is_busy = (int64_t)(usage.ru_nivcsw - engine->num_lost) * LOOK_NS > MAX_LOST * passed;
+    atomic_store_explicit(&engine->spin_ns, is_busy ? BUSY_SPIN_NS : QUIET_SPIN_NS, memory_order_relaxed);
+    engine->num_lost = usage.ru_nivcsw;
+    engine->next_look_ns = now + LOOK_NS;
 }
 
 /* Claims units and runs them until none is left. Returns how many it ran.
@@ -90,6 +110,7 @@ static int work(quire_engine *engine, int thread) {
 
 static void sleep_until_work(quire_engine *engine) {
     pthread_mutex_lock(&engine->mutex);
+    look_around(engine);
     for (;;) {
         atomic_store(&engine->has_sleepers, 1); /* before the counter is read: see wake_workers */
         if (atomic_load(&engine->num_unclaimed) || atomic_load(&engine->is_closing)) break;
@@ -111,7 +132,7 @@ static void *serve(void *argument) {
     worker *self = argument;
     quire_engine *engine = self->engine;
     while (!atomic_load(&engine->is_closing)) {
-        if (!poll_counter(&engine->num_unclaimed, 0)) sleep_until_work(engine);
+        if (!poll_counter(engine, &engine->num_unclaimed, 0)) sleep_until_work(engine);
         const int count = work(engine, self->number);
         if (!count || atomic_fetch_sub(&engine->num_unfinished, count) > count) continue;
         if (atomic_load(&engine->is_caller_asleep)) {
@@ -124,8 +145,9 @@ static void *serve(void *argument) {
 }
 
 static void wait_for_units(quire_engine *engine) {
-    if (poll_counter(&engine->num_unfinished, 1)) return;
+    if (poll_counter(engine, &engine->num_unfinished, 1)) return;
     pthread_mutex_lock(&engine->mutex);
+    look_around(engine);
     atomic_store(&engine->is_caller_asleep, 1);
     while (atomic_load(&engine->num_unfinished)) pthread_cond_wait(&engine->done, &engine->mutex);
     atomic_store(&engine->is_caller_asleep, 0);
@@ -186,6 +208,7 @@ quire_engine *quire_open(int num_threads) {
     pthread_mutex_init(&engine->mutex, NULL);
     pthread_cond_init(&engine->wake, NULL);
     pthread_cond_init(&engine->done, NULL);
+    atomic_store(&engine->spin_ns, QUIET_SPIN_NS);
     start_workers(engine, workers, num_threads);
     return engine;
 }
