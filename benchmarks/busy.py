@@ -17,7 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,13 +85,12 @@ class Bench:
         self.others.append(others.share())
         return float(found["value"])
 
-    def median(self, build: str, is_busy: bool, num_clients: int) -> float:
-        return statistics.median(self.found[Case(build, is_busy, num_clients)])
+    def median(self, case: Case) -> float:
+        return statistics.median(self.found[case])
 
-    def ratio(self, one: Sequence[Case], two: Sequence[Case]) -> float:
+    def ratio(self, one: Case, two: Case) -> float:
         """Return the median over the rounds of a quotient of two measurements of the same round."""
-        pairs = zip(self.found[one[0]], self.found[two[0]], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return statistics.median(a / b for a, b in zip(self.found[one], self.found[two], strict=True))
 
 
 def _name(case: Case) -> str:
@@ -106,9 +105,9 @@ def table(bench: Bench) -> str:
         for is_busy in (False, True):
             cases = [Case(build, is_busy, count) for count in CLIENTS]
             title = f"{build}, {bench.args.processes} processes beside it" if is_busy else f"{build}, quiet"
-            cells = [f"{bench.median(build, is_busy, count):.0f} tok/s" for count in CLIENTS]
-            lines.append([title, *cells, f"{bench.ratio(cases[-1:], cases[:1]):.2f}"])
-        ratios = [bench.ratio([Case(build, True, count)], [Case(build, False, count)]) for count in CLIENTS]
+            cells = [f"{bench.median(case):.0f} tok/s" for case in cases]
+            lines.append([title, *cells, f"{bench.ratio(cases[-1], cases[0]):.2f}"])
+        ratios = [bench.ratio(Case(build, True, count), Case(build, False, count)) for count in CLIENTS]
         lines.append([f"{build}, busy / quiet", *(f"{ratio:.2f}" for ratio in ratios), ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
