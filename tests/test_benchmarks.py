@@ -189,6 +189,15 @@ def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     assert report["precision"]["quire"]["num_positions"] > 100
 
 
+def test_the_benchmark_of_a_busy_machine_runs(tiny_model: Path) -> None:
+    options = ["--rounds", "1", "--processes", "1", "--threads", "2", "--model", str(tiny_model)]
+    command = [sys.executable, str(FOLDER / "busy.py"), *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    for word in ("| quire, quiet |", "| quire, 1 processes beside it |", "| quire, busy / quiet |", "8 / 1"):
+        assert word in outcome.stdout, outcome.stdout
+
+
 def test_a_failed_contender_is_reported_and_the_others_run(default_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
     options = ["--quick", "--only", "start", "--model", str(default_model), "--llama", sys.executable]

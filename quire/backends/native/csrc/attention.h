@@ -1,8 +1,10 @@
 /* Attention of queries over their paged context. Included by every variant.
 
-   The state of a query (peak, sum and weighted values, for each head of one KV head) is updated block by block, in
-   order. The operations on it depend only on its own position and keys. They are the same, in the same order, alone,
-   in a batch and in a chunk of a prompt, so the result has the same bits. */
+   The context is divided into pieces of a fixed number of blocks. Within a piece the state of a query (peak, sum and
+   weighted values, for each head of one KV head) is updated block by block, in order. The states of the pieces are then
+   merged, in order. One thread may process all pieces, or several threads some of them. The operations on a state depend
+   only on the query's own position and keys. They are the same, in the same order, alone, in a batch, in a chunk of a
+   prompt and on any number of threads, so the result has the same bits. */
 #include <math.h>
 
 #include "vectors.h"
@@ -141,72 +143,152 @@ static void expand_block(const attention_shape *shape, block_view *block, float 
     block->values = scratch + num_keys;
 }
 
-/* Processes several queries of one sequence, in order, through the same blocks, for `num_heads` heads of each. */
-static inline __attribute__((always_inline)) void attend_heads(
-    const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out,
-    const int num_heads, const int is_half) {
-    const int size = shape->block_size, mix_size = num_heads * shape->head_stride, count = rows->count;
-    const int q_size = num_heads * shape->head_size;
-    head_state states[MAX_QUERIES];
-    float *scores = scratch, *mix = scores + 2 * MAX_HEADS * shape->score_stride, *scaled = mix + count * mix_size;
-    float *expanded = scaled + count * q_size;
-    for (int i = 0; i < count; i++) {
-        for (int h = 0; h < num_heads; h++) states[i].peaks[h] = -1e30f, states[i].sums[h] = 0;
-        scale_query(q + (size_t)i * rows->q_stride, q_size, shape->scale, scaled + i * q_size, is_half);
+/* Returns the weight that remains of a state whose peak is lower by `distance`, which is not positive. */
+static float remainder_of(float distance, int is_half) {
+    float weights[LANES];
+    if (distance == 0) return 1;
+    store(weights, is_half ? power_of_two(highest(fill(-126.0f), fill(distance))) : exponential(fill(distance)));
+    return weights[0];
+}
+
+/* Merges the state of one head in one piece into a record: weighted values [head stride], peak, sum. The sum of an empty
+   record is 0. */
+static void merge_state(
+    const attention_shape *shape, float peak, float sum, const float *mix, float *record, int is_half) {
+    const int size = shape->head_stride;
+    if (sum == 0) return; /* the query sees no key of the piece */
+    if (record[size + 1] == 0) {
+        memcpy(record, mix, (size_t)size * sizeof *record);
+        record[size] = peak, record[size + 1] = sum;
+        return;
     }
-    memset(mix, 0, (size_t)(count * mix_size) * sizeof *mix);
-    const int first_seen = shape->window && rows->position >= shape->window ? rows->position - shape->window + 1 : 0;
-    for (int number = first_seen / size; number * size < rows->position + count; number++) {
+    const float high = peak > record[size] ? peak : record[size];
+    const float kept = remainder_of(record[size] - high, is_half), added = remainder_of(peak - high, is_half);
+    for (int i = 0; i < size; i += LANES)
+        store(record + i, mul_add_one(load(mix + i), added, mul(load(record + i), fill(kept))));
+    record[size] = high, record[size + 1] = record[size + 1] * kept + sum * added;
+}
+
+static void write_head(const attention_shape *shape, const float *record, float *out) {
+    for (int d = 0; d < shape->head_size; d++) out[d] = record[d] / record[shape->head_stride + 1];
+}
+
+typedef struct { /* records of some heads of all queries */
+    float *at;
+    size_t row_stride;
+} head_records;
+
+static inline float *record_of(const attention_shape *shape, head_records records, int row, int head) {
+    return records.at + (size_t)row * records.row_stride + (size_t)head * record_floats(shape);
+}
+
+typedef struct { /* working memory for some heads of all queries */
+    head_state states[MAX_QUERIES];
+    float *scores, *mix, *scaled, *expanded;
+} attention_work;
+
+/* Updates the states of all queries, in order, with the blocks of one piece. */
+static inline __attribute__((always_inline)) void take_piece(
+    const attention_shape *shape, const attention_rows *rows, int piece, attention_work *work, const int num_heads,
+    const int is_half) {
+    const int size = shape->block_size, count = rows->count, num_keys = rows->position + count;
+    const int mix_size = num_heads * shape->head_stride, q_size = num_heads * shape->head_size;
+    const int first_seen = first_key(shape, rows->position) / size, first = piece * shape->piece_blocks;
+    for (int i = 0; i < count; i++)
+        for (int h = 0; h < num_heads; h++) work->states[i].peaks[h] = -1e30f, work->states[i].sums[h] = 0;
+    memset(work->mix, 0, (size_t)(count * mix_size) * sizeof *work->mix);
+    for (int number = first > first_seen ? first : first_seen;
+         number < first + shape->piece_blocks && number * size < num_keys; number++) {
         const uint16_t *at = shape->layer + (size_t)rows->table[number] * shape->block_halves;
         block_view block = {at, at + shape->values_at, 0, 0, 0};
         const int is_float = !is_half && count >= MIN_EXPANDED;
-        if ((number + 1) * size < rows->position + count)
+        if ((number + 1) * size < num_keys)
             block.ahead = 2 * (rows->table[number + 1] - rows->table[number]) * (ptrdiff_t)shape->block_halves;
-        if (is_float) expand_block(shape, &block, expanded);
+        if (is_float) expand_block(shape, &block, work->expanded);
         for (int i = 0; i < count; i++) {
-            const int last_key = rows->position + i + 1;
-            const int first_key = shape->window && last_key > shape->window ? last_key - shape->window : 0;
-            if (last_key <= number * size || first_key >= (number + 1) * size) continue;
-            block.first = first_key > number * size ? first_key - number * size : 0;
-            block.last = last_key - number * size < size ? last_key - number * size : size;
-            float *from = scaled + i * q_size, *to = mix + i * mix_size;
-            if (is_half) take_block(shape, from, &block, scores, &states[i], to, num_heads, IN_HALVES);
-            else if (is_float) take_block(shape, from, &block, scores, &states[i], to, num_heads, AS_FLOATS);
-            else take_block(shape, from, &block, scores, &states[i], to, num_heads, AS_HALVES);
+            const int last = rows->position + i + 1 - number * size;
+            const int from = first_key(shape, rows->position + i) - number * size;
+            if (last <= 0 || from >= size) continue;
+            block.first = from > 0 ? from : 0;
+            block.last = last < size ? last : size;
+            float *q = work->scaled + i * q_size, *to = work->mix + i * mix_size;
+            if (is_half) take_block(shape, q, &block, work->scores, &work->states[i], to, num_heads, IN_HALVES);
+            else if (is_float) take_block(shape, q, &block, work->scores, &work->states[i], to, num_heads, AS_FLOATS);
+            else take_block(shape, q, &block, work->scores, &work->states[i], to, num_heads, AS_HALVES);
             block.ahead = 0;
         }
     }
-    for (int i = 0; i < count; i++)
-        for (int h = 0; h < num_heads; h++)
-            for (int d = 0; d < shape->head_size; d++)
-                out[(size_t)i * rows->out_stride + (size_t)(h * shape->head_size + d)] =
-                    mix[i * mix_size + h * shape->head_stride + d] / states[i].sums[h];
+}
+
+/* Processes several queries of one sequence through the same pieces, for `num_heads` heads of each. */
+static inline __attribute__((always_inline)) void attend_heads(
+    const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, head_records records,
+    const int num_heads, const int is_half) {
+    const int stride = shape->head_stride, q_size = num_heads * shape->head_size, count = rows->count;
+    attention_work work = {.scores = scratch, .mix = scratch + 2 * MAX_HEADS * shape->score_stride};
+    work.scaled = work.mix + count * num_heads * stride;
+    work.expanded = work.scaled + count * q_size;
+    for (int i = 0; i < count; i++) {
+        scale_query(q + (size_t)i * rows->q_stride, q_size, shape->scale, work.scaled + i * q_size, is_half);
+        for (int h = 0; h < num_heads; h++) record_of(shape, records, i, h)[stride + 1] = 0;
+    }
+    for (int piece = rows->first_piece; piece < rows->last_piece; piece++) {
+        take_piece(shape, rows, piece, &work, num_heads, is_half);
+        for (int i = 0; i < count; i++)
+            for (int h = 0; h < num_heads; h++)
+                merge_state(shape, work.states[i].peaks[h], work.states[i].sums[h],
+                            work.mix + (i * num_heads + h) * stride, record_of(shape, records, i, h), is_half);
+    }
 }
 
 /* Returns the number of floats of scratch memory for `attend`. */
 static size_t attend_scratch(const attention_shape *shape) {
-    const size_t heads = MAX_HEADS * (size_t)(shape->head_stride + shape->head_size);
+    const size_t heads = MAX_HEADS * ((size_t)(shape->head_stride + shape->head_size) + record_floats(shape));
     return (size_t)(2 * MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
            (size_t)(shape->block_size * shape->head_stride) + 64;
 }
 
 static inline __attribute__((always_inline)) void attend_some(
-    const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out, int num_heads,
-    const int is_half) {
-    if (num_heads == 4) attend_heads(shape, rows, q, scratch, out, 4, is_half);
-    else if (num_heads == 3) attend_heads(shape, rows, q, scratch, out, 3, is_half);
-    else if (num_heads == 2) attend_heads(shape, rows, q, scratch, out, 2, is_half);
-    else attend_heads(shape, rows, q, scratch, out, 1, is_half);
+    const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, head_records records,
+    int num_heads, const int is_half) {
+    if (num_heads == 4) attend_heads(shape, rows, q, scratch, records, 4, is_half);
+    else if (num_heads == 3) attend_heads(shape, rows, q, scratch, records, 3, is_half);
+    else if (num_heads == 2) attend_heads(shape, rows, q, scratch, records, 2, is_half);
+    else attend_heads(shape, rows, q, scratch, records, 1, is_half);
 }
 
 /* Computes all query heads that share this KV head, for up to MAX_QUERIES rows: q and out [rows, heads, D], strided. */
 static void attend(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out) {
+    const size_t size = record_floats(shape);
     for (int head = 0; head < shape->num_heads; head += MAX_HEADS) {
         const int left = shape->num_heads - head < MAX_HEADS ? shape->num_heads - head : MAX_HEADS;
         const float *from = q + head * shape->head_size;
-        float *to = out + head * shape->head_size;
+        head_records records = {scratch, (size_t)left * size};
+        if (rows->records)
+            records = (head_records){rows->records + (size_t)head * size, (size_t)shape->num_heads * size};
+        float *rest = scratch + MAX_QUERIES * MAX_HEADS * size;
         if (HAS_HALF_ARITHMETIC && shape->is_half)
-            attend_some(shape, rows, from, scratch, to, left, HAS_HALF_ARITHMETIC);
-        else attend_some(shape, rows, from, scratch, to, left, 0);
+            attend_some(shape, rows, from, rest, records, left, HAS_HALF_ARITHMETIC);
+        else attend_some(shape, rows, from, rest, records, left, 0);
+        for (int i = 0; i < rows->count && !rows->records; i++)
+            for (int h = 0; h < left; h++)
+                write_head(shape, record_of(shape, records, i, h),
+                           out + (size_t)i * rows->out_stride + (size_t)((head + h) * shape->head_size));
     }
+}
+
+/* Merges the records of the pieces, which are in order at rows->records, and writes the result. */
+static void merge_pieces(const attention_shape *shape, const attention_rows *rows, float *out) {
+    const int stride = shape->head_stride, is_half = HAS_HALF_ARITHMETIC && shape->is_half;
+    const size_t row_stride = (size_t)shape->num_heads * record_floats(shape);
+    const head_records records = {rows->records, row_stride};
+    for (int i = 0; i < rows->count; i++)
+        for (int h = 0; h < shape->num_heads; h++) {
+            float *first = record_of(shape, records, i, h), *next = first;
+            for (int piece = rows->first_piece + 1; piece < rows->last_piece; piece++) {
+                next += (size_t)rows->count * row_stride;
+                merge_state(shape, next[stride], next[stride + 1], next, first, is_half);
+            }
+            write_head(shape, first, out + (size_t)i * rows->out_stride + (size_t)(h * shape->head_size));
+        }
 }

@@ -7,6 +7,14 @@
 
 enum { UNITS_PER_THREAD = 4 }; /* units of a product per thread, so that one delayed thread does not delay the others */
 
+enum { PIECE = 256 }; /* tokens of a piece of the context, of which each can be processed by another thread */
+enum { MAX_RECORDS = 1 << 24 }; /* floats for the states of pieces: 64 MiB */
+
+typedef struct { /* a range of pieces of a tile, for all KV heads */
+    int32_t tile, first_piece, last_piece, is_divided; /* whether other parts have the tile's other pieces */
+    size_t records; /* position of its records, if so */
+} attention_part;
+
 typedef struct {
     quire_engine *engine;
     const quire_variant *run;
@@ -20,6 +28,11 @@ typedef struct {
     int32_t *sequences; /* [T]: the sequence of each row */
     int32_t *tiles;     /* [tiles]: first row of each */
     int num_tiles;
+    attention_part *parts; /* [parts] */
+    int32_t *merges;       /* [merges]: first part of each divided tile */
+    float *records;        /* [max_records]: states of the pieces of divided tiles */
+    size_t max_records;
+    int num_parts, num_merges, parts_window; /* the window that the parts are for, or -1 */
 } pass;
 
 static int largest(int a, int b) { return a > b ? a : b; }
@@ -188,6 +201,8 @@ static void lay_tiles(pass *step) {
     }
 }
 
+static int piece_blocks(const quire_model *model) { return largest(PIECE / model->block_size, 1); }
+
 static const int32_t *table_of(const pass *step, int row) {
     return step->batch->tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
 }
@@ -236,6 +251,7 @@ static attention_shape shape_of(const pass *step, const quire_layer *layer, int 
         .scale = model->attention_scale,
         .cap = model->attention_softcap,
         .window = layer->window,
+        .piece_blocks = piece_blocks(model),
         .is_half = model->is_half_attention,
         .layer = layer_pool(model, index) + (size_t)kv_head * head_halves(model),
         .block_halves = quire_block_bytes(model) / 2,
@@ -243,22 +259,103 @@ static attention_shape shape_of(const pass *step, const quire_layer *layer, int 
     };
 }
 
+/* Returns the rows of a tile, with all pieces that they see. */
+static attention_rows rows_of(const pass *step, const attention_shape *shape, int tile) {
+    const quire_model *model = step->model;
+    const quire_batch *batch = step->batch;
+    const int row = step->tiles[tile], left = batch->first_rows[step->sequences[row] + 1] - row;
+    const int count = smallest(left, MAX_QUERIES), position = batch->positions[row];
+    const int piece = shape->piece_blocks * shape->block_size;
+    return (attention_rows){
+        .count = count,
+        .position = position,
+        .table = table_of(step, row),
+        .q_stride = (size_t)((model->num_heads + 2 * model->num_kv_heads) * model->head_size),
+        .out_stride = (size_t)(model->num_heads * model->head_size),
+        .first_piece = first_key(shape, position) / piece,
+        .last_piece = (position + count - 1) / piece + 1,
+    };
+}
+
+static size_t records_of(const pass *step, const attention_shape *shape, int num_rows, int num_pieces) {
+    return (size_t)num_rows * (size_t)num_pieces * (size_t)step->model->num_heads * record_floats(shape);
+}
+
+/* Divides the tiles that would keep a thread busy while the others have nothing left: those of which one KV head is more
+   than half of a thread's share. The results are the same either way. */
+static void lay_parts(pass *step, const attention_shape *shape) {
+    const int kv_heads = step->model->num_kv_heads, num_threads = quire_num_threads(step->engine);
+    int64_t total = 0;
+    size_t used = 0;
+    if (step->parts_window == shape->window) return;
+    step->parts_window = shape->window;
+    step->num_parts = step->num_merges = 0;
+    for (int tile = 0; tile < step->num_tiles; tile++) {
+        const attention_rows rows = rows_of(step, shape, tile);
+        total += (int64_t)rows.count * (rows.last_piece - rows.first_piece);
+    }
+    for (int tile = 0; tile < step->num_tiles; tile++) {
+        const attention_rows rows = rows_of(step, shape, tile);
+        const int num_pieces = rows.last_piece - rows.first_piece;
+        const size_t needed = records_of(step, shape, rows.count, num_pieces);
+        const int is_large = 2 * num_threads * (int64_t)rows.count * num_pieces > total * kv_heads;
+        if (num_threads == 1 || num_pieces == 1 || !is_large || used + needed > step->max_records) {
+            step->parts[step->num_parts++] = (attention_part){tile, rows.first_piece, rows.last_piece, 0, 0};
+            continue;
+        }
+        step->merges[step->num_merges++] = step->num_parts;
+        for (int piece = rows.first_piece; piece < rows.last_piece; piece++)
+            step->parts[step->num_parts++] = (attention_part){
+                tile, piece, piece + 1, 1,
+                used + records_of(step, shape, rows.count, piece - rows.first_piece) / (size_t)kv_heads};
+        used += needed;
+    }
+}
+
+/* Returns where a KV head's records of a part begin. A divided tile has records [K, pieces, rows, heads of a KV head]. */
+static float *records_at(const pass *step, const attention_shape *shape, const attention_part *part, int kv_head) {
+    const attention_rows rows = rows_of(step, shape, part->tile);
+    const int num_pieces = rows.last_piece - rows.first_piece, kv_heads = step->model->num_kv_heads;
+    const size_t of_head = records_of(step, shape, rows.count, num_pieces) / (size_t)kv_heads;
+    return step->records + part->records + (size_t)kv_head * of_head;
+}
+
 static void attend_unit(void *context, int unit, int thread) {
     const row_job *job = context;
     const pass *step = job->step;
     const quire_model *model = step->model;
-    const quire_batch *batch = step->batch;
-    const int kv_heads = model->num_kv_heads, size = model->head_size, group = model->num_heads / kv_heads;
-    const int row = step->tiles[unit / kv_heads], kv_head = unit % kv_heads;
-    const int left = batch->first_rows[step->sequences[row] + 1] - row;
-    const size_t q_stride = (size_t)((model->num_heads + 2 * kv_heads) * size);
-    const size_t out_stride = (size_t)(model->num_heads * size);
+    const int kv_heads = model->num_kv_heads, kv_head = unit % kv_heads;
+    const attention_part *part = &step->parts[unit / kv_heads];
     const attention_shape shape = shape_of(step, job->layer, job->index, kv_head);
-    const attention_rows rows = {
-        left < MAX_QUERIES ? left : MAX_QUERIES, batch->positions[row], table_of(step, row), q_stride, out_stride};
-    const size_t head = (size_t)(kv_head * group * size);
-    step->run->attend(&shape, &rows, step->inner + (size_t)row * q_stride + head, quire_own_memory(step->engine, thread),
-                      step->mixed + (size_t)row * out_stride + head);
+    attention_rows rows = rows_of(step, &shape, part->tile);
+    rows.first_piece = part->first_piece;
+    rows.last_piece = part->last_piece;
+    if (part->is_divided) rows.records = records_at(step, &shape, part, kv_head);
+    const size_t row = (size_t)step->tiles[part->tile], head = (size_t)(kv_head * shape.num_heads * shape.head_size);
+    step->run->attend(&shape, &rows, step->inner + row * rows.q_stride + head, quire_own_memory(step->engine, thread),
+                      step->mixed + row * rows.out_stride + head);
+}
+
+static void merge_unit(void *context, int unit, int thread) {
+    (void)thread;
+    const row_job *job = context;
+    const pass *step = job->step;
+    const int kv_heads = step->model->num_kv_heads, kv_head = unit % kv_heads;
+    const attention_part *part = &step->parts[step->merges[unit / kv_heads]];
+    const attention_shape shape = shape_of(step, job->layer, job->index, kv_head);
+    attention_rows rows = rows_of(step, &shape, part->tile);
+    rows.records = records_at(step, &shape, part, kv_head);
+    const size_t row = (size_t)step->tiles[part->tile], head = (size_t)(kv_head * shape.num_heads * shape.head_size);
+    step->run->merge(&shape, &rows, step->mixed + row * rows.out_stride + head);
+}
+
+static void attend_rows(row_job *job) {
+    pass *step = job->step;
+    const int kv_heads = step->model->num_kv_heads;
+    const attention_shape shape = shape_of(step, job->layer, job->index, 0);
+    lay_parts(step, &shape);
+    quire_run(step->engine, attend_unit, job, step->num_parts * kv_heads);
+    quire_run(step->engine, merge_unit, job, step->num_merges * kv_heads);
 }
 
 static void run_layer(pass *step, int index) {
@@ -269,7 +366,7 @@ static void run_layer(pass *step, int index) {
     project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
     row_job job = {.step = step, .layer = layer, .index = index};
     quire_run(step->engine, store_unit, &job, row_units(num_tokens));
-    quire_run(step->engine, attend_unit, &job, step->num_tiles * model->num_kv_heads);
+    attend_rows(&job);
     const int mixed = model->num_heads * model->head_size;
     quantize_rows(step, step->mixed, num_tokens, mixed, (size_t)mixed, model->refine.o, quantize_unit);
     project(step->engine, step->run, &layer->o, &step->input, step->mixed);
@@ -303,6 +400,30 @@ static size_t lay_input(quire_input *input, void *base) {
     return carve(base, &used, rests * 4, (void **)&input->refined);
 }
 
+/* Lays out the memory of the parts of attention. Without a base, only returns its size. */
+static size_t lay_attention(pass *step, void *base) {
+    const quire_batch *batch = step->batch;
+    const quire_model *model = step->model;
+    const int piece = piece_blocks(model) * model->block_size, num_threads = quire_num_threads(step->engine);
+    const attention_shape shape = shape_of(step, &model->layers[0], 0, 0);
+    size_t num_parts = 0, used = 0;
+    int most_pieces = 0;
+    for (int seq = 0; seq < batch->num_seqs; seq++) {
+        const int num_rows = batch->first_rows[seq + 1] - batch->first_rows[seq];
+        const int num_pieces = batch->positions[batch->first_rows[seq + 1] - 1] / piece + 1;
+        num_parts += (size_t)ceil_div(num_rows, MAX_QUERIES) * (size_t)num_pieces;
+        most_pieces = largest(most_pieces, num_pieces);
+    }
+    const int max_divided = 2 * num_threads / model->num_kv_heads + 1; /* each has more than its share of the work */
+    const int num_rows = num_threads == 1 ? 0 : smallest(batch->num_tokens, max_divided * MAX_QUERIES);
+    const size_t wanted = most_pieces > 1 ? records_of(step, &shape, num_rows, most_pieces) : 0;
+    step->max_records = wanted < MAX_RECORDS ? wanted : MAX_RECORDS;
+    step->parts_window = -1;
+    carve(base, &used, num_parts * sizeof(attention_part), (void **)&step->parts);
+    carve(base, &used, num_parts * 4, (void **)&step->merges);
+    return carve(base, &used, step->max_records * 4, (void **)&step->records);
+}
+
 /* Lays out the working memory. Without a base, only returns its size. */
 static size_t lay_out(pass *step, void *base) {
     const quire_model *model = step->model;
@@ -320,7 +441,7 @@ static size_t lay_out(pass *step, void *base) {
     if (base) step->input = widest;
     carve(base, &used, rows * 4, (void **)&step->sequences);
     carve(base, &used, rows * 4, (void **)&step->tiles);
-    return used;
+    return used + lay_attention(step, base ? (char *)base + used : NULL);
 }
 
 static void embed(pass *step) {

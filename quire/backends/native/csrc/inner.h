@@ -37,6 +37,7 @@ typedef struct { /* one KV head of a layer */
     int head_stride;  /* the same for values in memory and for their weighted sums */
     float scale, cap;
     int window;
+    int piece_blocks; /* blocks of a piece of the context */
     int is_half; /* arithmetic may be fp16 if that is faster */
     const uint16_t *layer; /* the layer's blocks, starting at this head's keys */
     size_t block_halves, values_at;
@@ -48,7 +49,17 @@ typedef struct { /* consecutive rows of one sequence */
     int count, position; /* position of the first row */
     const int32_t *table;
     size_t q_stride, out_stride;
+    int first_piece, last_piece; /* pieces to process; the last one is excluded */
+    float *records; /* [pieces, rows, heads, record]: states for `merge`, written instead of the result; or NULL */
 } attention_rows;
+
+/* Floats of a record, the state of one head of a query: weighted values [head stride], peak, sum, and padding. */
+static inline size_t record_floats(const attention_shape *shape) { return (size_t)shape->head_stride + 8; }
+
+/* Returns the first key that a query sees. */
+static inline int first_key(const attention_shape *shape, int position) {
+    return shape->window && position >= shape->window ? position - shape->window + 1 : 0;
+}
 
 enum { MAX_STREAMED = 2 }; /* most rows that `stream` takes */
 
@@ -67,11 +78,13 @@ typedef struct {
     void (*add)(float *x, const float *y, int count);
     size_t (*attend_scratch)(const attention_shape *shape);
     void (*attend)(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out);
+    void (*merge)(const attention_shape *shape, const attention_rows *rows, float *out);
 } quire_variant;
 
 /* Fills a variant: the file's own products, and the functions of rows.h and attention.h as compiled there. */
 #define VARIANT(name, is_supported, panel, stream) \
-    {name, is_supported, panel, stream, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend}
+    {name, is_supported, panel, stream, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend, \
+     merge_pieces}
 
 /* Floats of scratch memory per group that `panel` may use for the expanded bytes, scales and minima. */
 enum { SCRATCH_FLOATS = 64 + 24 };
