@@ -14,8 +14,8 @@ typedef struct {
     ptrdiff_t ahead;    /* bytes from here to the next block, which is prefetched */
 } block_view;
 
-_Static_assert(4 * LANES <= 32, "rows of keys and of scores are padded to 32");
-enum { WIDTH = 4 * LANES, MAX_HEADS = 4 }; /* keys (or dimensions) and heads held in registers at a time */
+enum { ACROSS = LANES <= 8 ? 4 : 32 / LANES }; /* vectors side by side: rows of keys and of scores are padded to 32 */
+enum { WIDTH = ACROSS * LANES, MAX_HEADS = 4 }; /* keys (or dimensions) and heads held in registers at a time */
 enum { MIN_EXPANDED = 3 }; /* from this many queries on, a block is converted to fp32 once; the numbers are the same */
 
 static inline __attribute__((always_inline)) vec load_either(const void *base, size_t at, const int is_float) {
@@ -28,18 +28,18 @@ static inline __attribute__((always_inline)) void score_block(
     const int is_float) {
     const int head_size = shape->head_size;
     for (int first = 0; first < block->last; first += WIDTH) {
-        vec sums[MAX_HEADS][4];
+        vec sums[MAX_HEADS][ACROSS];
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) sums[h][j] = fill(0);
+            for (int j = 0; j < ACROSS; j++) sums[h][j] = fill(0);
         size_t at = (size_t)first;
         for (int d = 0; d < head_size; d++, at += (size_t)shape->key_stride) {
-            vec k[4];
-            for (int j = 0; j < 4; j++) k[j] = load_either(block->keys, at + (size_t)(j * LANES), is_float);
+            vec k[ACROSS];
+            for (int j = 0; j < ACROSS; j++) k[j] = load_either(block->keys, at + (size_t)(j * LANES), is_float);
             for (int h = 0; h < num_heads; h++)
-                for (int j = 0; j < 4; j++) sums[h][j] = mul_add_one(k[j], q[h * head_size + d], sums[h][j]);
+                for (int j = 0; j < ACROSS; j++) sums[h][j] = mul_add_one(k[j], q[h * head_size + d], sums[h][j]);
         }
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) store(scores + h * shape->score_stride + first + j * LANES, sums[h][j]);
+            for (int j = 0; j < ACROSS; j++) store(scores + h * shape->score_stride + first + j * LANES, sums[h][j]);
     }
 }
 
@@ -49,19 +49,19 @@ static inline __attribute__((always_inline)) void mix_block(
     const int num_heads, const int is_float) {
     const int stride = shape->head_stride;
     for (int first = 0; first < stride; first += WIDTH) {
-        vec sums[MAX_HEADS][4];
+        vec sums[MAX_HEADS][ACROSS];
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) sums[h][j] = mul(load(mix + h * stride + first + j * LANES), fill(shrink[h]));
+            for (int j = 0; j < ACROSS; j++) sums[h][j] = mul(load(mix + h * stride + first + j * LANES), fill(shrink[h]));
         for (int key = block->first; key < block->last; key++) {
             const size_t at = (size_t)(key * stride + first);
-            vec v[4];
-            for (int j = 0; j < 4; j++) v[j] = load_either(block->values, at + (size_t)(j * LANES), is_float);
+            vec v[ACROSS];
+            for (int j = 0; j < ACROSS; j++) v[j] = load_either(block->values, at + (size_t)(j * LANES), is_float);
             for (int h = 0; h < num_heads; h++)
-                for (int j = 0; j < 4; j++)
+                for (int j = 0; j < ACROSS; j++)
                     sums[h][j] = mul_add_one(v[j], weights[h * shape->score_stride + key], sums[h][j]);
         }
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) store(mix + h * stride + first + j * LANES, sums[h][j]);
+            for (int j = 0; j < ACROSS; j++) store(mix + h * stride + first + j * LANES, sums[h][j]);
     }
 }
 

@@ -40,29 +40,29 @@ typedef struct {
     const quire_linear *linear;
     const quire_input *input;
     float *y;
-    int stride, num_panels, per_unit;
+    int stride, num_panels, num_units;
 } product;
+
+enum { PAIR = 2 }; /* panels that some variants multiply at a time; a unit has whole pairs */
+
+static int first_panel(const product *job, int unit) {
+    return PAIR * (int)((int64_t)ceil_div(job->num_panels, PAIR) * unit / job->num_units);
+}
 
 static void multiply_unit(void *context, int unit, int thread) {
     const product *job = context;
     float *scratch = quire_own_memory(job->engine, thread);
-    int first = unit * job->per_unit, last = first + job->per_unit;
-    if (last > job->num_panels) last = job->num_panels;
+    const int first = first_panel(job, unit), last = smallest(first_panel(job, unit + 1), job->num_panels);
     int part_first = 0, column = 0;
     for (int i = 0; i < job->linear->num_parts; i++) {
         const quire_matrix *part = &job->linear->parts[i];
         const int panels = ceil_div(part->rows, PANEL);
         const size_t size = (size_t)panel_bytes(part->kind) * (size_t)job->input->num_groups;
         const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
-        if (from < to && job->run->stream && job->input->num_rows <= MAX_STREAMED) {
-            job->run->stream(part->data + (size_t)from * size, part->kind, job->input, job->y + column + from * PANEL,
-                             (size_t)job->stride, smallest(to * PANEL, part->rows) - from * PANEL);
-        } else {
-            for (int at = from; at < to; at++)
-                job->run->panel(part->data + (size_t)at * size, part->kind, job->input, scratch,
-                                job->y + column + at * PANEL, (size_t)job->stride,
-                                smallest(part->rows - at * PANEL, PANEL));
-        }
+        if (from < to)
+            job->run->panels(part->data + (size_t)from * size, part->kind, job->input, scratch,
+                             job->y + column + from * PANEL, (size_t)job->stride,
+                             smallest(to * PANEL, part->rows) - from * PANEL);
         part_first += panels;
         column += part->rows;
     }
@@ -77,9 +77,8 @@ static void project(
     int num_panels = 0;
     for (int i = 0; i < linear->num_parts; i++) num_panels += ceil_div(linear->parts[i].rows, PANEL);
     const int count = outputs(linear), wanted = quire_num_threads(engine) * UNITS_PER_THREAD;
-    const int per_unit = ceil_div(num_panels, wanted < num_panels ? wanted : num_panels);
-    product job = {engine, run, linear, input, y, count, num_panels, per_unit};
-    quire_run(engine, multiply_unit, &job, ceil_div(num_panels, per_unit));
+    product job = {engine, run, linear, input, y, count, num_panels, smallest(wanted, ceil_div(num_panels, PAIR))};
+    quire_run(engine, multiply_unit, &job, job.num_units);
     if (linear->bias) add_bias(run, linear->bias, input->num_rows, count, y);
 }
 

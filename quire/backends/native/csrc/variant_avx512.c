@@ -1,31 +1,67 @@
-/* x86 with the byte products of AVX512-VNNI (Intel servers since 2019, AMD since 2022), on 256 bits: a panel has 8
-   rows, and some machines lower their clock for wider vectors. */
+/* x86 with the byte products of AVX512-VNNI (Intel servers since 2019, AMD since 2022). */
 #include <immintrin.h>
 
-#include "inner.h"
+#include "vectors.h"
 
-#define TILE 8 /* rows of the input that share a panel's bytes; `prepare_inputs` has room for 10 */
+#define TILE 12 /* rows of the input that share a panel's bytes: the sums and outputs of 12 fit in 32 registers */
+#define MAGIC_BITS 0x4b400000 /* bits of MAGIC: adding a small integer to them adds it to the float */
 
-/* The instruction multiplies unsigned bytes by signed ones. Nibbles are unsigned. For signed bytes the inputs are made
-   unsigned by adding 128; the sums then start at minus 128 times the sum of the bytes. */
-static inline __m256i start_products(const uint8_t *at, const int kind) {
-    const __m256i zero = _mm256_setzero_si256(), offset = _mm256_set1_epi8(-128);
-    if (kind == QUIRE_Q4) return zero;
-    __m256i sums[2] = {zero, zero};
-    for (int step = 0; step < 8; step++) {
-        const __m256i codes = _mm256_loadu_si256((const __m256i *)(at + 32 * step));
-        sums[step % 2] = _mm256_dpbusd_epi32(sums[step % 2], offset, codes);
-    }
-    return _mm256_sub_epi32(zero, _mm256_add_epi32(sums[0], sums[1]));
+typedef __m512i ints;
+
+typedef struct { /* a group of two panels, expanded: for each of 16 rows 32 codes, a scale and a minimum */
+    uint8_t codes[8 * 64];
+    float scales[LANES], offsets[LANES], minima[LANES]; /* offset: -MAGIC * scale */
+    int32_t starts[LANES];
+} expanded;
+
+static inline ints load_ints(const void *at) { return _mm512_loadu_si512(at); }
+static inline ints fill_ints(int32_t x) { return _mm512_set1_epi32(x); }
+
+/* The sums start at MAGIC, so they are floats without a conversion. The instruction multiplies unsigned bytes by signed
+   ones. Nibbles are unsigned. For signed bytes the inputs are made unsigned by adding 128, and the sums start lower by
+   128 times the sum of the bytes. */
+static inline ints start_products(const expanded *group, const int kind) {
+    return kind == QUIRE_Q4 ? fill_ints(MAGIC_BITS) : load_ints(group->starts);
 }
 
-static inline __m256i dot_step(const int kind, __m256i sums, __m256i codes, __m256i inputs) {
-    return kind == QUIRE_Q4 ? _mm256_dpbusd_epi32(sums, codes, inputs) : _mm256_dpbusd_epi32(sums, inputs, codes);
-}
+typedef struct __attribute__((packed, may_alias)) { int32_t all; } four_bytes;
 
-static inline __m256i finish_products(const int kind, __m256i sums) {
-    (void)kind;
+static inline ints dot_step(const int kind, ints sums, ints codes, const int8_t *at) {
+    const four_bytes *inputs = (const four_bytes *)at;
+    if (kind == QUIRE_Q8) return _mm512_dpbusd_epi32(sums, fill_ints(inputs->all), codes);
+    /* written out because gcc would repeat the inputs in an instruction of their own */
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(inputs->all));
     return sums;
+}
+
+/* The offset removes MAGIC again, without rounding in between. */
+static inline vec scale_products(const int kind, ints sums, const expanded *group) {
+    (void)kind;
+    return mul_add(_mm512_castsi512_ps(sums), load(group->scales), load(group->offsets));
+}
+
+static inline ints load_two(const uint8_t *w, size_t size) {
+    const __m256i low = _mm256_loadu_si256((const __m256i *)w), high = _mm256_loadu_si256((const __m256i *)(w + size));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+static inline void expand_bytes(const uint8_t *w, size_t size, const int kind, expanded *out) {
+    const ints nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(-128);
+    if (kind == QUIRE_Q4) {
+        for (int step = 0; step < 4; step++) {
+            const ints two = load_two(w + 32 * step, size);
+            _mm512_storeu_si512(out->codes + 64 * step, _mm512_and_si512(two, nibble));
+            _mm512_storeu_si512(out->codes + 64 * (step + 4), _mm512_and_si512(_mm512_srli_epi16(two, 4), nibble));
+        }
+        return;
+    }
+    ints sums = _mm512_setzero_si512();
+    for (int step = 0; step < 8; step++) {
+        const ints codes = load_two(w + 32 * step, size);
+        sums = _mm512_dpbusd_epi32(sums, offset, codes);
+        _mm512_storeu_si512(out->codes + 64 * step, codes);
+    }
+    _mm512_storeu_si512(out->starts, _mm512_sub_epi32(fill_ints(MAGIC_BITS), sums));
 }
 
 static inline const int8_t *prepare_inputs(const int kind, const int8_t *q, size_t count, int8_t *out) {
@@ -45,4 +81,4 @@ static int is_supported(void) {
     return has_features(bit_FMA | bit_F16C, extended, bit_AVX512VNNI, SAVES_AVX512);
 }
 
-const quire_variant quire_variant_avx512 = VARIANT("avx512 vnni", is_supported, multiply_panel, NULL);
+const quire_variant quire_variant_avx512 = VARIANT("avx512 vnni", is_supported, multiply_panels);

@@ -57,6 +57,54 @@ static inline float peak(vec x) { return vmaxvq_f32(x); }
 
 #elif !defined(QUIRE_PORTABLE) && defined(__AVX2__)
 
+/* Sums the lanes, always in the same order: halves of the vector are added until one number remains. */
+static inline float total_eight(__m256 x) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
+static inline float peak_eight(__m256 x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+#if defined(__AVX512F__)
+
+enum { LANES = 16 };
+typedef __m512 vec;
+static inline vec load(const float *at) { return _mm512_loadu_ps(at); }
+static inline void store(float *at, vec x) { _mm512_storeu_ps(at, x); }
+static inline vec fill(float x) { return _mm512_set1_ps(x); }
+static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec reciprocal(vec a) { return _mm512_div_ps(_mm512_set1_ps(1.0f), a); }
+static inline vec mul_add(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec mul_add_one(vec a, float b, vec c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
+static inline vec highest(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec lowest(vec a, vec b) { return _mm512_min_ps(a, b); }
+static inline vec size(vec a) { return _mm512_abs_ps(a); }
+static inline vec load_halves(const uint16_t *at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)at));
+}
+static inline vec raise(vec y, vec shifted) {
+    __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), exponent));
+}
+static inline void round_bytes(int8_t *at, const float *x, float factor) {
+    for (int i = 0; i < 32; i += 16) {
+        __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(factor)));
+        _mm_storeu_si128((__m128i *)(void *)(at + i), _mm512_cvtsepi32_epi8(whole));
+    }
+}
+static inline __m256 upper(vec x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
+static inline float total(vec x) { return total_eight(_mm256_add_ps(_mm512_castps512_ps256(x), upper(x))); }
+static inline float peak(vec x) { return peak_eight(_mm256_max_ps(_mm512_castps512_ps256(x), upper(x))); }
+
+#else
+
 enum { LANES = 8 };
 typedef __m256 vec;
 static inline vec load(const float *at) { return _mm256_loadu_ps(at); }
@@ -85,6 +133,10 @@ static inline void round_bytes(int8_t *at, const float *x, float factor) {
         _mm_storel_epi64((__m128i *)(void *)(at + i), _mm_packs_epi16(narrow, narrow));
     }
 }
+static inline float total(vec x) { return total_eight(x); }
+static inline float peak(vec x) { return peak_eight(x); }
+
+#endif
 
 #else
 
@@ -117,13 +169,6 @@ static inline void round_bytes(int8_t *at, const float *x, float factor) {
 }
 #undef EACH
 
-#endif
-
-#if !defined(HAS_HALF_ARITHMETIC)
-#define HAS_HALF_ARITHMETIC 0
-#endif
-
-#if !defined(__aarch64__) || defined(QUIRE_PORTABLE)
 /* Sums the lanes, always in the same order. */
 static inline float total(vec x) {
     float lanes[LANES], sum = 0;
@@ -138,6 +183,11 @@ static inline float peak(vec x) {
     for (int i = 1; i < LANES; i++) lanes[0] = lanes[0] > lanes[i] ? lanes[0] : lanes[i];
     return lanes[0];
 }
+
+#endif
+
+#if !defined(HAS_HALF_ARITHMETIC)
+#define HAS_HALF_ARITHMETIC 0
 #endif
 
 /* 2^x for |x| <= 127, with a relative error of about 3e-7. Terms are added in pairs to shorten the chain. */

@@ -1,126 +1,132 @@
-/* Products of a panel on x86, for variants that differ in how bytes are multiplied. Before including it, a variant
-   defines TILE (6 or 8) and
+/* Products on x86, for variants that differ in the width of a vector and in how bytes are multiplied. A vector has one
+   lane for each row of a matrix, so 512 bits take two panels at a time. Before including it, a variant includes
+   vectors.h and defines TILE and
 
-     start_products(at, kind)              initial sums of a group, 8 lanes of 32 bits
-     dot_step(kind, sums, codes, inputs)   4 products for each of 8 rows: the bytes of a step, and 4 inputs, repeated
-     finish_products(kind, sums)           the sums as 32-bit integers
+     ints                                  a vector of LANES 32-bit integers
+     start_products(group, kind)           initial sums of a group
+     dot_step(kind, sums, codes, inputs)   4 products for each lane: the bytes of a step, and 4 inputs in memory
+     scale_products(kind, sums, group)     the sums of a group times its scales
+     expand_bytes(w, size, kind, group)    the codes of a group of LANES / PANEL panels, `size` bytes apart
      prepare_inputs(kind, q, count, out)   the inputs in the form for dot_step: q itself, or a changed copy in `out`
 
-   The sums are exact integers. The float operations on a row are the same for any number of rows in a tile, so the bits
-   of its result do not depend on the other rows. */
+   A panel's bytes are expanded once and then multiplied with all rows of the input. The integer sums are exact. The
+   float operations on a row are the same for any number of rows in a tile, so the bits of its result do not depend on
+   the other rows. */
 #include <cpuid.h>
-#include <immintrin.h>
 
 #include "rows.h"
 #include "attention.h"
 
+enum { AT_ONCE = LANES / PANEL }; /* panels in a vector */
+
 typedef struct {
-    const uint8_t *w;
+    const expanded *w;
     const quire_input *x;
-    int8_t *scratch;
+    int8_t *copy; /* memory for prepare_inputs */
     float *y;
     size_t stride;
     int count;
 } panel_job;
 
-static inline __m256i load_bytes(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
-static inline vec eight_halves(const uint8_t *at) { return load_halves((const uint16_t *)(const void *)at); }
-
-static inline __m256i four_inputs(const int8_t *at) {
-    int32_t four;
-    memcpy(&four, at, 4);
-    return _mm256_set1_epi32(four);
+static inline ints load_codes(const expanded *group, int step) {
+    return load_ints(group->codes + 4 * LANES * step);
 }
 
-/* Loads the bytes of step `step` of the first half of a group, and of the same step of its second half. */
-static inline __attribute__((always_inline)) void load_steps(
-    const uint8_t *at, const int kind, int step, __m256i *low, __m256i *high) {
-    const __m256i nibble = _mm256_set1_epi8(15);
-    *low = load_bytes(at + 32 * step);
-    if (kind == QUIRE_Q8) {
-        *high = load_bytes(at + 128 + 32 * step);
-    } else {
-        *high = _mm256_and_si256(_mm256_srli_epi16(*low, 4), nibble);
-        *low = _mm256_and_si256(*low, nibble);
+static inline vec eight_or_more_halves(const uint8_t *at, size_t size) {
+    uint16_t halves[LANES];
+    for (int i = 0; i < AT_ONCE; i++) memcpy(halves + PANEL * i, at + (size_t)i * size, PANEL * sizeof *halves);
+    return load_halves(halves);
+}
+
+/* Expands AT_ONCE panels that are `size` bytes apart; with size 0, one panel is repeated. The panels that follow them
+   are prefetched: they are needed after the products of these. */
+static inline __attribute__((always_inline)) void expand_panels(
+    const uint8_t *w, size_t size, const int kind, int num_groups, expanded *out) {
+    const int bytes = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
+    for (int g = 0; g < num_groups; g++, w += bytes, out++) {
+        for (int i = 0; i < AT_ONCE; i++)
+            for (int line = 0; line < bytes; line += 64)
+                __builtin_prefetch(w + (size_t)(AT_ONCE + i) * size + line);
+        expand_bytes(w, size, kind, out);
+        const vec scales = eight_or_more_halves(w + tail, size);
+        store(out->scales, scales);
+        store(out->offsets, mul(scales, fill(-MAGIC)));
+        if (kind == QUIRE_Q4) store(out->minima, eight_or_more_halves(w + tail + 16, size));
     }
 }
 
-/* Computes 32 products for each of 8 rows of a matrix and `num` input rows, whose bytes are `stride` apart. */
+/* Computes 32 products for each lane and `num` input rows, whose bytes are `stride` apart. */
 static inline __attribute__((always_inline)) void dot_group(
-    const uint8_t *at, const int kind, const int8_t *inputs, size_t stride, __m256i products[], const int num) {
-    const __m256i start = start_products(at, kind);
+    const expanded *group, const int kind, const int8_t *inputs, size_t stride, ints products[], const int num) {
+    const ints start = start_products(group, kind);
+#pragma GCC unroll 16
     for (int m = 0; m < num; m++) products[m] = start;
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; step++) {
-        __m256i low, high;
-        load_steps(at, kind, step, &low, &high);
-        const int8_t *four = inputs + 4 * step;
+#pragma GCC unroll 8
+    for (int step = 0; step < 8; step++) {
+        const ints codes = load_codes(group, step);
+#pragma GCC unroll 16
         for (int m = 0; m < num; m++)
-            products[m] = dot_step(kind, products[m], low, four_inputs(four + (size_t)m * stride));
-        for (int m = 0; m < num; m++)
-            products[m] = dot_step(kind, products[m], high, four_inputs(four + (size_t)m * stride + 16));
+            products[m] = dot_step(kind, products[m], codes, inputs + (size_t)m * stride + 4 * step);
     }
-    for (int m = 0; m < num; m++) products[m] = finish_products(kind, products[m]);
-}
-
-static inline __attribute__((always_inline)) vec add_scaled(vec sum, __m256i products, vec scales, float scale) {
-    return mul_add(_mm256_cvtepi32_ps(products), mul(scales, fill(scale)), sum);
 }
 
 static inline void write_outputs(vec out, float *y, int count) {
-    if (count == PANEL) {
+    if (count == LANES) {
         store(y, out);
         return;
     }
-    float lanes[PANEL];
+    float lanes[LANES];
     store(lanes, out);
     memcpy(y, lanes, (size_t)count * sizeof *y);
 }
 
 /* Adds the refined groups of one input row, after all others. */
-static inline __attribute__((always_inline)) vec refine(const panel_job *job, const int kind, int row, vec out) {
+static inline __attribute__((always_inline)) vec refine_row(const panel_job *job, const int kind, int row, vec out) {
     const quire_input *x = job->x;
-    const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128, count = x->num_refined;
+    const int count = x->num_refined;
     const size_t first = (size_t)row * (size_t)count;
-    const int8_t *rest = prepare_inputs(kind, x->rest + first * GROUP, (size_t)count * GROUP, job->scratch);
+    const int32_t *refined = x->refined + first;
+    const float *scales = x->rest_scales + first;
+    const int8_t *rest = prepare_inputs(kind, x->rest + first * GROUP, (size_t)count * GROUP, job->copy);
     for (int r = 0; r < count; r++) {
-        const uint8_t *at = job->w + (size_t)x->refined[first + (size_t)r] * (size_t)size;
-        __m256i products[1];
-        dot_group(at, kind, rest + r * GROUP, 0, products, 1);
-        out = add_scaled(out, products[0], eight_halves(at + tail), x->rest_scales[first + (size_t)r]);
+        const expanded *group = job->w + refined[r];
+        ints products[1];
+        dot_group(group, kind, rest + r * GROUP, 0, products, 1);
+        out = mul_add(scale_products(kind, products[0], group), fill(scales[r]), out);
     }
     return out;
 }
 
-static __attribute__((noinline)) vec refine_row(const panel_job *job, int kind, int row, vec out) {
-    return kind == QUIRE_Q4 ? refine(job, QUIRE_Q4, row, out) : refine(job, QUIRE_Q8, row, out);
-}
-
-/* `num` input rows from `row` on share a panel's bytes, read in packed form. */
+/* `num` input rows from `row` on share the bytes of a group. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const panel_job *job, const int kind, int row, const int num) {
     const quire_input *x = job->x;
-    const int groups = x->num_groups, size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
+    const int groups = x->num_groups;
     const size_t row_bytes = (size_t)groups * GROUP, first = (size_t)row * (size_t)groups;
-    const int8_t *inputs = prepare_inputs(kind, x->q + first * GROUP, (size_t)num * row_bytes, job->scratch);
+    const int8_t *inputs = prepare_inputs(kind, x->q + first * GROUP, (size_t)num * row_bytes, job->copy);
     const float *scales = x->scales + first, *sums = x->sums + first;
     vec out[TILE];
+#pragma GCC unroll 16
     for (int m = 0; m < num; m++) out[m] = fill(0);
     for (int g = 0; g < groups; g++) {
-        const uint8_t *at = job->w + (size_t)g * (size_t)size;
-        __m256i products[TILE];
-        if (num == 1) __builtin_prefetch(at + 1024); /* the hardware prefetcher stops at page boundaries */
-        dot_group(at, kind, inputs + g * GROUP, row_bytes, products, num);
-        const vec scale = eight_halves(at + tail);
-        for (int m = 0; m < num; m++) out[m] = add_scaled(out[m], products[m], scale, scales[m * groups + g]);
-        if (kind == QUIRE_Q4) {
-            const vec minimum = eight_halves(at + tail + 16);
-            for (int m = 0; m < num; m++) out[m] = mul_add(minimum, fill(sums[m * groups + g]), out[m]);
-        }
+        const expanded *group = job->w + g;
+        ints products[TILE];
+        dot_group(group, kind, inputs + g * GROUP, row_bytes, products, num);
+#pragma GCC unroll 16
+        for (int m = 0; m < num; m++)
+            out[m] = mul_add(scale_products(kind, products[m], group), fill(scales[m * groups + g]), out[m]);
+        if (kind != QUIRE_Q4) continue;
+        const vec minima = load(group->minima);
+#pragma GCC unroll 16
+        for (int m = 0; m < num; m++) out[m] = mul_add(minima, fill(sums[m * groups + g]), out[m]);
     }
+    float kept[TILE * LANES]; /* a second loop over `out` would make the compiler keep `out` in memory */
+#pragma GCC unroll 16
+    for (int m = 0; m < num; m++) store(kept + LANES * m, out[m]);
     for (int m = 0; m < num; m++) {
-        if (x->num_refined) out[m] = refine_row(job, kind, row + m, out[m]);
-        write_outputs(out[m], job->y + (size_t)(row + m) * job->stride, job->count);
+        vec one = load(kept + LANES * m);
+        if (x->num_refined) one = refine_row(job, kind, row + m, one);
+        write_outputs(one, job->y + (size_t)(row + m) * job->stride, job->count);
     }
 }
 
@@ -139,17 +145,38 @@ static inline __attribute__((always_inline)) void multiply(const panel_job *job,
         case 6: multiply_tile(job, kind, row, 6); break;
         case 7: multiply_tile(job, kind, row, 7); break;
 #endif
+#if TILE > 8
+        case 8: multiply_tile(job, kind, row, 8); break;
+        case 9: multiply_tile(job, kind, row, 9); break;
+#endif
+#if TILE > 10
+        case 10: multiply_tile(job, kind, row, 10); break;
+        case 11: multiply_tile(job, kind, row, 11); break;
+#endif
         default: multiply_tile(job, kind, row, TILE);
         }
     }
 }
 
-static void multiply_panel(
-    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
-    const panel_job job = {w, x, (int8_t *)scratch, y, stride, count};
-    if (kind == QUIRE_Q4) multiply(&job, QUIRE_Q4);
-    else multiply(&job, QUIRE_Q8);
+static inline __attribute__((always_inline)) void multiply_all(
+    const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    const size_t size = (size_t)panel_bytes(kind) * (size_t)x->num_groups;
+    expanded *panels = (expanded *)scratch;
+    for (int column = 0; column < count; column += LANES, w += AT_ONCE * size) {
+        const int left = count - column < LANES ? count - column : LANES;
+        const panel_job job = {panels, x, (int8_t *)(panels + x->num_groups), y + column, stride, left};
+        expand_panels(w, left > PANEL ? size : 0, kind, x->num_groups, panels); /* the second panel may not exist */
+        multiply(&job, kind);
+    }
 }
+
+static void multiply_panels(
+    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    if (kind == QUIRE_Q4) multiply_all(w, QUIRE_Q4, x, scratch, y, stride, count);
+    else multiply_all(w, QUIRE_Q8, x, scratch, y, stride, count);
+}
+
+_Static_assert(sizeof(expanded) + TILE * GROUP <= 4 * SCRATCH_FLOATS, "a group and the copy of its inputs");
 
 enum { SAVES_AVX = 0x06, SAVES_AVX512 = 0xe6 }; /* registers that the operating system saves for a program */
 
