@@ -16,6 +16,8 @@ typedef struct {
 
 enum { ACROSS = LANES <= 8 ? 4 : 32 / LANES }; /* vectors side by side: rows of keys and of scores are padded to 32 */
 enum { WIDTH = ACROSS * LANES, MAX_HEADS = 4 }; /* keys (or dimensions) and heads held in registers at a time */
+/* Heads of several queries can be held at a time if there are 32 registers of 16 lanes. */
+enum { MAX_TOGETHER = LANES > 8 ? 12 : MAX_HEADS };
 enum { MIN_EXPANDED = 3 }; /* from this many queries on, a block is converted to fp32 once; the numbers are the same */
 
 static inline __attribute__((always_inline)) vec load_either(const void *base, size_t at, const int is_float) {
@@ -28,7 +30,7 @@ static inline __attribute__((always_inline)) void score_block(
     const int is_float) {
     const int head_size = shape->head_size;
     for (int first = 0; first < block->last; first += WIDTH) {
-        vec sums[MAX_HEADS][ACROSS];
+        vec sums[MAX_TOGETHER][ACROSS];
         for (int h = 0; h < num_heads; h++)
             for (int j = 0; j < ACROSS; j++) sums[h][j] = fill(0);
         size_t at = (size_t)first;
@@ -49,7 +51,7 @@ static inline __attribute__((always_inline)) void mix_block(
     const int num_heads, const int is_float) {
     const int stride = shape->head_stride;
     for (int first = 0; first < stride; first += WIDTH) {
-        vec sums[MAX_HEADS][ACROSS];
+        vec sums[MAX_TOGETHER][ACROSS];
         for (int h = 0; h < num_heads; h++)
             for (int j = 0; j < ACROSS; j++) sums[h][j] = mul(load(mix + h * stride + first + j * LANES), fill(shrink[h]));
         for (int key = block->first; key < block->last; key++) {
@@ -103,6 +105,19 @@ static inline __attribute__((always_inline)) void take_floats(
     mix_block(shape, scores, shrink, block, mix, num_heads, is_float);
 }
 
+/* The same for some queries that see the whole block. Their heads lie one after the other, as those of one query do. */
+static inline __attribute__((always_inline)) void take_together(
+    const attention_shape *shape, const float *q, const block_view *block, float *scores, head_state *states, float *mix,
+    const int num_heads, const int num_queries) {
+    float shrink[MAX_TOGETHER];
+    score_block(shape, q, block, scores, num_heads * num_queries, 1);
+    for (int i = 0; i < num_queries; i++)
+        for (int h = 0; h < num_heads; h++)
+            shrink[i * num_heads + h] = soften(shape, scores + (i * num_heads + h) * shape->score_stride, block,
+                                               &states[i].peaks[h], &states[i].sums[h]);
+    mix_block(shape, scores, shrink, block, mix, num_heads * num_queries, 1);
+}
+
 #if HAS_HALF_ARITHMETIC
 #include "attention_half.h"
 #endif
@@ -141,6 +156,12 @@ static void expand_block(const attention_shape *shape, block_view *block, float 
     block->values = scratch + num_keys;
 }
 
+/* Returns whether `count` queries from `position` on see all keys of a block. */
+static inline int is_whole(const attention_shape *shape, int position, int count, int number) {
+    const int first = number * shape->block_size, last = first + shape->block_size - 1;
+    return last <= position && (!shape->window || position + count - 1 - shape->window < first);
+}
+
 /* Processes several queries of one sequence, in order, through the same blocks, for `num_heads` heads of each. */
 static inline __attribute__((always_inline)) void attend_heads(
     const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out,
@@ -148,7 +169,7 @@ static inline __attribute__((always_inline)) void attend_heads(
     const int size = shape->block_size, mix_size = num_heads * shape->head_stride, count = rows->count;
     const int q_size = num_heads * shape->head_size;
     head_state states[MAX_QUERIES];
-    float *scores = scratch, *mix = scores + 2 * MAX_HEADS * shape->score_stride, *scaled = mix + count * mix_size;
+    float *scores = scratch, *mix = scores + 2 * MAX_TOGETHER * shape->score_stride, *scaled = mix + count * mix_size;
     float *expanded = scaled + count * q_size;
     for (int i = 0; i < count; i++) {
         for (int h = 0; h < num_heads; h++) states[i].peaks[h] = -1e30f, states[i].sums[h] = 0;
@@ -163,7 +184,15 @@ static inline __attribute__((always_inline)) void attend_heads(
         if ((number + 1) * size < rows->position + count)
             block.ahead = 2 * (rows->table[number + 1] - rows->table[number]) * (ptrdiff_t)shape->block_halves;
         if (is_float) expand_block(shape, &block, expanded);
+        const int together = MAX_TOGETHER / num_heads; /* 1 without wide vectors */
         for (int i = 0; i < count; i++) {
+            if (LANES > 8 && is_float && i + together <= count && is_whole(shape, rows->position + i, together, number)) {
+                block.first = 0, block.last = size;
+                take_together(shape, scaled + i * q_size, &block, scores, states + i, mix + i * mix_size, num_heads,
+                              MAX_TOGETHER / num_heads);
+                i += together - 1;
+                continue;
+            }
             const int last_key = rows->position + i + 1;
             const int first_key = shape->window && last_key > shape->window ? last_key - shape->window : 0;
             if (last_key <= number * size || first_key >= (number + 1) * size) continue;
@@ -186,7 +215,7 @@ static inline __attribute__((always_inline)) void attend_heads(
 /* Returns the number of floats of scratch memory for `attend`. */
 static size_t attend_scratch(const attention_shape *shape) {
     const size_t heads = MAX_HEADS * (size_t)(shape->head_stride + shape->head_size);
-    return (size_t)(2 * MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
+    return (size_t)(2 * MAX_TOGETHER * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
            (size_t)(shape->block_size * shape->head_stride) + 64;
 }
 

@@ -213,8 +213,13 @@ static void store_one(row_job *job, int row) {
         uint16_t *keys = block + (size_t)head * head_halves(model);
         uint16_t *values = keys + (size_t)size * (size_t)key_stride(model) + (size_t)slot * (size_t)value_stride(model);
         const float *k = qkv + (heads + head) * size, *v = k + kv_heads * size;
-        for (int d = 0; d < size; d++) keys[d * key_stride(model) + slot] = float_to_half(k[d]);
-        for (int d = 0; d < size; d++) values[d] = float_to_half(v[d]);
+        uint16_t halves[64];
+        for (int first = 0; first < size; first += 64) {
+            const int count = smallest(size - first, 64);
+            step->run->halve(k + first, count, halves);
+            for (int d = 0; d < count; d++) keys[(first + d) * key_stride(model) + slot] = halves[d];
+        }
+        step->run->halve(v, size, values);
     }
 }
 

@@ -63,17 +63,21 @@ typedef struct {
     void (*gate)(float *gate, const float *up, int count, int activation);
     void (*rotate)(float *x, const float *cosines, const float *sines, int half);
     void (*add)(float *x, const float *y, int count);
+    void (*halve)(const float *x, int count, uint16_t *out);
     size_t (*attend_scratch)(const attention_shape *shape);
     void (*attend)(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out);
 } quire_variant;
 
 /* Fills a variant: the file's own products, and the functions of rows.h and attention.h as compiled there. */
 #define VARIANT(name, is_supported, panels) \
-    {name, is_supported, panels, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend}
+    { \
+        name, is_supported, panels, quantize_row, norm_row, gate_row, rotate_head, add_row, halve_row, attend_scratch, \
+            attend \
+    }
 
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
    for a changed copy of some inputs. */
-enum { SCRATCH_FLOATS = 2 * (64 + 32) + 96 };
+enum { SCRATCH_FLOATS = 2 * (64 + 32) + 128 };
 static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * SCRATCH_FLOATS; }
 
 const quire_variant *quire_variant_now(void);

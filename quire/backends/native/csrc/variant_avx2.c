@@ -40,23 +40,19 @@ static inline ints dot_step(const int kind, ints sums, ints codes, const int8_t 
     return sums;
 }
 
-static inline vec scale_products(const int kind, ints sums, const expanded *group) {
+static inline __m256 eight_scaled(const int kind, __m256i sums, __m256 scales) {
     if (kind == QUIRE_Q4) sums = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-    return mul(_mm256_cvtepi32_ps(sums), load(group->scales));
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scales);
 }
 
-static inline void expand_bytes(const uint8_t *w, size_t size, const int kind, expanded *out) {
-    const ints nibble = _mm256_set1_epi8(15);
-    (void)size;
-    if (kind == QUIRE_Q8) {
-        memcpy(out->codes, w, sizeof out->codes);
-        return;
-    }
-    for (int step = 0; step < 4; step++) {
-        const ints two = load_ints(w + 32 * step), high = _mm256_and_si256(_mm256_srli_epi16(two, 4), nibble);
-        _mm256_storeu_si256((__m256i *)(out->codes + 32 * step), _mm256_and_si256(two, nibble));
-        _mm256_storeu_si256((__m256i *)(out->codes + 32 * (step + 4)), high);
-    }
+static inline vec scale_products(const int kind, ints sums, const expanded *group) {
+    return eight_scaled(kind, sums, load(group->scales));
+}
+
+static inline void expand_starts(const uint8_t *codes, int place, expanded *out) {
+    (void)codes;
+    (void)place;
+    (void)out;
 }
 
 static inline const int8_t *prepare_inputs(const int kind, const int8_t *q, size_t count, int8_t *out) {
@@ -64,6 +60,35 @@ static inline const int8_t *prepare_inputs(const int kind, const int8_t *q, size
     (void)count;
     (void)out;
     return q;
+}
+
+typedef struct { ints at[8]; } unpacked;
+
+static inline __attribute__((always_inline)) unpacked unpack(const uint8_t *w, const int kind) {
+    const ints nibble = _mm256_set1_epi8(15);
+    unpacked codes;
+    for (int step = 0; step < 4; step++) {
+        const ints two = load_ints(w + 32 * step);
+        codes.at[step] = kind == QUIRE_Q8 ? two : _mm256_and_si256(two, nibble);
+        codes.at[step + 4] = kind == QUIRE_Q8 ? load_ints(w + 128 + 32 * step)
+                                              : _mm256_and_si256(_mm256_srli_epi16(two, 4), nibble);
+    }
+    return codes;
+}
+
+enum { SPREAD = 0 }; /* the inputs are read as they are */
+
+static inline void spread(const int8_t *q, uint8_t *out) {
+    (void)q;
+    (void)out;
+}
+
+static inline __attribute__((always_inline)) __m256i dot_unpacked(
+    const int kind, const unpacked *codes, const int8_t *q, const uint8_t *spread) {
+    ints sums = _mm256_setzero_si256();
+    (void)spread;
+    for (int step = 0; step < 8; step++) sums = dot_step(kind, sums, codes->at[step], q + 4 * step);
+    return sums;
 }
 
 #include "x86.h"

@@ -40,28 +40,14 @@ static inline vec scale_products(const int kind, ints sums, const expanded *grou
     return mul_add(_mm512_castsi512_ps(sums), load(group->scales), load(group->offsets));
 }
 
-static inline ints load_two(const uint8_t *w, size_t size) {
-    const __m256i low = _mm256_loadu_si256((const __m256i *)w), high = _mm256_loadu_si256((const __m256i *)(w + size));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-}
-
-static inline void expand_bytes(const uint8_t *w, size_t size, const int kind, expanded *out) {
-    const ints nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(-128);
-    if (kind == QUIRE_Q4) {
-        for (int step = 0; step < 4; step++) {
-            const ints two = load_two(w + 32 * step, size);
-            _mm512_storeu_si512(out->codes + 64 * step, _mm512_and_si512(two, nibble));
-            _mm512_storeu_si512(out->codes + 64 * (step + 4), _mm512_and_si512(_mm512_srli_epi16(two, 4), nibble));
-        }
-        return;
-    }
-    ints sums = _mm512_setzero_si512();
+static inline void expand_starts(const uint8_t *codes, int place, expanded *out) {
+    __m256i sums = _mm256_setzero_si256();
     for (int step = 0; step < 8; step++) {
-        const ints codes = load_two(w + 32 * step, size);
-        sums = _mm512_dpbusd_epi32(sums, offset, codes);
-        _mm512_storeu_si512(out->codes + 64 * step, codes);
+        const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)(codes + 32 * step));
+        sums = _mm256_dpbusd_epi32(sums, _mm256_set1_epi8(-128), bytes);
     }
-    _mm512_storeu_si512(out->starts, _mm512_sub_epi32(fill_ints(MAGIC_BITS), sums));
+    sums = _mm256_sub_epi32(_mm256_set1_epi32(MAGIC_BITS), sums);
+    _mm256_storeu_si256((__m256i *)(void *)(out->starts + PANEL * place), sums);
 }
 
 static inline const int8_t *prepare_inputs(const int kind, const int8_t *q, size_t count, int8_t *out) {
@@ -72,6 +58,52 @@ static inline const int8_t *prepare_inputs(const int kind, const int8_t *q, size
         _mm256_storeu_si256((__m256i *)(out + i), _mm256_xor_si256(bytes, offset));
     }
     return out;
+}
+
+/* A vector holds two steps of 8 rows, so a vector of inputs repeats 4 of them in its first half, and the next 4 in its
+   second half. Signed codes are made unsigned here; the sums then start lower by 128 times the sum of the inputs. */
+typedef struct { ints at[4]; } unpacked;
+
+static inline __attribute__((always_inline)) unpacked unpack(const uint8_t *w, const int kind) {
+    const ints nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(-128);
+    unpacked codes;
+    for (int i = 0; i < 2; i++) {
+        const ints two = load_ints(w + 64 * i);
+        if (kind == QUIRE_Q8) {
+            codes.at[i] = _mm512_xor_si512(two, offset);
+            codes.at[i + 2] = _mm512_xor_si512(load_ints(w + 128 + 64 * i), offset);
+        } else {
+            codes.at[i] = _mm512_and_si512(two, nibble);
+            codes.at[i + 2] = _mm512_and_si512(_mm512_srli_epi16(two, 4), nibble);
+        }
+    }
+    return codes;
+}
+
+enum { SPREAD = 5 * 64 }; /* 4 vectors, and 128 times the sum of the inputs */
+
+static inline void spread(const int8_t *q, uint8_t *out) {
+    const four_bytes *fours = (const four_bytes *)q;
+    for (int i = 0; i < 4; i++) {
+        const ints first = fill_ints(fours[2 * i].all);
+        _mm512_storeu_si512(out + 64 * i, _mm512_mask_set1_epi32(first, 0xff00, fours[2 * i + 1].all));
+    }
+    ((four_bytes *)(out + 256))->all = 128 * sum_bytes(q);
+}
+
+static inline __attribute__((always_inline)) __m256i dot_unpacked(
+    const int kind, const unpacked *codes, const int8_t *q, const uint8_t *spread) {
+    int start = MAGIC_BITS;
+    (void)q;
+    if (kind == QUIRE_Q8) start -= ((const four_bytes *)(spread + 256))->all;
+    ints sums = _mm512_zextsi256_si512(_mm256_set1_epi32(start));
+    for (int i = 0; i < 4; i++) sums = _mm512_dpbusd_epi32(sums, codes->at[i], load_ints(spread + 64 * i));
+    return _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
+}
+
+static inline __m256 eight_scaled(const int kind, __m256i products, __m256 scales) {
+    (void)kind;
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(products), scales, _mm256_mul_ps(scales, _mm256_set1_ps(-MAGIC)));
 }
 
 #include "x86.h"
