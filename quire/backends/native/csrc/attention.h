@@ -36,6 +36,7 @@ static inline __attribute__((always_inline)) void score_block(
         size_t at = (size_t)first;
         for (int d = 0; d < head_size; d++, at += (size_t)shape->key_stride) {
             vec k[ACROSS];
+            if (!is_float) __builtin_prefetch((const uint8_t *)block->keys + block->ahead + 2 * at);
             for (int j = 0; j < ACROSS; j++) k[j] = load_either(block->keys, at + (size_t)(j * LANES), is_float);
             for (int h = 0; h < num_heads; h++)
                 for (int j = 0; j < ACROSS; j++) sums[h][j] = mul_add_one(k[j], q[h * head_size + d], sums[h][j]);
@@ -57,6 +58,7 @@ static inline __attribute__((always_inline)) void mix_block(
         for (int key = block->first; key < block->last; key++) {
             const size_t at = (size_t)(key * stride + first);
             vec v[ACROSS];
+            if (!is_float) __builtin_prefetch((const uint8_t *)block->values + block->ahead + 2 * at);
             for (int j = 0; j < ACROSS; j++) v[j] = load_either(block->values, at + (size_t)(j * LANES), is_float);
             for (int h = 0; h < num_heads; h++)
                 for (int j = 0; j < ACROSS; j++)

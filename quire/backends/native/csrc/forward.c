@@ -223,9 +223,17 @@ static void store_one(row_job *job, int row) {
     }
 }
 
+/* Rows of a prompt whose keys share cache lines are stored by one thread: a line holds a number of each of 32 keys. */
+static int stored_per_unit(const pass *step) {
+    const int share = step->batch->num_tokens / (2 * quire_num_threads(step->engine));
+    return share < 32 ? ROWS_PER_UNIT : 32;
+}
+
 static void store_unit(void *context, int unit, int thread) {
+    row_job *job = context;
+    const int size = stored_per_unit(job->step), first = unit * size;
     (void)thread;
-    each_row(context, unit, ((row_job *)context)->step->batch->num_tokens, store_one);
+    for (int row = first; row < smallest(first + size, job->step->batch->num_tokens); row++) store_one(job, row);
 }
 
 static attention_shape shape_of(const pass *step, const quire_layer *layer, int index, int kv_head) {
@@ -272,7 +280,7 @@ static void run_layer(pass *step, int index) {
     norm_rows(step, index ? model->layers[index - 1].post_mlp_norm : NULL, layer->input_norm, model->refine.qkv);
     project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
     row_job job = {.step = step, .layer = layer, .index = index};
-    quire_run(step->engine, store_unit, &job, row_units(num_tokens));
+    quire_run(step->engine, store_unit, &job, ceil_div(num_tokens, stored_per_unit(step)));
     quire_run(step->engine, attend_unit, &job, step->num_tiles * model->num_kv_heads);
     const int mixed = model->num_heads * model->head_size;
     quantize_rows(step, step->mixed, num_tokens, mixed, (size_t)mixed, model->refine.o, quantize_unit);

@@ -86,12 +86,8 @@ static void choose_refined(
         int32_t bits;
         memcpy(&bits, scales + i, sizeof bits); /* the bits of positive floats are in the order of the floats */
         keys[i] = (bits & ~(PLACES - 1)) | (PLACES - 1 - i % PLACES);
-        ranks[i] = 0;
     }
-    for (int j = 0; j < num_groups; j++) {
-        const int32_t key = keys[j];
-        for (int i = 0; i < num_groups; i++) ranks[i] += key > keys[i];
-    }
+    count_larger(keys, num_groups, ranks);
     int count = 0;
     for (int i = 0; i < num_groups && count < num_chosen; i++)
         if (ranks[i] < num_chosen) chosen[count++] = i;

@@ -10,8 +10,11 @@ typedef __m512i ints;
 
 typedef struct { /* a group of two panels, expanded: for each of 16 rows 32 codes, a scale and a minimum */
     uint8_t codes[8 * 64];
-    float scales[LANES], offsets[LANES], minima[LANES]; /* offset: -MAGIC * scale */
-    int32_t starts[LANES];
+    float scales[LANES], offsets[LANES]; /* offset: -MAGIC * scale */
+    union {
+        float minima[LANES];   /* of nibbles */
+        int32_t starts[LANES]; /* of signed bytes */
+    };
 } expanded;
 
 static inline ints load_ints(const void *at) { return _mm512_loadu_si512(at); }
