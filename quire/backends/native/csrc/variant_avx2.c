@@ -1,4 +1,4 @@
-/* x86 with AVX2, FMA and F16C (Intel since 2013, AMD since 2015). */
+/* x86 with AVX2, FMA and F16C (Intel since 2013, AMD since 2015). variant_avxvnni.c compiles it with AVX-VNNI too. */
 #include <immintrin.h>
 
 #include "vectors.h"
@@ -30,18 +30,26 @@ static inline ints start_products(const expanded *group, const int kind) {
    product is correct. */
 static inline ints dot_step(const int kind, ints sums, ints codes, const int8_t *at) {
     const ints inputs = four_inputs(at);
+#if defined(__AVXVNNI__)
+    if (kind == QUIRE_Q4) sums = _mm256_dpbusd_avx_epi32(sums, codes, inputs);
+    else sums = _mm256_dpbusd_avx_epi32(sums, _mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
+#else
     if (kind == QUIRE_Q4) {
         sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, inputs));
     } else {
         const ints pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
         sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
+#endif
     __asm__("" : "+x"(sums)); /* otherwise gcc computes all products first, adds them last, and spills */
     return sums;
 }
 
 static inline __m256 eight_scaled(const int kind, __m256i sums, __m256 scales) {
+#if !defined(__AVXVNNI__)
     if (kind == QUIRE_Q4) sums = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#endif
+    (void)kind;
     return _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scales);
 }
 
@@ -93,6 +101,14 @@ static inline __attribute__((always_inline)) __m256i dot_unpacked(
 
 #include "x86.h"
 
+#if defined(__AVXVNNI__)
+static int is_supported(void) {
+    return has_features(bit_FMA | bit_F16C, bit_AVX2, 0, SAVES_AVX) && has_avx_vnni();
+}
+
+const quire_variant quire_variant_avxvnni = VARIANT("avx2 vnni", is_supported, multiply_panels);
+#else
 static int is_supported(void) { return has_features(bit_FMA | bit_F16C, bit_AVX2, 0, SAVES_AVX); }
 
 const quire_variant quire_variant_avx2 = VARIANT("avx2", is_supported, multiply_panels);
+#endif

@@ -16,6 +16,9 @@ extern const quire_variant quire_variant_i8mm;
 #if defined(QUIRE_HAS_AVX512)
 extern const quire_variant quire_variant_avx512;
 #endif
+#if defined(QUIRE_HAS_AVXVNNI)
+extern const quire_variant quire_variant_avxvnni;
+#endif
 #if defined(QUIRE_HAS_AVX2)
 extern const quire_variant quire_variant_avx2;
 #endif
@@ -33,6 +36,9 @@ static const quire_variant *const VARIANTS[] = { /* best first */
 #elif defined(__x86_64__)
 #if defined(QUIRE_HAS_AVX512)
     &quire_variant_avx512,
+#endif
+#if defined(QUIRE_HAS_AVXVNNI)
+    &quire_variant_avxvnni,
 #endif
 #if defined(QUIRE_HAS_AVX2)
     &quire_variant_avx2,

@@ -272,6 +272,11 @@ _Static_assert(sizeof(expanded) + TILE * GROUP <= 4 * SCRATCH_FLOATS, "a group a
 
 enum { SAVES_AVX = 0x06, SAVES_AVX512 = 0xe6 }; /* registers that the operating system saves for a program */
 
+static inline int has_avx_vnni(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+
 /* Returns whether this machine has all of these cpuid bits, and the operating system saves these registers. */
 static int has_features(unsigned basic_c, unsigned extended_b, unsigned extended_c, unsigned saved) {
     unsigned a, b, c, d, low, high;
