@@ -16,8 +16,10 @@ typedef struct {
     ptrdiff_t ahead;    /* bytes from here to the next block, which is prefetched */
 } block_view;
 
-_Static_assert(4 * LANES <= 32, "rows of keys and of scores are padded to 32");
-enum { WIDTH = 4 * LANES, MAX_HEADS = 4 }; /* keys (or dimensions) and heads held in registers at a time */
+enum { ACROSS = LANES <= 8 ? 4 : 32 / LANES }; /* vectors side by side: rows of keys and of scores are padded to 32 */
+enum { WIDTH = ACROSS * LANES, MAX_HEADS = 4 }; /* keys (or dimensions) and heads held in registers at a time */
+/* Heads of several queries can be held at a time if there are 32 registers of 16 lanes. */
+enum { MAX_TOGETHER = LANES > 8 ? 12 : MAX_HEADS };
 enum { MIN_EXPANDED = 3 }; /* from this many queries on, a block is converted to fp32 once; the numbers are the same */
 
 static inline __attribute__((always_inline)) vec load_either(const void *base, size_t at, const int is_float) {
@@ -30,18 +32,19 @@ static inline __attribute__((always_inline)) void score_block(
     const int is_float) {
     const int head_size = shape->head_size;
     for (int first = 0; first < block->last; first += WIDTH) {
-        vec sums[MAX_HEADS][4];
+        vec sums[MAX_TOGETHER][ACROSS];
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) sums[h][j] = fill(0);
+            for (int j = 0; j < ACROSS; j++) sums[h][j] = fill(0);
         size_t at = (size_t)first;
         for (int d = 0; d < head_size; d++, at += (size_t)shape->key_stride) {
-            vec k[4];
-            for (int j = 0; j < 4; j++) k[j] = load_either(block->keys, at + (size_t)(j * LANES), is_float);
+            vec k[ACROSS];
+            if (!is_float) __builtin_prefetch((const uint8_t *)block->keys + block->ahead + 2 * at);
+            for (int j = 0; j < ACROSS; j++) k[j] = load_either(block->keys, at + (size_t)(j * LANES), is_float);
             for (int h = 0; h < num_heads; h++)
-                for (int j = 0; j < 4; j++) sums[h][j] = mul_add_one(k[j], q[h * head_size + d], sums[h][j]);
+                for (int j = 0; j < ACROSS; j++) sums[h][j] = mul_add_one(k[j], q[h * head_size + d], sums[h][j]);
         }
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) store(scores + h * shape->score_stride + first + j * LANES, sums[h][j]);
+            for (int j = 0; j < ACROSS; j++) store(scores + h * shape->score_stride + first + j * LANES, sums[h][j]);
     }
 }
 
@@ -51,19 +54,20 @@ static inline __attribute__((always_inline)) void mix_block(
     const int num_heads, const int is_float) {
     const int stride = shape->head_stride;
     for (int first = 0; first < stride; first += WIDTH) {
-        vec sums[MAX_HEADS][4];
+        vec sums[MAX_TOGETHER][ACROSS];
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) sums[h][j] = mul(load(mix + h * stride + first + j * LANES), fill(shrink[h]));
+            for (int j = 0; j < ACROSS; j++) sums[h][j] = mul(load(mix + h * stride + first + j * LANES), fill(shrink[h]));
         for (int key = block->first; key < block->last; key++) {
             const size_t at = (size_t)(key * stride + first);
-            vec v[4];
-            for (int j = 0; j < 4; j++) v[j] = load_either(block->values, at + (size_t)(j * LANES), is_float);
+            vec v[ACROSS];
+            if (!is_float) __builtin_prefetch((const uint8_t *)block->values + block->ahead + 2 * at);
+            for (int j = 0; j < ACROSS; j++) v[j] = load_either(block->values, at + (size_t)(j * LANES), is_float);
             for (int h = 0; h < num_heads; h++)
-                for (int j = 0; j < 4; j++)
+                for (int j = 0; j < ACROSS; j++)
                     sums[h][j] = mul_add_one(v[j], weights[h * shape->score_stride + key], sums[h][j]);
         }
         for (int h = 0; h < num_heads; h++)
-            for (int j = 0; j < 4; j++) store(mix + h * stride + first + j * LANES, sums[h][j]);
+            for (int j = 0; j < ACROSS; j++) store(mix + h * stride + first + j * LANES, sums[h][j]);
     }
 }
 
@@ -105,6 +109,19 @@ static inline __attribute__((always_inline)) void take_floats(
     mix_block(shape, scores, shrink, block, mix, num_heads, is_float);
 }
 
+/* The same for some queries that see the whole block. Their heads lie one after the other, as those of one query do. */
+static inline __attribute__((always_inline)) void take_together(
+    const attention_shape *shape, const float *q, const block_view *block, float *scores, head_state *states, float *mix,
+    const int num_heads, const int num_queries) {
+    float shrink[MAX_TOGETHER];
+    score_block(shape, q, block, scores, num_heads * num_queries, 1);
+    for (int i = 0; i < num_queries; i++)
+        for (int h = 0; h < num_heads; h++)
+            shrink[i * num_heads + h] = soften(shape, scores + (i * num_heads + h) * shape->score_stride, block,
+                                               &states[i].peaks[h], &states[i].sums[h]);
+    mix_block(shape, scores, shrink, block, mix, num_heads * num_queries, 1);
+}
+
 #if HAS_HALF_ARITHMETIC
 #include "attention_half.h"
 #endif
@@ -141,6 +158,12 @@ static void expand_block(const attention_shape *shape, block_view *block, float 
         store(scratch + num_keys + i, load_halves((const uint16_t *)block->values + i));
     block->keys = scratch;
     block->values = scratch + num_keys;
+}
+
+/* Returns whether `count` queries from `position` on see all keys of a block. */
+static inline int is_whole(const attention_shape *shape, int position, int count, int number) {
+    const int first = number * shape->block_size, last = first + shape->block_size - 1;
+    return last <= position && (!shape->window || position + count - 1 - shape->window < first);
 }
 
 /* Returns the weight that remains of a state whose peak is lower by `distance`, which is not positive. */
@@ -205,7 +228,15 @@ static inline __attribute__((always_inline)) void take_piece(
         if ((number + 1) * size < num_keys)
             block.ahead = 2 * (rows->table[number + 1] - rows->table[number]) * (ptrdiff_t)shape->block_halves;
         if (is_float) expand_block(shape, &block, work->expanded);
+        const int together = MAX_TOGETHER / num_heads; /* 1 without wide vectors */
         for (int i = 0; i < count; i++) {
+            if (LANES > 8 && is_float && i + together <= count && is_whole(shape, rows->position + i, together, number)) {
+                block.first = 0, block.last = size;
+                take_together(shape, work->scaled + i * q_size, &block, work->scores, work->states + i,
+                              work->mix + i * mix_size, num_heads, MAX_TOGETHER / num_heads);
+                i += together - 1;
+                continue;
+            }
             const int last = rows->position + i + 1 - number * size;
             const int from = first_key(shape, rows->position + i) - number * size;
             if (last <= 0 || from >= size) continue;
@@ -225,7 +256,7 @@ static inline __attribute__((always_inline)) void attend_heads(
     const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, head_records records,
     const int num_heads, const int is_half) {
     const int stride = shape->head_stride, q_size = num_heads * shape->head_size, count = rows->count;
-    attention_work work = {.scores = scratch, .mix = scratch + 2 * MAX_HEADS * shape->score_stride};
+    attention_work work = {.scores = scratch, .mix = scratch + 2 * MAX_TOGETHER * shape->score_stride};
     work.scaled = work.mix + count * num_heads * stride;
     work.expanded = work.scaled + count * q_size;
     for (int i = 0; i < count; i++) {
@@ -244,7 +275,7 @@ static inline __attribute__((always_inline)) void attend_heads(
 /* Returns the number of floats of scratch memory for `attend`. */
 static size_t attend_scratch(const attention_shape *shape) {
     const size_t heads = MAX_HEADS * ((size_t)(shape->head_stride + shape->head_size) + record_floats(shape));
-    return (size_t)(2 * MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
+    return (size_t)(2 * MAX_TOGETHER * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
            (size_t)(shape->block_size * shape->head_stride) + 64;
 }
 

@@ -53,29 +53,29 @@ typedef struct {
     const quire_linear *linear;
     const quire_input *input;
     float *y;
-    int stride, num_panels, per_unit;
+    int stride, num_panels, num_units;
 } product;
+
+enum { PAIR = 2 }; /* panels that some variants multiply at a time; a unit has whole pairs */
+
+static int first_panel(const product *job, int unit) {
+    return PAIR * (int)((int64_t)ceil_div(job->num_panels, PAIR) * unit / job->num_units);
+}
 
 static void multiply_unit(void *context, int unit, int thread) {
     const product *job = context;
     float *scratch = quire_own_memory(job->engine, thread);
-    int first = unit * job->per_unit, last = first + job->per_unit;
-    if (last > job->num_panels) last = job->num_panels;
+    const int first = first_panel(job, unit), last = smallest(first_panel(job, unit + 1), job->num_panels);
     int part_first = 0, column = 0;
     for (int i = 0; i < job->linear->num_parts; i++) {
         const quire_matrix *part = &job->linear->parts[i];
         const int panels = ceil_div(part->rows, PANEL);
         const size_t size = (size_t)panel_bytes(part->kind) * (size_t)job->input->num_groups;
         const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
-        if (from < to && job->run->stream && job->input->num_rows <= MAX_STREAMED) {
-            job->run->stream(part->data + (size_t)from * size, part->kind, job->input, job->y + column + from * PANEL,
-                             (size_t)job->stride, smallest(to * PANEL, part->rows) - from * PANEL);
-        } else {
-            for (int at = from; at < to; at++)
-                job->run->panel(part->data + (size_t)at * size, part->kind, job->input, scratch,
-                                job->y + column + at * PANEL, (size_t)job->stride,
-                                smallest(part->rows - at * PANEL, PANEL));
-        }
+        if (from < to)
+            job->run->panels(part->data + (size_t)from * size, part->kind, job->input, scratch,
+                             job->y + column + from * PANEL, (size_t)job->stride,
+                             smallest(to * PANEL, part->rows) - from * PANEL);
         part_first += panels;
         column += part->rows;
     }
@@ -90,9 +90,8 @@ static void project(
     int num_panels = 0;
     for (int i = 0; i < linear->num_parts; i++) num_panels += ceil_div(linear->parts[i].rows, PANEL);
     const int count = outputs(linear), wanted = quire_num_threads(engine) * UNITS_PER_THREAD;
-    const int per_unit = ceil_div(num_panels, wanted < num_panels ? wanted : num_panels);
-    product job = {engine, run, linear, input, y, count, num_panels, per_unit};
-    quire_run(engine, multiply_unit, &job, ceil_div(num_panels, per_unit));
+    product job = {engine, run, linear, input, y, count, num_panels, smallest(wanted, ceil_div(num_panels, PAIR))};
+    quire_run(engine, multiply_unit, &job, job.num_units);
     if (linear->bias) add_bias(run, linear->bias, input->num_rows, count, y);
 }
 
@@ -229,14 +228,27 @@ static void store_one(row_job *job, int row) {
         uint16_t *keys = block + (size_t)head * head_halves(model);
         uint16_t *values = keys + (size_t)size * (size_t)key_stride(model) + (size_t)slot * (size_t)value_stride(model);
         const float *k = qkv + (heads + head) * size, *v = k + kv_heads * size;
-        for (int d = 0; d < size; d++) keys[d * key_stride(model) + slot] = float_to_half(k[d]);
-        for (int d = 0; d < size; d++) values[d] = float_to_half(v[d]);
+        uint16_t halves[64];
+        for (int first = 0; first < size; first += 64) {
+            const int count = smallest(size - first, 64);
+            step->run->halve(k + first, count, halves);
+            for (int d = 0; d < count; d++) keys[(first + d) * key_stride(model) + slot] = halves[d];
+        }
+        step->run->halve(v, size, values);
     }
 }
 
+/* Rows of a prompt whose keys share cache lines are stored by one thread: a line holds a number of each of 32 keys. */
+static int stored_per_unit(const pass *step) {
+    const int share = step->batch->num_tokens / (2 * quire_num_threads(step->engine));
+    return share < 32 ? ROWS_PER_UNIT : 32;
+}
+
 static void store_unit(void *context, int unit, int thread) {
+    row_job *job = context;
+    const int size = stored_per_unit(job->step), first = unit * size;
     (void)thread;
-    each_row(context, unit, ((row_job *)context)->step->batch->num_tokens, store_one);
+    for (int row = first; row < smallest(first + size, job->step->batch->num_tokens); row++) store_one(job, row);
 }
 
 static attention_shape shape_of(const pass *step, const quire_layer *layer, int index, int kv_head) {
@@ -365,7 +377,7 @@ static void run_layer(pass *step, int index) {
     norm_rows(step, index ? model->layers[index - 1].post_mlp_norm : NULL, layer->input_norm, model->refine.qkv);
     project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
     row_job job = {.step = step, .layer = layer, .index = index};
-    quire_run(step->engine, store_unit, &job, row_units(num_tokens));
+    quire_run(step->engine, store_unit, &job, ceil_div(num_tokens, stored_per_unit(step)));
     attend_rows(&job);
     const int mixed = model->num_heads * model->head_size;
     quantize_rows(step, step->mixed, num_tokens, mixed, (size_t)mixed, model->refine.o, quantize_unit);

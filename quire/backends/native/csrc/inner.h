@@ -61,33 +61,35 @@ static inline int first_key(const attention_shape *shape, int position) {
     return shape->window && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
-enum { MAX_STREAMED = 2 }; /* most rows that `stream` takes */
-
 /* One variant of the hot loops, compiled for one instruction set. */
 typedef struct {
     const char *name;
     int (*is_supported)(void);
-    /* 8 rows of a matrix times all rows of the input; writes `count` of the 8 columns to y [M, stride]. */
-    void (*panel)(const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count);
-    /* The same for one or two rows and any number of columns, from consecutive panels. NULL: `panel` is used. */
-    void (*stream)(const uint8_t *w, int kind, const quire_input *x, float *y, size_t stride, int count);
+    /* `count` rows of a matrix, from consecutive panels, times all rows of the input; writes `count` columns to y
+       [M, stride]. */
+    void (*panels)(
+        const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count);
     void (*quantize)(const float *x, int count, quire_input *out, int row);
     void (*norm)(float *x, const float *y, const float *weight, int count, float eps, float *out);
     void (*gate)(float *gate, const float *up, int count, int activation);
     void (*rotate)(float *x, const float *cosines, const float *sines, int half);
     void (*add)(float *x, const float *y, int count);
+    void (*halve)(const float *x, int count, uint16_t *out);
     size_t (*attend_scratch)(const attention_shape *shape);
     void (*attend)(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out);
     void (*merge)(const attention_shape *shape, const attention_rows *rows, float *out);
 } quire_variant;
 
 /* Fills a variant: the file's own products, and the functions of rows.h and attention.h as compiled there. */
-#define VARIANT(name, is_supported, panel, stream) \
-    {name, is_supported, panel, stream, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend, \
-     merge_pieces}
+#define VARIANT(name, is_supported, panels) \
+    { \
+        name, is_supported, panels, quantize_row, norm_row, gate_row, rotate_head, add_row, halve_row, attend_scratch, \
+            attend, merge_pieces \
+    }
 
-/* Floats of scratch memory per group that `panel` may use for the expanded bytes, scales and minima. */
-enum { SCRATCH_FLOATS = 64 + 24 };
+/* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
+   for a changed copy of some inputs. */
+enum { SCRATCH_FLOATS = 2 * (64 + 32) + 128 };
 static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * SCRATCH_FLOATS; }
 
 const quire_variant *quire_variant_now(void);

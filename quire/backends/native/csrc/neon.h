@@ -210,3 +210,19 @@ static void stream_panels(const uint8_t *w, int kind, const quire_input *x, floa
             else stream_one(w, QUIRE_Q8, x, row, to, left);
         }
 }
+
+enum { MAX_STREAMED = 2 }; /* with more rows, expanding a panel pays */
+
+static void multiply_panel( /* the variant's: all rows of the input, one panel */
+    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count);
+
+static void multiply_panels(
+    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    if (x->num_rows <= MAX_STREAMED) {
+        stream_panels(w, kind, x, y, stride, count);
+        return;
+    }
+    const size_t size = (size_t)panel_bytes(kind) * (size_t)x->num_groups;
+    for (int column = 0; column < count; column += PANEL, w += size)
+        multiply_panel(w, kind, x, scratch, y + column, stride, count - column < PANEL ? count - column : PANEL);
+}

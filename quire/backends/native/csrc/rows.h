@@ -64,6 +64,13 @@ static void rotate_head(float *x, const float *cosines, const float *sines, int 
     }
 }
 
+/* Rounds a row to fp16. */
+static void halve_row(const float *x, int count, uint16_t *out) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store_halves(out + i, load(x + i));
+    for (; i < count; i++) out[i] = float_to_half(x[i]);
+}
+
 static void add_row(float *x, const float *y, int count) {
     for (int i = 0; i < count; i++) x[i] += y[i];
 }
@@ -79,20 +86,17 @@ static void choose_refined(
         int32_t bits;
         memcpy(&bits, scales + i, sizeof bits); /* the bits of positive floats are in the order of the floats */
         keys[i] = (bits & ~(PLACES - 1)) | (PLACES - 1 - i % PLACES);
-        ranks[i] = 0;
     }
-    for (int j = 0; j < num_groups; j++) {
-        const int32_t key = keys[j];
-        for (int i = 0; i < num_groups; i++) ranks[i] += key > keys[i];
-    }
+    count_larger(keys, num_groups, ranks);
     int count = 0;
     for (int i = 0; i < num_groups && count < num_chosen; i++)
         if (ranks[i] < num_chosen) chosen[count++] = i;
     for (int i = 0; count < num_chosen; i++) chosen[count++] = i; /* the scales are NaN: any choice will do */
 }
 
-/* Rounds 32 numbers to 8 bits and returns the scale, which is NaN if one of them is not finite. */
-static float quantize_group(const float *x, int8_t *q) {
+/* Rounds 32 numbers to 8 bits and returns the scale, which is NaN if one of them is not finite. `scaled_sum` is the sum
+   of the rounded numbers. */
+static inline float quantize_group(const float *x, int8_t *q, float *scaled_sum) {
     vec peaks = fill(0), sums = fill(0);
     for (int i = 0; i < GROUP; i += LANES) {
         peaks = highest(peaks, size(load(x + i)));
@@ -101,16 +105,11 @@ static float quantize_group(const float *x, int8_t *q) {
     const float largest = peak(peaks), sum = total(sums), check = sum - sum; /* not 0 if one is not finite */
     if (!(largest > 1e-30f) || check != 0) {
         memset(q, 0, GROUP);
-        return check == 0 ? 0 : check;
+        return *scaled_sum = check == 0 ? 0 : check;
     }
-    round_bytes(q, x, 127.0f / largest);
-    return largest / 127.0f;
-}
-
-static inline int sum_group(const int8_t *q) {
-    int sum = 0;
-    for (int i = 0; i < GROUP; i++) sum += q[i];
-    return sum;
+    const float scale = largest / 127.0f;
+    *scaled_sum = scale * (float)round_bytes(q, x, 127.0f / largest);
+    return scale;
 }
 
 static void quantize_row(const float *x, int count, quire_input *out, int row) {
@@ -126,8 +125,7 @@ static void quantize_row(const float *x, int count, quire_input *out, int row) {
             memcpy(padded, at, (size_t)(count - g * GROUP) * sizeof *at);
             at = padded;
         }
-        scales[g] = quantize_group(at, q + g * GROUP);
-        out->sums[first + (size_t)g] = scales[g] * (float)sum_group(q + g * GROUP);
+        scales[g] = quantize_group(at, q + g * GROUP, out->sums + first + g);
     }
     if (!refined) return;
     int32_t *chosen = out->refined + first_rest;
@@ -139,8 +137,8 @@ static void quantize_row(const float *x, int count, quire_input *out, int row) {
         if ((g + 1) * GROUP > count) at = padded; /* the last group, padded above */
         for (int i = 0; i < GROUP; i++) rest[i] = at[i] - (float)q[g * GROUP + i] * scales[g];
         int8_t *codes = out->rest + (first_rest + (size_t)r) * GROUP;
-        const float scale = quantize_group(rest, codes);
-        out->rest_scales[first_rest + (size_t)r] = scale;
-        out->sums[first + (size_t)g] += scale * (float)sum_group(codes);
+        float sum;
+        out->rest_scales[first_rest + (size_t)r] = quantize_group(rest, codes, &sum);
+        out->sums[first + (size_t)g] += sum;
     }
 }

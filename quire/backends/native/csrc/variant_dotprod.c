@@ -178,4 +178,4 @@ static int is_supported(void) {
 #endif
 }
 
-const quire_variant quire_variant_dotprod = VARIANT("neon dotprod", is_supported, multiply_panel, stream_panels);
+const quire_variant quire_variant_dotprod = VARIANT("neon dotprod", is_supported, multiply_panels);

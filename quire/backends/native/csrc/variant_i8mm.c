@@ -101,4 +101,4 @@ static int is_supported(void) {
 #endif
 }
 
-const quire_variant quire_variant_i8mm = VARIANT("neon i8mm", is_supported, multiply_panel, stream_panels);
+const quire_variant quire_variant_i8mm = VARIANT("neon i8mm", is_supported, multiply_panels);

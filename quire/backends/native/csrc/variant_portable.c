@@ -49,6 +49,13 @@ static void multiply_panel(
     }
 }
 
+static void multiply_panels(
+    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    const size_t size = (size_t)panel_bytes(kind) * (size_t)x->num_groups;
+    for (int column = 0; column < count; column += PANEL, w += size)
+        multiply_panel(w, kind, x, scratch, y + column, stride, count - column < PANEL ? count - column : PANEL);
+}
+
 static int is_supported(void) { return 1; }
 
-const quire_variant quire_variant_portable = VARIANT("portable", is_supported, multiply_panel, NULL);
+const quire_variant quire_variant_portable = VARIANT("portable", is_supported, multiply_panels);

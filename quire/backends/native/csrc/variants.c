@@ -16,6 +16,9 @@ extern const quire_variant quire_variant_i8mm;
 #if defined(QUIRE_HAS_AVX512)
 extern const quire_variant quire_variant_avx512;
 #endif
+#if defined(QUIRE_HAS_AVXVNNI)
+extern const quire_variant quire_variant_avxvnni;
+#endif
 #if defined(QUIRE_HAS_AVX2)
 extern const quire_variant quire_variant_avx2;
 #endif
@@ -34,6 +37,9 @@ static const quire_variant *const VARIANTS[] = { /* best first */
 #if defined(QUIRE_HAS_AVX512)
     &quire_variant_avx512,
 #endif
+#if defined(QUIRE_HAS_AVXVNNI)
+    &quire_variant_avxvnni,
+#endif
 #if defined(QUIRE_HAS_AVX2)
     &quire_variant_avx2,
 #endif
@@ -44,11 +50,11 @@ enum { NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
 /* A small problem with fixed random numbers and one group of extreme values. Scales are 1 or 1/2, so a float holds
    every sum exactly and the order of additions does not matter: a result is correct to the bit or wrong. */
-enum { CHECK_ROWS = 5, CHECK_GROUPS = 3, CHECK_REFINED = 2 };
+enum { CHECK_ROWS = 5, CHECK_GROUPS = 3, CHECK_REFINED = 2, CHECK_PANELS = 3, CHECK_COLUMNS = 21 };
 
 typedef struct {
     uint32_t seed;
-    uint8_t w[CHECK_GROUPS * 272];
+    uint8_t w[CHECK_PANELS * CHECK_GROUPS * 272];
     int8_t q[CHECK_ROWS * CHECK_GROUPS * GROUP], rest[CHECK_ROWS * CHECK_REFINED * GROUP];
     float scales[CHECK_ROWS * CHECK_GROUPS], sums[CHECK_ROWS * CHECK_GROUPS], rest_scales[CHECK_ROWS * CHECK_REFINED];
     int32_t refined[CHECK_ROWS * CHECK_REFINED];
@@ -63,9 +69,9 @@ static float next_scale(small_problem *problem) { return next_random(problem, 2)
 
 static void fill_problem(small_problem *problem, int kind) {
     const int size = panel_bytes(kind), tail = kind == QUIRE_Q4 ? 128 : 256;
-    for (int i = 0; i < CHECK_GROUPS * size; i++) problem->w[i] = (uint8_t)next_random(problem, 256);
+    for (int i = 0; i < CHECK_PANELS * CHECK_GROUPS * size; i++) problem->w[i] = (uint8_t)next_random(problem, 256);
     memset(problem->w, kind == QUIRE_Q4 ? 0xff : 0x80, (size_t)tail);
-    for (int g = 0; g < CHECK_GROUPS; g++)
+    for (int g = 0; g < CHECK_PANELS * CHECK_GROUPS; g++)
         for (int at = g * size + tail; at < (g + 1) * size; at += 2) {
             const uint16_t half = float_to_half(next_scale(problem));
             memcpy(problem->w + at, &half, 2);
@@ -93,14 +99,13 @@ int quire_check_variant(const quire_variant *variant) {
         .refined = problem.refined};
     for (int test = 0; test < 4; test++) { /* both kinds; all rows and one row */
         const int kind = test % 2 ? QUIRE_Q8 : QUIRE_Q4;
-        float scratch[CHECK_GROUPS * SCRATCH_FLOATS], computed[CHECK_ROWS * PANEL], right[CHECK_ROWS * PANEL];
+        float scratch[CHECK_GROUPS * SCRATCH_FLOATS];
+        float computed[CHECK_ROWS * CHECK_COLUMNS], right[CHECK_ROWS * CHECK_COLUMNS];
         fill_problem(&problem, kind);
         input.num_rows = test < 2 ? CHECK_ROWS : 1;
-        if (variant->stream && input.num_rows <= MAX_STREAMED)
-            variant->stream(problem.w, kind, &input, computed, PANEL, PANEL);
-        else variant->panel(problem.w, kind, &input, scratch, computed, PANEL, PANEL);
-        quire_variant_portable.panel(problem.w, kind, &input, scratch, right, PANEL, PANEL);
-        for (int i = 0; i < input.num_rows * PANEL; i++)
+        variant->panels(problem.w, kind, &input, scratch, computed, CHECK_COLUMNS, CHECK_COLUMNS);
+        quire_variant_portable.panels(problem.w, kind, &input, scratch, right, CHECK_COLUMNS, CHECK_COLUMNS);
+        for (int i = 0; i < input.num_rows * CHECK_COLUMNS; i++)
             if (computed[i] != right[i]) return 0;
     }
     return 1;

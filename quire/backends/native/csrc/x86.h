@@ -1,127 +1,168 @@
-/* Products of a panel on x86, for variants that differ in how bytes are multiplied. Before including it, a variant
-   defines TILE (6 or 8) and
+/* Products on x86, for variants that differ in the width of a vector and in how bytes are multiplied. A vector has one
+   lane for each row of a matrix, so 512 bits take two panels at a time. Before including it, a variant includes
+   vectors.h and defines TILE and
 
-     start_products(at, kind)              initial sums of a group, 8 lanes of 32 bits
-     dot_step(kind, sums, codes, inputs)   4 products for each of 8 rows: the bytes of a step, and 4 inputs, repeated
-     finish_products(kind, sums)           the sums as 32-bit integers
+     ints, expanded                        a vector of LANES 32-bit integers; a group of LANES / PANEL panels, expanded
+     start_products(group, kind)           initial sums of a group
+     dot_step(kind, sums, codes, inputs)   4 products for each lane: the bytes of a step, and 4 inputs in memory
+     scale_products(kind, sums, group)     the sums of a group times its scales
+     expand_starts(codes, place, group)    what start_products needs for the signed bytes of one panel
      prepare_inputs(kind, q, count, out)   the inputs in the form for dot_step: q itself, or a changed copy in `out`
 
-   The sums are exact integers. The float operations on a row are the same for any number of rows in a tile, so the bits
-   of its result do not depend on the other rows. */
+   and for few rows, which are multiplied by one panel at a time without expanding it:
+
+     unpacked, unpack(w, kind)             the codes of a group of one panel, in registers
+     SPREAD, spread(q, out)                32 inputs in the form for dot_unpacked, and the number of its bytes
+     dot_unpacked(kind, codes, q, spread)  32 products for each of 8 rows of the matrix, as `eight_scaled` needs them
+     eight_scaled(kind, products, scales)  the products times the scales of the 8 rows
+
+   The integer sums are exact. The float operations on a row are the same for any number of rows in a tile and in both
+   forms, so the bits of its result do not depend on the other rows. */
 #include <cpuid.h>
-#include <immintrin.h>
 
 #include "rows.h"
 #include "attention.h"
 
+enum { AT_ONCE = LANES / PANEL }; /* panels in a vector */
+enum { REFINED_TOGETHER = 4 }; /* input rows whose refined groups are computed side by side */
+enum { MAX_STREAMED = 2 }; /* with more rows, expanding a panel pays */
+#if !defined(AHEAD)
+#define AHEAD 2048 /* prefetch distance in bytes of a panel that is not expanded */
+#endif
+
 typedef struct {
-    const uint8_t *w;
+    const expanded *w;
+    const uint8_t *next; /* the panels that follow: they are prefetched during the products of these */
     const quire_input *x;
-    int8_t *scratch;
+    int8_t *copy; /* memory for prepare_inputs */
     float *y;
     size_t stride;
     int count;
 } panel_job;
 
-static inline __m256i load_bytes(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
-static inline vec eight_halves(const uint8_t *at) { return load_halves((const uint16_t *)(const void *)at); }
-
-static inline __m256i four_inputs(const int8_t *at) {
-    int32_t four;
-    memcpy(&four, at, 4);
-    return _mm256_set1_epi32(four);
+static inline ints load_codes(const expanded *group, int step) {
+    return load_ints(group->codes + 4 * LANES * step);
 }
 
-/* Loads the bytes of step `step` of the first half of a group, and of the same step of its second half. */
-static inline __attribute__((always_inline)) void load_steps(
-    const uint8_t *at, const int kind, int step, __m256i *low, __m256i *high) {
+static inline __m256 eight_halves(const uint8_t *at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)at));
+}
+
+static inline __m256i load_bytes(const uint8_t *at) { return _mm256_loadu_si256((const __m256i *)(const void *)at); }
+static inline void store_bytes(uint8_t *at, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)at, x); }
+
+/* Expands one panel. `place` is its place in the vectors: 0 or 1. */
+static inline __attribute__((always_inline)) void expand_panel(
+    const uint8_t *w, const int kind, int num_groups, const int place, expanded *out) {
+    const int tail = kind == QUIRE_Q8 ? 256 : 128, first = PANEL * place;
     const __m256i nibble = _mm256_set1_epi8(15);
-    *low = load_bytes(at + 32 * step);
-    if (kind == QUIRE_Q8) {
-        *high = load_bytes(at + 128 + 32 * step);
-    } else {
-        *high = _mm256_and_si256(_mm256_srli_epi16(*low, 4), nibble);
-        *low = _mm256_and_si256(*low, nibble);
+    for (int g = 0; g < num_groups; g++, w += panel_bytes(kind), out++) {
+        uint8_t *codes = out->codes + 4 * first;
+        for (int step = 0; step < 8; step++) {
+            if (kind == QUIRE_Q8) {
+                store_bytes(codes + 4 * LANES * step, load_bytes(w + 32 * step));
+            } else if (step < 4) {
+                const __m256i two = load_bytes(w + 32 * step);
+                store_bytes(codes + 4 * LANES * step, _mm256_and_si256(two, nibble));
+                store_bytes(codes + 4 * LANES * (step + 4), _mm256_and_si256(_mm256_srli_epi16(two, 4), nibble));
+            }
+        }
+        const __m256 scales = eight_halves(w + tail);
+        _mm256_storeu_ps(out->scales + first, scales);
+        _mm256_storeu_ps(out->offsets + first, _mm256_mul_ps(scales, _mm256_set1_ps(-MAGIC)));
+        if (kind == QUIRE_Q4) _mm256_storeu_ps(out->minima + first, eight_halves(w + tail + 16));
+        else expand_starts(w, place, out);
     }
 }
 
-/* Computes 32 products for each of 8 rows of a matrix and `num` input rows, whose bytes are `stride` apart. */
+/* Computes 32 products for each lane and `num` input rows, whose bytes are `stride` apart. */
 static inline __attribute__((always_inline)) void dot_group(
-    const uint8_t *at, const int kind, const int8_t *inputs, size_t stride, __m256i products[], const int num) {
-    const __m256i start = start_products(at, kind);
+    const expanded *group, const int kind, const int8_t *inputs, size_t stride, ints products[], const int num) {
+    const ints start = start_products(group, kind);
+#pragma GCC unroll 16
     for (int m = 0; m < num; m++) products[m] = start;
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; step++) {
-        __m256i low, high;
-        load_steps(at, kind, step, &low, &high);
-        const int8_t *four = inputs + 4 * step;
+#pragma GCC unroll 8
+    for (int step = 0; step < 8; step++) {
+        const ints codes = load_codes(group, step);
+#pragma GCC unroll 16
         for (int m = 0; m < num; m++)
-            products[m] = dot_step(kind, products[m], low, four_inputs(four + (size_t)m * stride));
-        for (int m = 0; m < num; m++)
-            products[m] = dot_step(kind, products[m], high, four_inputs(four + (size_t)m * stride + 16));
+            products[m] = dot_step(kind, products[m], codes, inputs + (size_t)m * stride + 4 * step);
     }
-    for (int m = 0; m < num; m++) products[m] = finish_products(kind, products[m]);
-}
-
-static inline __attribute__((always_inline)) vec add_scaled(vec sum, __m256i products, vec scales, float scale) {
-    return mul_add(_mm256_cvtepi32_ps(products), mul(scales, fill(scale)), sum);
 }
 
 static inline void write_outputs(vec out, float *y, int count) {
-    if (count == PANEL) {
+    if (count == LANES) {
         store(y, out);
         return;
     }
-    float lanes[PANEL];
+    float lanes[LANES];
     store(lanes, out);
     memcpy(y, lanes, (size_t)count * sizeof *y);
 }
 
-/* Adds the refined groups of one input row, after all others. */
-static inline __attribute__((always_inline)) vec refine(const panel_job *job, const int kind, int row, vec out) {
+/* Sums the refined groups of `num` input rows separately from the others, and adds them to `sums` [rows, LANES]. The
+   rows are computed side by side, because the products of a group depend on each other. */
+static inline __attribute__((always_inline)) void refine_rows(
+    const panel_job *job, const int kind, int row, float *sums, const int num) {
     const quire_input *x = job->x;
-    const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128, count = x->num_refined;
+    const int count = x->num_refined;
     const size_t first = (size_t)row * (size_t)count;
-    const int8_t *rest = prepare_inputs(kind, x->rest + first * GROUP, (size_t)count * GROUP, job->scratch);
+    const int32_t *refined = x->refined + first;
+    const float *scales = x->rest_scales + first;
+    const int8_t *rest = prepare_inputs(kind, x->rest + first * GROUP, (size_t)(num * count) * GROUP, job->copy);
+    vec apart[REFINED_TOGETHER];
+    for (int m = 0; m < num; m++) apart[m] = fill(0);
     for (int r = 0; r < count; r++) {
-        const uint8_t *at = job->w + (size_t)x->refined[first + (size_t)r] * (size_t)size;
-        __m256i products[1];
-        dot_group(at, kind, rest + r * GROUP, 0, products, 1);
-        out = add_scaled(out, products[0], eight_halves(at + tail), x->rest_scales[first + (size_t)r]);
+        const expanded *groups[REFINED_TOGETHER];
+        ints products[REFINED_TOGETHER];
+        for (int m = 0; m < num; m++) groups[m] = job->w + refined[m * count + r];
+        for (int m = 0; m < num; m++) products[m] = start_products(groups[m], kind);
+#pragma GCC unroll 8
+        for (int step = 0; step < 8; step++)
+            for (int m = 0; m < num; m++)
+                products[m] = dot_step(
+                    kind, products[m], load_codes(groups[m], step), rest + (m * count + r) * GROUP + 4 * step);
+        for (int m = 0; m < num; m++)
+            apart[m] = mul_add(scale_products(kind, products[m], groups[m]), fill(scales[m * count + r]), apart[m]);
     }
-    return out;
+    for (int m = 0; m < num; m++) store(sums + LANES * m, add(load(sums + LANES * m), apart[m]));
 }
 
-static __attribute__((noinline)) vec refine_row(const panel_job *job, int kind, int row, vec out) {
-    return kind == QUIRE_Q4 ? refine(job, QUIRE_Q4, row, out) : refine(job, QUIRE_Q8, row, out);
-}
-
-/* `num` input rows from `row` on share a panel's bytes, read in packed form. */
+/* `num` input rows from `row` on share the bytes of a group. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const panel_job *job, const int kind, int row, const int num) {
     const quire_input *x = job->x;
-    const int groups = x->num_groups, size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
+    const int groups = x->num_groups;
     const size_t row_bytes = (size_t)groups * GROUP, first = (size_t)row * (size_t)groups;
-    const int8_t *inputs = prepare_inputs(kind, x->q + first * GROUP, (size_t)num * row_bytes, job->scratch);
+    const int8_t *inputs = prepare_inputs(kind, x->q + first * GROUP, (size_t)num * row_bytes, job->copy);
     const float *scales = x->scales + first, *sums = x->sums + first;
     vec out[TILE];
+#pragma GCC unroll 16
     for (int m = 0; m < num; m++) out[m] = fill(0);
     for (int g = 0; g < groups; g++) {
-        const uint8_t *at = job->w + (size_t)g * (size_t)size;
-        __m256i products[TILE];
-        if (num == 1) __builtin_prefetch(at + 1024); /* the hardware prefetcher stops at page boundaries */
-        dot_group(at, kind, inputs + g * GROUP, row_bytes, products, num);
-        const vec scale = eight_halves(at + tail);
-        for (int m = 0; m < num; m++) out[m] = add_scaled(out[m], products[m], scale, scales[m * groups + g]);
-        if (kind == QUIRE_Q4) {
-            const vec minimum = eight_halves(at + tail + 16);
-            for (int m = 0; m < num; m++) out[m] = mul_add(minimum, fill(sums[m * groups + g]), out[m]);
-        }
+        const expanded *group = job->w + g;
+        ints products[TILE];
+        if (row == 0)
+            for (int line = 0; line < AT_ONCE * panel_bytes(kind); line += 64)
+                __builtin_prefetch(job->next + g * AT_ONCE * panel_bytes(kind) + line);
+        dot_group(group, kind, inputs + g * GROUP, row_bytes, products, num);
+#pragma GCC unroll 16
+        for (int m = 0; m < num; m++)
+            out[m] = mul_add(scale_products(kind, products[m], group), fill(scales[m * groups + g]), out[m]);
+        if (kind != QUIRE_Q4) continue;
+        const vec minima = load(group->minima);
+#pragma GCC unroll 16
+        for (int m = 0; m < num; m++) out[m] = mul_add(minima, fill(sums[m * groups + g]), out[m]);
     }
-    for (int m = 0; m < num; m++) {
-        if (x->num_refined) out[m] = refine_row(job, kind, row + m, out[m]);
-        write_outputs(out[m], job->y + (size_t)(row + m) * job->stride, job->count);
-    }
+    float kept[TILE * LANES]; /* a second loop over `out` would make the compiler keep `out` in memory */
+#pragma GCC unroll 16
+    for (int m = 0; m < num; m++) store(kept + LANES * m, out[m]);
+    int m = 0;
+    for (; m + REFINED_TOGETHER <= num; m += REFINED_TOGETHER)
+        refine_rows(job, kind, row + m, kept + LANES * m, REFINED_TOGETHER);
+    for (; m < num; m++) refine_rows(job, kind, row + m, kept + LANES * m, 1);
+    for (m = 0; m < num; m++)
+        write_outputs(load(kept + LANES * m), job->y + (size_t)(row + m) * job->stride, job->count);
 }
 
 /* Multiplies all rows, in tiles of about equal size. */
@@ -139,19 +180,102 @@ static inline __attribute__((always_inline)) void multiply(const panel_job *job,
         case 6: multiply_tile(job, kind, row, 6); break;
         case 7: multiply_tile(job, kind, row, 7); break;
 #endif
+#if TILE > 8
+        case 8: multiply_tile(job, kind, row, 8); break;
+        case 9: multiply_tile(job, kind, row, 9); break;
+#endif
+#if TILE > 10
+        case 10: multiply_tile(job, kind, row, 10); break;
+        case 11: multiply_tile(job, kind, row, 11); break;
+#endif
         default: multiply_tile(job, kind, row, TILE);
         }
     }
 }
 
-static void multiply_panel(
-    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
-    const panel_job job = {w, x, (int8_t *)scratch, y, stride, count};
-    if (kind == QUIRE_Q4) multiply(&job, QUIRE_Q4);
-    else multiply(&job, QUIRE_Q8);
+static inline __attribute__((always_inline)) void multiply_all(
+    const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    const size_t size = (size_t)panel_bytes(kind) * (size_t)x->num_groups;
+    expanded *panels = (expanded *)scratch;
+    for (int column = 0; column < count; column += LANES, w += AT_ONCE * size) {
+        const int left = count - column < LANES ? count - column : LANES;
+        expand_panel(w, kind, x->num_groups, 0, panels);
+        if (AT_ONCE > 1) expand_panel(left > PANEL ? w + size : w, kind, x->num_groups, AT_ONCE - 1, panels);
+        const panel_job job = {panels, w + AT_ONCE * size, x,   (int8_t *)(panels + x->num_groups),
+                               y + column, stride,       left};
+        multiply(&job, kind);
+    }
 }
 
+/* Few rows, from the packed bytes */
+
+typedef struct {
+    const int8_t *q, *rest; /* [G, 32], [R, 32] */
+    const uint8_t *spread, *spread_rest; /* [G, SPREAD], [R, SPREAD] */
+    const float *scales, *sums, *rest_scales;
+    const int32_t *refined;
+    int num_groups, num_refined;
+} streamed_row;
+
+static inline __attribute__((always_inline)) void stream_one(
+    const uint8_t *w, const int kind, const streamed_row *row, float *y, int count) {
+    const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
+    __m256 out = _mm256_setzero_ps(), apart = out;
+    for (int g = 0, r = 0; g < row->num_groups; g++, w += size) {
+        if (AHEAD)
+            for (int line = 0; line < size; line += 64) __builtin_prefetch(w + AHEAD + line);
+        const unpacked codes = unpack(w, kind);
+        const __m256 scales = eight_halves(w + tail);
+        __m256i products = dot_unpacked(kind, &codes, row->q + GROUP * g, row->spread + SPREAD * g);
+        out = _mm256_fmadd_ps(eight_scaled(kind, products, scales), _mm256_set1_ps(row->scales[g]), out);
+        if (kind == QUIRE_Q4) out = _mm256_fmadd_ps(eight_halves(w + tail + 16), _mm256_set1_ps(row->sums[g]), out);
+        if (r == row->num_refined || row->refined[r] != g) continue;
+        products = dot_unpacked(kind, &codes, row->rest + GROUP * r, row->spread_rest + SPREAD * r);
+        apart = _mm256_fmadd_ps(eight_scaled(kind, products, scales), _mm256_set1_ps(row->rest_scales[r]), apart);
+        r++;
+    }
+    float lanes[PANEL];
+    _mm256_storeu_ps(lanes, _mm256_add_ps(out, apart));
+    memcpy(y, lanes, (size_t)count * sizeof *y);
+}
+
+static inline __attribute__((always_inline)) void stream_all(
+    const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    const size_t panel = (size_t)panel_bytes(kind) * (size_t)x->num_groups;
+    uint8_t *at = (uint8_t *)scratch;
+    streamed_row rows[MAX_STREAMED];
+    for (int m = 0; m < x->num_rows; m++) {
+        const size_t first = (size_t)m * (size_t)x->num_groups, first_rest = (size_t)m * (size_t)x->num_refined;
+        rows[m] = (streamed_row){
+            x->q + first * GROUP, x->rest + first_rest * GROUP, at, at + (size_t)x->num_groups * SPREAD,
+            x->scales + first, x->sums + first, x->rest_scales + first_rest, x->refined + first_rest,
+            x->num_groups, x->num_refined};
+        for (int g = 0; g < x->num_groups; g++, at += SPREAD) spread(rows[m].q + GROUP * g, at);
+        for (int r = 0; r < x->num_refined; r++, at += SPREAD) spread(rows[m].rest + GROUP * r, at);
+    }
+    for (int column = 0; column < count; column += PANEL, w += panel)
+        for (int m = 0; m < x->num_rows; m++)
+            stream_one(w, kind, &rows[m], y + (size_t)m * stride + column, count - column < PANEL ? count - column : PANEL);
+}
+
+static void multiply_panels(
+    const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
+    const int is_streamed = x->num_rows <= MAX_STREAMED;
+    if (is_streamed && kind == QUIRE_Q4) stream_all(w, QUIRE_Q4, x, scratch, y, stride, count);
+    else if (is_streamed) stream_all(w, QUIRE_Q8, x, scratch, y, stride, count);
+    else if (kind == QUIRE_Q4) multiply_all(w, QUIRE_Q4, x, scratch, y, stride, count);
+    else multiply_all(w, QUIRE_Q8, x, scratch, y, stride, count);
+}
+
+_Static_assert(2 * MAX_STREAMED * SPREAD <= 4 * SCRATCH_FLOATS, "a group of few rows and its refinement");
+_Static_assert(sizeof(expanded) + TILE * GROUP <= 4 * SCRATCH_FLOATS, "a group and the copy of its inputs");
+
 enum { SAVES_AVX = 0x06, SAVES_AVX512 = 0xe6 }; /* registers that the operating system saves for a program */
+
+static inline int has_avx_vnni(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
 
 /* Returns whether this machine has all of these cpuid bits, and the operating system saves these registers. */
 static int has_features(unsigned basic_c, unsigned extended_b, unsigned extended_c, unsigned saved) {
