@@ -181,13 +181,13 @@ def measure(server: Server, model: str, load: Load) -> Result:
         tpot_p50=1e3 * quantile(tpot, 0.5),
         tpot_p99=1e3 * quantile(tpot, 0.99),
         gap_p99=1e3 * quantile(gaps, 0.99),
-        gap_max=1e3 * max(gaps),
+        gap_max=1e3 * max(gaps, default=0.0),
     )
 
 
 def quantile(values: list[float], at: float) -> float:
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(at * len(ordered)))]
+    return ordered[min(len(ordered) - 1, int(at * len(ordered)))] if ordered else 0.0  # one chunk has no gap
 
 
 def median(results: list[Result]) -> Result:

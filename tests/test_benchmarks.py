@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,24 @@ def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
         assert outcome.returncode == 0, outcome.stderr
         for word in words:
             assert word in outcome.stdout, outcome.stdout
+
+
+@pytest.mark.usefixtures("default_model")  # its tokenizer is used
+def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
+    options = ["--quick", "--models", "qwen3-0.6b", "--rounds", "1", "--out", str(tmp_path)]
+    for option in ("--device", "cpu", "--backend", "torch"):
+        options.append(f"--serve={option}")
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    command = [sys.executable, str(FOLDER / "online.py"), *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    found = json.loads((tmp_path / "online.json").read_text())["qwen3-0.6b"]
+    assert set(found) == {"1 client", "4 clients"}
+    for result in found.values():
+        assert result["tokens_per_s"] > 0
+        assert 0 < result["ttft_p50"] <= result["ttft_p99"]
+        assert 0 <= result["tpot_p50"] <= result["tpot_p99"]
+        assert 0 <= result["gap_p99"] <= result["gap_max"]
 
 
 def test_the_first_answer_of_the_default_model_is_right(default_model: Path) -> None:
