@@ -42,8 +42,7 @@ def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
 @pytest.mark.usefixtures("default_model")  # its tokenizer is used
 def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
     options = ["--quick", "--models", "qwen3-0.6b", "--rounds", "1", "--out", str(tmp_path)]
-    for option in ("--device", "cpu", "--backend", "torch"):
-        options.append(f"--serve={option}")
+    options += [f"--serve={option}" for option in ("--device", "cpu", "--backend", "torch")]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
     command = [sys.executable, str(FOLDER / "online.py"), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
