@@ -72,6 +72,9 @@ def sim(
     max_chunk_tokens: Annotated[
         int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")
     ] = _DEFAULT.max_chunk_tokens,
+    max_mixed_tokens: Annotated[
+        int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
     patience: options.PatienceOption = None,
     normal_share: options.NormalShareOption = None,
@@ -93,6 +96,7 @@ def sim(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_chunk_tokens=max_chunk_tokens,
+        max_mixed_tokens=max_mixed_tokens,
         max_waiting=max_waiting,
         enable_prefix_caching=enable_prefix_caching,
     )

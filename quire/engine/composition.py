@@ -59,7 +59,7 @@ class Scheduling:
     max_model_len: int
     max_num_batched_tokens: int
     max_chunk_tokens: int
-    max_mixed_tokens: int | None  # None: no limit
+    max_mixed_tokens: int | None  # in a server; None: no limit
     max_waiting: int
     enable_prefix_caching: bool
     has_costly_rows: bool
@@ -131,7 +131,7 @@ class EngineConfig:
                 self.max_num_batched_tokens or capacity.max_num_batched_tokens, capacity.max_num_seqs
             ),
             max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
-            max_mixed_tokens=self.max_mixed_tokens,
+            max_mixed_tokens=self.max_mixed_tokens or capacity.max_mixed_tokens,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             has_costly_rows=capacity.has_costly_rows,
@@ -220,7 +220,7 @@ def make_scheduler(
         max_num_seqs=given.max_num_seqs,
         max_num_batched_tokens=given.max_num_batched_tokens,
         max_chunk_tokens=given.max_chunk_tokens,
-        max_mixed_tokens=given.max_mixed_tokens,
+        max_mixed_tokens=config.max_mixed_tokens,  # the default is for servers: see `Worker`
         max_model_len=given.max_model_len,
         max_waiting=given.max_waiting,
         observe=observe,

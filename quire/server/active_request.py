@@ -258,7 +258,7 @@ class ActiveRequest:
         for generation in self.generations:
             generation.sink = _IgnoringSink()
         async for _ in self.batches():
-            pass
+            generation.detach()
         return [generation.answers.result() for generation in self.generations]
 
     def close(self, error: Exception | None = None) -> None:
@@ -267,9 +267,11 @@ class ActiveRequest:
         self.is_closed = True
         for generation in self.generations:
             generation.cancel()
+            generation.detach()
         self.ticket.leave()
         for call in self._on_close:
             call()
+        self._on_close.clear()
         record = self._record(error or self.error)
         self._service.close_request(self)
         if self.is_accepted:  # a refused request is counted elsewhere

@@ -155,8 +155,8 @@ class _Main:
 
     async def _start(self) -> None:
         models, first = self._models, self._models.default
+        calm_collector()  # before models are loaded: objects that exist now are never freed
         await models.start()
-        calm_collector()
         first.on_loading = None
         if (ready := first.facts) is not None:  # None: its worker has just died and is being restarted
             all_s = time.monotonic() - self._started_s

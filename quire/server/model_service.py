@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,9 @@ from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
-MAX_INLINE_CHARS = 4000  # about 1,000 tokens, which take 1 to 2 ms
+MAX_INLINE_CHARS = (
+    4000  # ASCII; about 1,000 tokens, which take 1 to 2 ms. Other characters take up to four times as long
+)
 MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
 Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
 
@@ -122,7 +124,11 @@ class ModelService:
             salt = self.salt_for(caller.key, request.cache_salt)
             priority = ticket.priority
             owner = caller.key.name
-            requests = [await self._request(request, prompt, priority, salt, owner) for prompt in request.prompts]
+            is_short = _is_short(request.prompts)
+            requests = [
+                await self._request(request, prompt, priority, salt, owner, is_short=is_short)
+                for prompt in request.prompts
+            ]
             if self._is_cut:
                 raise shutting_down()
             active = ActiveRequest(self, request, caller, priority, requests, ticket)
@@ -199,15 +205,18 @@ class ModelService:
 
     # Text
 
-    async def encode(self, prompt: Prompt, *, add_special: bool = True) -> tuple[int, ...]:
+    async def encode(
+        self, prompt: Prompt, *, add_special: bool = True, is_short: bool | None = None
+    ) -> tuple[int, ...]:
         """Tokenise a prompt: a short text at once, others in a thread, because a long one takes seconds.
 
         A thread gets the interpreter's lock only when the event loop pauses, so under load a short text takes longer in
-        a thread than it would delay other requests here.
+        a thread than it would delay other requests here. `is_short`: whether all prompts of the request together are
+        short; None: it has no others.
         """
         if isinstance(prompt, tuple):
             return prompt
-        if isinstance(prompt, str) and len(prompt) <= MAX_INLINE_CHARS:
+        if isinstance(prompt, str) and (_is_short((prompt,)) if is_short is None else is_short):
             return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         loop = asyncio.get_running_loop()
         self._num_encoding += 1
@@ -222,9 +231,16 @@ class ModelService:
             self._note_idle()
 
     async def _request(
-        self, request: InferenceRequest, prompt: Prompt, priority: Priority, salt: str, owner: str
+        self,
+        request: InferenceRequest,
+        prompt: Prompt,
+        priority: Priority,
+        salt: str,
+        owner: str,
+        *,
+        is_short: bool,
     ) -> GenerationRequest:
-        tokens = await self.encode(prompt)
+        tokens = await self.encode(prompt, is_short=is_short)
         if len(tokens) >= self.max_model_len:
             limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
             raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
@@ -311,6 +327,12 @@ class ModelService:
 
 def shutting_down() -> ApiError:
     return ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
+
+
+def _is_short(prompts: Sequence[Prompt]) -> bool:
+    """Return whether tokenising these texts delays other requests by at most a few milliseconds."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    return sum(len(text) if text.isascii() else 4 * len(text) for text in texts) <= MAX_INLINE_CHARS
 
 
 def _pin_id(owner: str, salt: str, kind: str, name: str) -> str:

@@ -343,6 +343,7 @@ class RequestContext:
         opening = self._opening
         if opening is not None and not opening.cancelled() and opening.exception() is None:
             opening.result().close()
+        self._active = self._gone = self._opening = None  # they refer to this object
 
 
 Handler = Callable[[RequestContext], Awaitable[Response]]

@@ -78,6 +78,7 @@ class SimConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int = 512
+    max_mixed_tokens: int | None = None  # prompt tokens beside every 64 answers; None: no limit
     max_waiting: int = 100_000
     enable_prefix_caching: bool = True
     max_model_len: int | None = None  # None: the size of the pool
@@ -92,6 +93,7 @@ class SimConfig:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
+            max_mixed_tokens=self.max_mixed_tokens,
             max_model_len=self.max_model_len,
             max_waiting=self.max_waiting,
             observe=observe,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +16,7 @@ import pytest
 
 from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
+from quire.engine.worker.generation import Generation
 from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventEncoder, EventStream, TokenWriter
@@ -90,7 +93,9 @@ class FakeActiveRequest:
         raise error
 
     def close(self, error: Exception | None = None) -> None:
-        self.log.append(f"closed with {error!r}")
+        if not self.is_closed:
+            self.is_closed = True
+            self.log.append(f"closed with {error!r}")
 
 
 CHAT = ChatCompletionRequest
@@ -273,7 +278,8 @@ def test_a_stream_writes_tokens_between_what_its_task_sends() -> None:
     active, data = asyncio.run(serve())
     assert re.findall(rb'"content":"(\w+)"', data) == [b"a", b"b", b"c"]
     assert data.endswith(b"data: [DONE]\n\n")
-    assert active.log == ["sent", "sent", "closed with None", "sent"]
+    # Closed after the last bytes: a shutdown cuts connections whose requests are closed.
+    assert active.log == ["sent", "sent", "sent", "closed with None"]
 
 
 @pytest.mark.parametrize("make", ENCODERS)
@@ -297,3 +303,38 @@ def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest],
     error = ApiError(Kind.RATE_LIMITED, "too much")
     assert asyncio.run(serve(error)) == [f"closed with {error!r}", "failed"]
     assert asyncio.run(serve(ClientGone())) == ["closed with ClientGone()"]  # no event is sent
+
+
+class Ticket:
+    def leave(self) -> None:
+        pass
+
+
+def closed_request() -> weakref.ref[ActiveRequest]:
+    """A request with one generation, and with everything that refers back to it, after it was closed."""
+    service = SimpleNamespace(model="m", close_request=lambda _: None)
+    parsed = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
+    caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
+    active = ActiveRequest(cast(Any, service), parsed, cast(Any, caller), Priority.NORMAL, (), cast(Any, Ticket()))
+    answers: Any = SimpleNamespace(
+        samples=(),
+        tokenizer=SimpleNamespace(plain_texts={}),
+        usage=Usage(1, 0, 0),
+        output=lambda: SimpleNamespace(completions=()),
+    )
+    generation = Generation(answers, (1,), lambda _: None, active.updated, lambda _: active.start(0.0))
+    writer = cast(BodyWriter, SimpleNamespace(flow=None, write_frame=None))
+    generation.sink = TokenWriter(0, active, completions(active), writer)
+    active.generations.append(generation)
+    active.on_close(lambda: active.is_closed)
+    active.close()
+    return weakref.ref(active)
+
+
+def test_a_closed_request_is_freed_without_a_collection() -> None:
+    """The collector of a server runs rarely: prompts and answers in a cycle would stay in memory for a long time."""
+    gc.disable()
+    try:
+        assert closed_request()() is None
+    finally:
+        gc.enable()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.server.model_service import _is_short
 from tests.server.rig import FAKE, Server, children, close_sockets, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import eventually, is_asleep
@@ -58,6 +59,15 @@ def test_a_refusal_by_the_queue_does_not_count_for_the_key(server: Server) -> No
     assert (answer.status, answer.json["error"]["code"]) == (429, "rate_limit_exceeded")
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
+
+
+def test_only_short_texts_are_tokenised_on_the_event_loop() -> None:
+    assert _is_short(["word " * 800])
+    assert not _is_short(["word " * 801])
+    assert not _is_short(["word " * 80] * 11)  # the prompts of a request follow each other without a pause
+    assert _is_short(["\u8a9e" * 1000])
+    assert not _is_short(["\u8a9e" * 1001])  # takes longer
+    assert _is_short([(1, 2, 3)] * 5000)  # needs no tokenizer
 
 
 def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:

@@ -29,6 +29,7 @@ from quire.weights.spec import ModelSpec
 STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
 MAX_GAP_S = 0.0024  # prompts in a step with up to 64 answers may delay these by about this much
 MIN_MIXED_ROWS = 512  # smaller steps would waste most of their time: they read all weights for any number of rows
+SPARE_ROWS = 8
 LAUNCH_S = 0.012  # of all kernels of a step from Python; steps whose products take longer do not need a graph
 MAX_GRAPH_TOKENS = 4096
 PRODUCT_RATE = 6e14  # operations per second that the matrix products of a large step reach on an H200
@@ -108,9 +109,12 @@ def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
 
 
 def _mixed_tokens(token_s: float) -> int:
-    """Return the prompt tokens that fit `MAX_GAP_S`, such that a step with 64 answers has the size of a graph."""
+    """Return the prompt tokens that fit `MAX_GAP_S`, such that a step with 64 answers fits a graph of that size.
+
+    Prompts in progress have a token each outside the limit, hence the spare rows.
+    """
     fitting = [size for size in mixed_sizes(int(MAX_GAP_S / token_s)) if size >= MIN_MIXED_ROWS]
-    return max(fitting, default=MIN_MIXED_ROWS) - MIXED_ANSWERS
+    return max(fitting, default=MIN_MIXED_ROWS) - MIXED_ANSWERS - SPARE_ROWS
 
 
 def default_step_tokens(spec: ModelSpec) -> int:
@@ -139,7 +143,7 @@ def measure_step(
     length = max(min(-(-step_tokens // max_num_seqs), max_model_len), 1)
     table = range(1, 1 - (-length // block_size))  # shared by all rows: the content does not matter
     store = KVStore(model.spec, len(table) + 1, block_size, dtype, device)
-    runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, has_graphs=False)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = (0,) * length
     took_s = 0.0

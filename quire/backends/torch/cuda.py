@@ -92,6 +92,7 @@ class CudaRunner:
         max_mixed_tokens: int | None = None,
         max_graph_tokens: int = 0,
         compiling: Compiling | None = None,
+        has_graphs: bool = True,
     ) -> None:
         spec, device = model.spec, store.device
         self.model = model
@@ -136,6 +137,7 @@ class CudaRunner:
         self._graphs = StepGraphs(
             graph_sizes(max_num_seqs), sizes, self._room, self._run_graph, self._has_compiled, device
         )
+        self._has_graphs = has_graphs
         self._compiling = compiling  # None: kernels are compiled when they are first launched
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
@@ -210,7 +212,7 @@ class CudaRunner:
         updates = self._tables.update(slices)
         step = arrange(slices, self._tables, self._sizes)
         step = step._replace(order=tuple(indices[place] for place in step.order))
-        graph = self._graph(step) if has_graphs else None
+        graph = self._graph(step) if has_graphs and self._has_graphs else None
         layout = step.layout if graph is None else graph.layout
         places = tuple([place for place, piece in enumerate(step.slices) if piece.wants_token])
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
@@ -419,6 +421,8 @@ class CudaRunner:
     def close(self) -> None:
         self._forwarded = None
         self._steps.clear()
+        if self._compiling is not None:
+            self._compiling.cancel()
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -120,7 +120,7 @@ class StepGraphs:
         Returns False if there is nothing to do at the moment.
         """
         is_compiled = self._is_compiled()
-        for kind in self._prepared_kinds():
+        for kind in dict.fromkeys([*self._prepared_kinds(), *self._graphs]):
             if kind not in self._graphs:
                 if not is_compiled and kind.size <= MAX_ROWS:
                     continue
@@ -136,6 +136,8 @@ class StepGraphs:
             if self._misses[kind] < MAX_MISSES:
                 return None
             self._capture(kind, self._is_compiled())
+        elif (graph := self._graphs[kind]) is not None and not graph.is_final and self._is_compiled():
+            self._capture(kind, is_compiled=True)  # CUDA frees the old one when the step that uses it has ended
         return self._graphs[kind]
 
     def _mixed_kind(self, size: int, num_decodes: int) -> Kind:
@@ -179,6 +181,8 @@ class StepGraphs:
             graph = StepGraph(kind, layout, recording, is_compiled or kind.size > MAX_ROWS)
         except Exception as error:  # for example out of memory: steps of this kind run without a graph
             log.warning("a graph of %d rows was not captured: %s", kind.size, error)
+            if (earlier := self._graphs.get(kind)) is not None:
+                graph = earlier._replace(is_final=True)
         self._graphs[kind] = graph
 
     def _record(self, run: Callable[[], None]) -> Recording:

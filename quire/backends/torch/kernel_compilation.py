@@ -102,10 +102,16 @@ class Compiling:
         while num_left > 0:
             left_s = max(self._deadline_s - time.monotonic(), 0)
             if not select.select([self._reports], [], [], left_s)[0]:
-                return
+                break
             if not (reports := os.read(self._reports, num_left)):
-                return
+                break
             num_left -= len(reports)
+        self._close_reports()
+
+    def _close_reports(self) -> None:
+        if self._reports >= 0:
+            os.close(self._reports)
+            self._reports = -1
 
     def wait(self) -> None:
         """Wait until all are done, or the time limit has passed."""
@@ -114,9 +120,7 @@ class Compiling:
             if child.is_alive():
                 child.kill()
                 child.join()
-        if self._reports >= 0:
-            os.close(self._reports)
-            self._reports = -1
+        self._close_reports()
 
 
 def launch(calls: Calls, device: torch.device) -> None:

@@ -126,6 +126,11 @@ class Generation:
         """Free the request's resources in the worker, and end its iteration. Does nothing if it has ended."""
         self._on_cancel(self)
 
+    def detach(self) -> None:
+        """Drop references to the request: without cycles its memory is freed when it ends, not by a collection."""
+        self.sink = None
+        self._on_start = None
+
     # Called by the WorkerConnection
 
     def start(self, started: Started) -> None:

@@ -452,8 +452,8 @@ def _load_and_run(channel: Channel) -> int:
         import_backend(first.config)
     with _timed(timings_s, "weights"):
         engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer)
-    if first.config.max_mixed_tokens is None:  # clients wait for tokens here, unlike in `LLM`
-        engine.scheduler.planner.max_mixed_tokens = engine.capacity.max_mixed_tokens
+    # Clients wait for single tokens here, unlike in `LLM`.
+    engine.scheduler.planner.max_mixed_tokens = first.config.scheduling(engine.capacity).max_mixed_tokens
     try:
         grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
         worker = Worker(channel, engine, observer, grammars)

@@ -162,6 +162,7 @@ class EventStream(Response):
         self._has_begun = False  # `encoder.begin` was called
         self._last_s = 0.0  # time of the last write
         self._is_writing = False
+        self._is_ending = False
         self._ping: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -184,14 +185,16 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             last = b""
             try:
-                await self._write_all(scope.get(BODY_WRITER))
+                await self._write_all(scope.pop(BODY_WRITER, None))
                 last = self._encoder.finish()
             except Exception as problem:
                 error = problem
-            self._active.close(error)
-            if error is not None and not isinstance(error, ClientGone):
-                last = self._error_event(error)
+            if error is not None:
+                self._active.close(error)
+                if not isinstance(error, ClientGone):
+                    last = self._error_event(error)
             await self._end(last)
+            self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
         finally:
             self._timer.cancel()
 
@@ -225,6 +228,7 @@ class EventStream(Response):
 
     async def _end(self, last: bytes) -> None:
         """Write the last events and end the body, after a keep-alive that is being written."""
+        self._is_ending = True
         if self._ping is not None:
             await asyncio.wait({self._ping})
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
@@ -239,7 +243,7 @@ class EventStream(Response):
         now_s = time.monotonic()
         last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
         is_silent = now_s - last_s >= self._keep_alive_s
-        if is_silent and not self._is_writing and not self._active.is_closed:
+        if is_silent and not self._is_writing and not self._is_ending:
             self._last_s = now_s
             self._ping = self._loop.create_task(self._write(self._dialect.keep_alive))
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)

@@ -179,6 +179,13 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._refuse(408, "no request arrived in time")
 
+    def on_response_complete(self) -> None:
+        for cycle in self._cycles:
+            if cycle.response_complete:
+                # It refers to the cycle, which would be freed only by a collection.
+                cycle.scope.pop(BODY_WRITER, None)  # type: ignore[misc]
+        super().on_response_complete()
+
     # Output
 
     def pause_writing(self) -> None:

@@ -429,6 +429,42 @@ def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -
     assert not graphs.prepare()
 
 
+def test_graphs_of_siblings_are_captured_again_too() -> None:
+    graphs = Graphs([8])
+    graphs.is_compiled = False
+    early = [graphs.find(Layout(3, 4, 2), has_parts=True) for _ in range(MAX_MISSES)][-1]
+    assert early is not None
+    graphs.is_compiled = True
+    while graphs.prepare():
+        pass
+    assert graphs.has_special_kernels[-1]
+    assert graphs.find(Layout(3, 4, 2), has_parts=True) is not early
+
+
+def test_a_graph_is_captured_again_under_constant_load() -> None:
+    graphs = Graphs([8])
+    graphs.is_compiled = False
+    early = [graphs.find(Layout(3, 4, 0), has_parts=True) for _ in range(MAX_MISSES)][-1]
+    assert early is not None
+    assert graphs.find(Layout(3, 4, 0), has_parts=True) is early
+    graphs.is_compiled = True
+    later = graphs.find(Layout(3, 4, 0), has_parts=True)
+    assert later is not early
+    assert graphs.find(Layout(3, 4, 0), has_parts=True) is later
+
+
+def test_a_failed_second_capture_keeps_the_first_graph() -> None:
+    graphs = Graphs([8])
+    graphs.is_compiled = False
+    early = [graphs.find(Layout(3, 4, 0), has_parts=True) for _ in range(MAX_MISSES)][-1]
+    assert early is not None
+    graphs.is_compiled, graphs.is_short_of_memory = True, True
+    later = graphs.find(Layout(3, 4, 0), has_parts=True)
+    assert later is not None
+    assert later.recording is early.recording
+    assert not graphs.prepare()  # it is not tried again
+
+
 def test_a_step_with_prompts_uses_the_smallest_mixed_graph_that_holds_it() -> None:
     graphs = Graphs([1, 100], mixed=[32, 64, 128])
     while graphs.prepare():
