@@ -258,7 +258,7 @@ class ActiveRequest:
         for generation in self.generations:
             generation.sink = _IgnoringSink()
         async for _ in self.batches():
-            generation.detach()
+            pass
         return [generation.answers.result() for generation in self.generations]
 
     def close(self, error: Exception | None = None) -> None:
