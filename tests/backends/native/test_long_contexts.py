@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seven heads on one": ("llama", heads(7, 1, 8)),
     "three kv heads": ("qwen3", heads(6, 3, 32)),
     "a window": ("mistral with a window", {"sliding_window": 300}),
+    "a window and a kv head each": ("mistral with a window", {"sliding_window": 300, **heads(4, 4, 16)}),
     "local layers": ("gemma3", {}),
 }
 LENGTHS = (1100, 5, 255, 256, 257, 700, 530)

@@ -228,7 +228,7 @@ static inline __attribute__((always_inline)) void take_piece(
         if ((number + 1) * size < num_keys)
             block.ahead = 2 * (rows->table[number + 1] - rows->table[number]) * (ptrdiff_t)shape->block_halves;
         if (is_float) expand_block(shape, &block, work->expanded);
-        const int together = MAX_TOGETHER / num_heads; /* 1 without wide vectors */
+        const int together = MAX_TOGETHER / num_heads; /* used only with wide vectors */
         for (int i = 0; i < count; i++) {
             if (LANES > 8 && is_float && i + together <= count && is_whole(shape, rows->position + i, together, number)) {
                 block.first = 0, block.last = size;
