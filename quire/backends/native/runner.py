@@ -18,6 +18,8 @@ from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_lo
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
 
+MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
+
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
@@ -50,6 +52,7 @@ class NativeRunner:
             vocab_size=limits.vocab_size,
             has_overlap=False,  # computation happens inside the call
             has_costly_rows=True,
+            max_mixed_tokens=MAX_MIXED_TOKENS,
         )
         self._last_samples: Ints = np.zeros(max_num_seqs, np.int32)
         self._penalties = Penalties(limits.vocab_size)
