@@ -56,10 +56,17 @@ typedef struct {
     int stride, num_panels, num_units;
 } product;
 
-enum { PAIR = 2 }; /* panels that some variants multiply at a time; a unit has whole pairs */
-
 static int first_panel(const product *job, int unit) {
-    return PAIR * (int)((int64_t)ceil_div(job->num_panels, PAIR) * unit / job->num_units);
+    const int at_once = job->run->at_once;
+    return at_once * (int)((int64_t)ceil_div(job->num_panels, at_once) * unit / job->num_units);
+}
+
+/* Returns the number of units for `num_pieces` indivisible pieces of work: a few for each thread, if possible of equal
+   size, because at the end of a product all threads wait for the last unit. */
+static int num_units(int num_pieces, int num_threads) {
+    for (int per_thread = UNITS_PER_THREAD; per_thread <= 2 * UNITS_PER_THREAD; per_thread++)
+        if (num_pieces % (per_thread * num_threads) == 0) return per_thread * num_threads;
+    return smallest(UNITS_PER_THREAD * num_threads, num_pieces);
 }
 
 static void multiply_unit(void *context, int unit, int thread) {
@@ -89,8 +96,8 @@ static void project(
     quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y) {
     int num_panels = 0;
     for (int i = 0; i < linear->num_parts; i++) num_panels += ceil_div(linear->parts[i].rows, PANEL);
-    const int count = outputs(linear), wanted = quire_num_threads(engine) * UNITS_PER_THREAD;
-    product job = {engine, run, linear, input, y, count, num_panels, smallest(wanted, ceil_div(num_panels, PAIR))};
+    const int count = outputs(linear), units = num_units(ceil_div(num_panels, run->at_once), quire_num_threads(engine));
+    product job = {engine, run, linear, input, y, count, num_panels, units};
     quire_run(engine, multiply_unit, &job, job.num_units);
     if (linear->bias) add_bias(run, linear->bias, input->num_rows, count, y);
 }

@@ -69,6 +69,7 @@ typedef struct {
        [M, stride]. */
     void (*panels)(
         const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count);
+    int at_once; /* panels that a vector holds: units of work are multiples of it */
     void (*quantize)(const float *x, int count, quire_input *out, int row);
     void (*norm)(float *x, const float *y, const float *weight, int count, float eps, float *out);
     void (*gate)(float *gate, const float *up, int count, int activation);
@@ -83,8 +84,8 @@ typedef struct {
 /* Fills a variant: the file's own products, and the functions of rows.h and attention.h as compiled there. */
 #define VARIANT(name, is_supported, panels) \
     { \
-        name, is_supported, panels, quantize_row, norm_row, gate_row, rotate_head, add_row, halve_row, attend_scratch, \
-            attend, merge_pieces \
+        name, is_supported, panels, LANES > PANEL ? LANES / PANEL : 1, quantize_row, norm_row, gate_row, rotate_head, \
+            add_row, halve_row, attend_scratch, attend, merge_pieces \
     }
 
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
