@@ -84,8 +84,8 @@ typedef struct {
 /* Fills a variant: the file's own products, and the functions of rows.h and attention.h as compiled there. */
 #define VARIANT(name, is_supported, panels) \
     { \
-        name, is_supported, panels, LANES > PANEL ? LANES / PANEL : 1, quantize_row, norm_row, gate_row, rotate_head, \
-            add_row, halve_row, attend_scratch, attend, merge_pieces \
+        name, is_supported, panels, (int)LANES > (int)PANEL ? (int)LANES / (int)PANEL : 1, quantize_row, norm_row, \
+            gate_row, rotate_head, add_row, halve_row, attend_scratch, attend, merge_pieces \
     }
 
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
