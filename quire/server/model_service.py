@@ -210,9 +210,8 @@ class ModelService:
     ) -> tuple[int, ...]:
         """Tokenise a prompt: a short text at once, others in a thread, because a long one takes seconds.
 
-        A thread gets the interpreter's lock only when the event loop pauses, so under load a short text takes longer in
-        a thread than it would delay other requests here. `is_short`: whether all prompts of the request together are
-        short; None: it has no others.
+        Under load, a thread waits for the interpreter's lock longer than tokenising a short text takes. `is_short`:
+        whether all prompts of the request together are short; None: this is its only prompt.
         """
         if isinstance(prompt, tuple):
             return prompt

@@ -26,7 +26,7 @@ from quire.backends.torch.kernels.linear import MAX_ROWS
 
 SAMPLED = 32  # numbers per row sent with the inputs of a step for sampling; long tables are sent separately
 WHOLE_SIZE = 48  # from this size on contexts are rarely split, and a graph without the merge is worth its capture
-MAX_MISSES = 3  # steps without a graph take together about as long as its capture
+MAX_MISSES = 3  # a capture takes about as long as two steps without a graph
 FEW_DECODES = 32  # most decodes of the smaller mixed graphs: empty items for more of them take time in every layer
 MAX_PADDING = 2  # a step uses a graph of at most this many times its rows
 
@@ -62,7 +62,7 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return sizes up to `max_rows` with at most a third of padding, from 32 rows on."""
+    """Return sizes up to `max_rows`. From 64 rows on, at most a third of a graph is padding."""
     sizes = [32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192]
     return tuple(size for size in sizes if size <= max_rows)
 

@@ -13,7 +13,7 @@ from quire.errors import QuireError
 
 
 class TokenSink(Protocol):
-    """Takes new text when it arrives. False: not now; the text is then queued."""
+    """Receives new text as it arrives. Methods return False if the text must be queued."""
 
     def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
         """Take a token of plain text of sample `index`."""

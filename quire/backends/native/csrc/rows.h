@@ -95,7 +95,7 @@ static void choose_refined(
 }
 
 /* Rounds 32 numbers to 8 bits and returns the scale, which is NaN if one of them is not finite. `scaled_sum` is the sum
-   of the rounded numbers. */
+   of the rounded numbers times the scale. */
 static inline float quantize_group(const float *x, int8_t *q, float *scaled_sum) {
     vec peaks = fill(0), sums = fill(0);
     for (int i = 0; i < GROUP; i += LANES) {

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from quire.server.request_context import RequestContext
 
 _MARK = "<text>"
-_NUMBER = 1 << 62  # the number of no event
+_NUMBER = 1 << 62  # placeholder for the event number; no real event reaches it
 _encode = msgspec.json.Encoder().encode
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
