@@ -1,8 +1,8 @@
 /* A thread pool that does not need its threads to run at the same time.
 
    A piece of work consists of units, and any thread may claim the next one. The caller claims units too, and waits only
-   for units that another thread has claimed. A thread that another process keeps from its core before it claims a unit
-   delays nothing.
+   for units that another thread has claimed. If another process takes the core of a thread before the thread claims a
+   unit, nothing is delayed.
 
    Threads that wait poll for a while and then sleep, so an idle engine uses no CPU. On a quiet machine they poll longer
    than any pause within a step. On a busy machine a thread often waits for one that does not run: it sleeps soon, so that
