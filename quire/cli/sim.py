@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = SimConfig()
+_MaxMixedTokens = Annotated[
+    int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
+]
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
 DEFAULT_BLOCKS = (512, 4096)
 MAX_BLOCKS = 10_000_000  # the simulator has an object for each
@@ -72,9 +75,7 @@ def sim(
     max_chunk_tokens: Annotated[
         int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")
     ] = _DEFAULT.max_chunk_tokens,
-    max_mixed_tokens: Annotated[
-        int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
-    ] = None,
+    max_mixed_tokens: _MaxMixedTokens = None,
     max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
     patience: options.PatienceOption = None,
     normal_share: options.NormalShareOption = None,

@@ -151,7 +151,7 @@ class FakeActiveRequest:
         await self.may_fail.wait()
         raise self.problem
 
-    def close(self, error: Exception | None) -> None:
+    def close(self, error: Exception | None = None) -> None:
         self.is_closed = True
         self.error = error
 
