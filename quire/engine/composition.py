@@ -143,15 +143,23 @@ class EngineConfig:
 
 
 def make_engine(
-    path: Path, config: EngineConfig, progress: Progress | None = None, observe: Observer = ignore
+    path: Path,
+    config: EngineConfig,
+    progress: Progress | None = None,
+    observe: Observer = ignore,
+    *,
+    is_server: bool = False,
 ) -> Engine:
-    """Load a model and compose its engine. The checkpoint is closed: the runner holds the weights."""
+    """Load a model and compose its engine. The checkpoint is closed: the runner holds the weights.
+
+    `is_server`: clients wait for single tokens, so the backend's limit of prompts beside answers is used.
+    """
     checkpoint = open_checkpoint(path, config.load_format)
     try:
         runner = make_runner(checkpoint, config, progress)
     finally:
         checkpoint.close()
-    return Engine(runner, make_scheduler(runner, config, observe))
+    return Engine(runner, make_scheduler(runner, config, observe, is_server=is_server))
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
@@ -198,7 +206,12 @@ def import_backend(config: EngineConfig) -> ModuleType:
 
 
 def make_scheduler(
-    runner: Runner, config: EngineConfig, observe: Observer = ignore, *, num_blocks: int | None = None
+    runner: Runner,
+    config: EngineConfig,
+    observe: Observer = ignore,
+    *,
+    num_blocks: int | None = None,
+    is_server: bool = False,
 ) -> Scheduler:
     """Make a scheduler for a runner. `num_blocks`: use at most this many blocks, as the warm-up does."""
     capacity = runner.capacity()
@@ -220,7 +233,7 @@ def make_scheduler(
         max_num_seqs=given.max_num_seqs,
         max_num_batched_tokens=given.max_num_batched_tokens,
         max_chunk_tokens=given.max_chunk_tokens,
-        max_mixed_tokens=config.max_mixed_tokens,  # the default is for servers: see `Worker`
+        max_mixed_tokens=given.max_mixed_tokens if is_server else config.max_mixed_tokens,
         max_model_len=given.max_model_len,
         max_waiting=given.max_waiting,
         observe=observe,

@@ -322,6 +322,17 @@ def test_unset_sizes_are_those_of_the_runner() -> None:
     assert EngineConfig(max_num_seqs=9, max_num_batched_tokens=90).backend_options().max_num_seqs == 9
 
 
+@pytest.mark.parametrize(
+    ("given", "is_server", "expected"), [(None, True, 7), (None, False, None), (3, True, 3), (3, False, 3)]
+)
+def test_only_servers_use_the_backends_limit_of_prompts(
+    given: int | None, is_server: bool, expected: int | None
+) -> None:
+    runner = FakeRunner(replace(CAPACITY, max_mixed_tokens=7))
+    scheduler = make_scheduler(runner, EngineConfig(max_mixed_tokens=given), is_server=is_server)
+    assert scheduler.planner.max_mixed_tokens == expected
+
+
 def test_sizes_of_the_cpu_and_fake_backends(tiny_model: Path) -> None:
     for backend in ("torch", "fake"):
         config = EngineConfig(backend=backend, device="cpu" if backend == "torch" else "auto", num_blocks=50)

@@ -451,9 +451,7 @@ def _load_and_run(channel: Channel) -> int:
     with _timed(timings_s, "import"):
         import_backend(first.config)
     with _timed(timings_s, "weights"):
-        engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer)
-    # Clients wait for single tokens here, unlike in `LLM`.
-    engine.scheduler.planner.max_mixed_tokens = first.config.scheduling(engine.capacity).max_mixed_tokens
+        engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer, is_server=True)
     try:
         grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
         worker = Worker(channel, engine, observer, grammars)
