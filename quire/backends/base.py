@@ -11,6 +11,7 @@ from quire.core.step import StepPlan, StepResult
 
 DEFAULT_MAX_SEQS = 64  # on a CPU
 PRECISIONS = ("fast", "balanced", "exact")
+QUANTIZE_BITS = (4, 8)
 
 TokenMasks = Mapping[int, bytes]  # batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
 Progress = Callable[[int, int], None]  # called with the bytes of weights loaded, and the total
@@ -23,6 +24,7 @@ class BackendOptions:
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"  # for backends with low-precision arithmetic: fast, balanced or exact
+    quantize: int | None = None  # bits per weight for weights that a file stores in 16 or 32, on MLX
     threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None

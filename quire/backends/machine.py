@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
+import sys
 from pathlib import Path
 
 from quire.errors import InvalidRequest
@@ -36,6 +38,10 @@ def usable_cores() -> int:
 def has_nvidia() -> bool:
     """Return whether the driver of an NVIDIA GPU is installed, without loading any library."""
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
+
+
+def is_apple_silicon() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
 def gpu_memory() -> list[tuple[int, int]]:

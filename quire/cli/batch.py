@@ -66,6 +66,7 @@ def batch(
     retries: Annotated[int, typer.Option(help="Times a request is sent before the run stops.")] = 20,
     backend: options.BackendOption = None,
     precision: options.PrecisionOption = None,
+    quantize: options.QuantizeOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
@@ -80,8 +81,8 @@ def batch(
     """
     _check(priority, max_in_flight, retries, source, output)
     engine: dict[str, Any] = {
-        "backend": backend, "precision": precision, "dtype": dtype, "device": device, "load_format": load_format,
-        "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory,
+        "backend": backend, "precision": precision, "quantize": quantize, "dtype": dtype, "device": device,
+        "load_format": load_format, "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory,
     }  # fmt: skip
     options.engine_settings(**engine)  # refuses invalid values
     defaults: dict[str, Any] = {"max_tokens": max_tokens}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _DEFAULT = BenchConfig()
 _OPTIONS = {  # field -> option
     **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
-    **{name: name for name in ("backend", "precision", "device", "dtype", "load_format")},
+    **{name: name for name in ("backend", "precision", "quantize", "device", "dtype", "load_format")},
     "threads": "threads",
     "max_num_seqs": "max_num_seqs",
 }
@@ -79,6 +79,7 @@ def bench(
     threads: options.ThreadsOption = None,
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
+    quantize: options.QuantizeOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     load_format: options.LoadFormatOption = "auto",
@@ -108,6 +109,7 @@ def bench(
         settings = {
             "backend": backend,
             "precision": precision,
+            "quantize": quantize,
             "threads": threads,
             "dtype": dtype,
             "device": device,

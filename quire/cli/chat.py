@@ -59,6 +59,7 @@ def chat(
     local: options.LocalOption = False,
     backend: options.BackendOption = None,
     precision: options.PrecisionOption = None,
+    quantize: options.QuantizeOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
@@ -86,6 +87,7 @@ def chat(
     settings = options.engine_settings(
         backend=backend,
         precision=precision,
+        quantize=quantize,
         dtype=dtype,
         device=device,
         load_format=load_format,

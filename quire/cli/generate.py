@@ -50,6 +50,7 @@ def generate(
     local: options.LocalOption = False,
     backend: options.BackendOption = None,
     precision: options.PrecisionOption = None,
+    quantize: options.QuantizeOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
@@ -82,8 +83,8 @@ def generate(
         options.check_answer(params)
     ask = read_ask(prompt, system, is_raw=raw)
     settings = options.engine_settings(
-        backend=backend, precision=precision, dtype=dtype, device=device, load_format=load_format,
-        threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
+        backend=backend, precision=precision, quantize=quantize, dtype=dtype, device=device,
+        load_format=load_format, threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
     )  # fmt: skip
     with closing(
         model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)

@@ -46,13 +46,16 @@ SeedOption = Annotated[int | None, typer.Option(help="Seed of random sampling; t
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
 BackendOption = Annotated[
     str | None,
-    typer.Option(help="Backend: auto, native, torch, or fake (generates meaningless text, to test clients)."),
+    typer.Option(help="Backend: auto, native, torch, mlx, or fake (generates meaningless text, to test clients)."),
 ]
 PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="Number format of the torch backend: auto, float32, float16 or bfloat16.")
+QuantizeOption = Annotated[
+    int | None, typer.Option(help="On MLX: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits.")
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu or cuda.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu, cuda or metal.")]
 LoadFormatOption = Annotated[
     str | None, typer.Option(help="Weights: auto (from files), or dummy (random, with the shapes in config.json).")
 ]
@@ -96,7 +99,7 @@ LocalOption = Annotated[bool, typer.Option("--local", help="Load the model in th
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("backend", "precision", "dtype", "device", "load_format", "threads", "max_model_len", "kv_memory"),
+    *("backend", "precision", "quantize", "dtype", "device", "load_format", "threads", "max_model_len", "kv_memory"),
 }
 
 
@@ -127,6 +130,7 @@ def engine_settings(
     *,
     backend: str | None,
     precision: str | None,
+    quantize: int | None,
     dtype: str | None,
     device: str | None,
     load_format: str | None,
@@ -138,6 +142,7 @@ def engine_settings(
     given: dict[str, Any] = {
         "backend": backend,
         "precision": precision,
+        "quantize": quantize,
         "dtype": dtype,
         "device": device,
         "load_format": load_format,

@@ -123,6 +123,7 @@ def serve(
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
+    quantize: options.QuantizeOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     load_format: options.LoadFormatOption = "auto",

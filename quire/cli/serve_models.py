@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 # Settings that a model in the YAML file may have.
 ENGINE_FIELDS = (
-    *("max_model_len", "max_num_seqs", "num_blocks", "kv_memory", "dtype", "precision", "backend", "load_format"),
+    *(
+        "max_model_len",
+        "max_num_seqs",
+        "num_blocks",
+        "kv_memory",
+        "dtype",
+        "precision",
+        "quantize",
+        "backend",
+        "load_format",
+    ),
     *("device", "threads"),
 )
 # Options whose values are paths; state_dir may also be `none`.

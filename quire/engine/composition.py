@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
-from quire.backends.base import PRECISIONS, BackendOptions, Capacity, Progress, Runner
-from quire.backends.machine import has_nvidia
+from quire.backends.base import PRECISIONS, QUANTIZE_BITS, BackendOptions, Capacity, Progress, Runner
+from quire.backends.machine import has_nvidia, is_apple_silicon
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
@@ -27,12 +27,13 @@ from quire.weights.opening import LOAD_FORMATS, open_checkpoint
 BACKENDS: dict[str, str] = {
     "native": "quire.backends.native.build",
     "torch": "quire.backends.torch.build",
+    "mlx": "quire.backends.mlx.build",
     "fake": "quire.backends.fake",
 }
 
 log = logging.getLogger(__name__)
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "metal")
 LIMITS = {
     "block_size": 1024,
     "max_num_seqs": 4096,
@@ -69,10 +70,11 @@ class Scheduling:
 class EngineConfig:
     """All engine settings, as plain values. It is sent to the worker process unchanged."""
 
-    backend: str = "auto"  # torch if there is a GPU, else native
+    backend: str = "auto"  # mlx on Apple silicon, torch if there is an NVIDIA GPU, else native
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"
+    quantize: int | None = None  # MLX: quantise 16-bit weights to this many bits when they are loaded
     load_format: str = "auto"
     threads: int | None = None
     block_size: int = BLOCK_SIZE
@@ -100,6 +102,8 @@ class EngineConfig:
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
         if self.precision not in PRECISIONS:
             raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if self.quantize is not None and self.quantize not in QUANTIZE_BITS:
+            raise InvalidRequest(f"quantize = {self.quantize!r} is not 4 or 8")
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
@@ -163,16 +167,23 @@ def make_engine(
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
+    if config.quantize is not None and (name := choose_backend(config)) not in ("mlx", "fake"):
+        raise InvalidRequest(
+            f"quantize = {config.quantize}: the {name} backend does not quantise weights while it loads them; mlx does"
+        )
     backend = import_backend(config)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
     return runner
 
 
 def choose_backend(config: EngineConfig) -> str:
-    """Resolve `auto`: torch for a GPU and for settings only torch supports, otherwise native."""
+    """Resolve `auto`: mlx on Apple silicon, torch for an NVIDIA GPU and settings only torch supports, else native."""
     if config.backend != "auto":
         return config.backend
     has_torch = importlib.util.find_spec("torch") is not None
+    has_mlx = importlib.util.find_spec("mlx") is not None and importlib.util.find_spec("mlx_lm") is not None
+    if config.device == "metal" or (config.device == "auto" and has_mlx and is_apple_silicon()):
+        return "mlx"
     if config.device == "cuda" or config.dtype not in ("auto", "int8"):
         return "torch"
     if config.device == "auto" and has_torch and has_nvidia():

@@ -1,0 +1,1 @@
+"""Models on Apple silicon, through MLX and the model files of mlx-lm."""
