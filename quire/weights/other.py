@@ -29,7 +29,7 @@ from quire.weights.config import (
     refuse_quantized,
     spec_from_config,
 )
-from quire.weights.fields import Fields, show
+from quire.weights.fields import Fields
 from quire.weights.rope import MAX_CONTEXT
 from quire.weights.spec import OTHER, Activation, ModelSpec, RopeSpec
 

@@ -124,7 +124,7 @@ class SafetensorsCheckpoint:
                 if name in names:
                     raise ModelFileError(f"{path}: tensor {show(name)} is also in another file of the folder")
                 names.add(name)
-                if entry.get("dtype") in _KNOWN_TYPES and entry.get("shape"):
+                if _is_described(entry):
                     self._infos[name], offset = _read_entry(shard, name)
                     self._places[name] = _Place(shard, offset)
             if len(names) > MAX_OTHER_TENSORS:
@@ -200,6 +200,12 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
         raise ModelFileError(f"{path}: its header is not an object of at most {MAX_TENSORS} tensors")
     header.pop("__metadata__", None)
     return 8 + length, header
+
+
+def _is_described(entry: Any) -> bool:
+    """Whether `_read_entry` can describe a tensor. Packed weights, scalars and empty tensors it cannot."""
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    return bool(shape) and all(shape) and entry.get("dtype") in _KNOWN_TYPES
 
 
 def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-
 OTHER = "other"  # family of the models that only mlx-lm can run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner, refuse_unsupported
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
 from quire.backends.native.library import Engine, load_library
@@ -17,6 +17,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
+    refuse_unsupported(spec)
     load_library()
     if spec.family not in FAMILIES:
         raise UnsupportedModel(
