@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.backends.machine import is_apple_silicon
 from quire.core.block import BLOCK_SIZE
 from quire.core.step import StepPlan, StepResult
-from quire.errors import UnsupportedModel
-from quire.weights.spec import ModelSpec
 
 DEFAULT_MAX_SEQS = 64  # on a CPU
 PRECISIONS = ("fast", "balanced", "exact")
@@ -99,18 +95,3 @@ class Runner(Protocol):
         """Discard a step that raised in `forward` or `sample`, so that the next plan can run."""
 
     def close(self) -> None: ...
-
-
-def refuse_unsupported(spec: ModelSpec) -> None:
-    """Raise if quire's own equations do not run the model: for every backend but mlx and fake."""
-    if spec.unsupported:
-        raise UnsupportedModel(f"{spec.unsupported}{mlx_hint()}")
-
-
-def mlx_hint() -> str:
-    """The advice to try the mlx backend, where there is one."""
-    if importlib.util.find_spec("mlx_lm") is not None:
-        return ". The mlx backend may run it: --backend mlx"
-    if is_apple_silicon():
-        return ". The mlx backend may run it: install mlx-lm, then use --backend mlx"
-    return ""

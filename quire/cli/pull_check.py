@@ -14,15 +14,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from quire.cli.backend_fit import find_backend_problem, find_mlx_problem
+from quire.backends.support import find_mlx_problem
+from quire.cli.backend_fit import find_backend_problem
 from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit, fit_mlx, read_memory
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
-from quire.weights.fields import Fields, show
+from quire.weights.fields import show
 from quire.weights.gguf_spec import FAMILIES
 from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
-from quire.weights.other import find_unsupported, read_spec
+from quire.weights.other import read_spec
 from quire.weights.spec import ModelSpec
 
 # Types in names of GGUF files: `Q4_K_M` is a mixture, mostly of Q4_K.
@@ -60,7 +61,10 @@ class Download:
     @property
     def needs_mlx(self) -> bool:
         """Whether only the mlx backend may run the model."""
-        return self.name.gguf is None and bool(find_unsupported(Fields("config.json", self.config)))
+        try:
+            return self.name.gguf is None and bool(self.spec().unsupported)
+        except QuireError:
+            return False
 
     @property
     def weight_bytes(self) -> int:

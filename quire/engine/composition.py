@@ -10,16 +10,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
-from quire.backends.base import (
-    PRECISIONS,
-    QUANTIZE_BITS,
-    BackendOptions,
-    Capacity,
-    Progress,
-    Runner,
-    refuse_unsupported,
-)
+from quire.backends.base import PRECISIONS, QUANTIZE_BITS, BackendOptions, Capacity, Progress, Runner
 from quire.backends.machine import has_nvidia, is_apple_silicon
+from quire.backends.support import refuse_unsupported
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager

@@ -205,7 +205,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
 def _is_described(entry: Any) -> bool:
     """Whether `_read_entry` can describe a tensor. Packed weights, scalars and empty tensors it cannot."""
     shape = entry.get("shape") if isinstance(entry, dict) else None
-    return bool(shape) and all(shape) and entry.get("dtype") in _KNOWN_TYPES
+    return isinstance(shape, list) and shape != [] and all(shape) and entry.get("dtype") in _KNOWN_TYPES
 
 
 def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner, refuse_unsupported
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
 from quire.backends.native.library import Engine, load_library
 from quire.backends.native.model import NativeModel, block_bytes
 from quire.backends.native.packing import pack_model
 from quire.backends.native.runner import NativeRunner
+from quire.backends.support import refuse_unsupported
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 

@@ -7,9 +7,10 @@ import logging
 
 import torch
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner, refuse_unsupported
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
+from quire.backends.support import refuse_unsupported
 from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
