@@ -204,7 +204,7 @@ def _quantization(whole: Fields) -> str:
     """Return how weights are quantised: "4 bits, groups of 64", "mxfp4"; empty: they are not."""
     inner = whole.get("text_config")
     for holder in (whole, Fields(whole.source, inner if isinstance(inner, dict) else {}, "text_config.")):
-        for name in ("quantization", "quantization_config"):
+        for name in QUANTIZED:
             if holder.get(name):
                 return _describe(holder.table(name))
     return ""
