@@ -118,7 +118,7 @@ NAMES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     ),
     "openelm": (
         {
-            "num_transformer_layers": 2, "model_dim": 1280, "num_query_heads": [12, 20], "num_kv_heads": [3, 5],
+            "num_transformer_layers": 2, "model_dim": 1280, "num_query_heads": [12, 20], "num_kv_heads": [0, 5],
             "head_dim": 64, "max_context_length": 2048,
         },
         (2, 1280, 20, 5, 64, 2048),
