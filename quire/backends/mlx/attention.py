@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from quire.backends.mlx.batch import Group
-from quire.backends.mlx.paged_cache import LayerCache, PagedContext, PagedMask, Unpageable, narrower
+from quire.backends.mlx.paged_cache import LayerCache, PagedContext, PagedMask, Unpageable
 
 # T tokens of the pass, B sequences of a group, Q queries of a sequence, H heads, K KV heads, D head size
 
@@ -70,7 +70,7 @@ def attend(
     if not (mask is None or isinstance(mask, PagedMask)):
         raise Unpageable(f"the model attends with a mask of its own: {type(mask).__name__}")
     layer = keys.layer
-    window = narrower(layer.shape.window, mask.window if mask is not None else 0)
+    window = (mask.window if mask is not None else 0) or layer.shape.window
     outputs = [
         _attend_group(queries[group.first : group.last], layer, group, scale, window, sinks)
         for group in layer.running.groups

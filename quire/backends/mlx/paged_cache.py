@@ -63,7 +63,7 @@ class LayerCache:
     def make_mask(self, num_queries: int, *, return_array: bool = False, window_size: int | None = None) -> object:
         """Return a mask for the layers that share this layer's window."""
         del num_queries
-        step, window = self.running, narrower(window_size or 0, self.shape.window)
+        step, window = self.running, window_size or self.shape.window
         if not step.is_flat:
             return step.groups[0].mask(window)
         if return_array:
@@ -105,6 +105,15 @@ class PagedContext:
     """Stands for the keys, and for the values, of all rows of a flat pass."""
 
     layer: LayerCache
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.layer.keys_pool.dtype
+
+    def astype(self, dtype: mx.Dtype) -> PagedContext:
+        """Some models ask for float32 keys. Attention computes in the wider type of queries and keys anyway."""
+        del dtype
+        return self
 
 
 class KVStore:
@@ -155,11 +164,6 @@ class KVStore:
                 mx.eval(keys, values)
                 layer.keys_pool[index] = keys
                 layer.values_pool[index] = values
-
-
-def narrower(window: int, other: int) -> int:
-    """Return the smaller of two windows, where 0 means no window."""
-    return min(window, other) if window and other else window or other
 
 
 def gather(pool: mx.array, tables: mx.array) -> mx.array:
