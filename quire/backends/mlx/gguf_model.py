@@ -27,7 +27,7 @@ from quire.weights.spec import ModelSpec
 
 UNPACKED = Layout(8, GROUP_SIZE)  # of quantised types without a packing
 
-_PLAIN = {TensorType.F32: "<f4", TensorType.F16: "<f2", TensorType.BF16: "<u2"}  # numpy has no bfloat16
+PLAIN_TYPES = {TensorType.F32: "<f4", TensorType.F16: "<f2", TensorType.BF16: "<u2"}  # numpy has no bfloat16
 
 
 def load_tensors(
@@ -76,7 +76,7 @@ def _choose_layouts(infos: list[TensorInfo], bits: int | None, checkpoint: Check
             continue
         layout = choose_layout(info.shape[1], bits) if bits is not None else None
         num_changed += layout is not None
-        if layout is None and info.type not in _PLAIN:
+        if layout is None and info.type not in PLAIN_TYPES:
             layout = UNPACKED
         if layout is not None:
             layouts[info.name] = layout
@@ -115,7 +115,7 @@ def _convert(checkpoint: Checkpoint, info: TensorInfo, layout: Layout | None, dt
 
 
 def _to_array(raw: RawTensor) -> mx.array:
-    plain = _PLAIN.get(raw.info.type)
+    plain = PLAIN_TYPES.get(raw.info.type)
     if plain is None:
         return mx.array(to_float32(raw))
     array = mx.array(np.ascontiguousarray(raw.data).view(plain).reshape(raw.info.shape))

@@ -128,7 +128,9 @@ def _q4_k(blocks: Bytes) -> Blocks:
 
 
 def _q5_k(blocks: Bytes) -> Blocks:
-    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # [N, 8, 32]: bit g belongs to group g
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(
+        1
+    )  # [N, 8, 32]: bit g is of group g
     codes = _nibble_pairs(blocks[:, 48:]) | fifth << np.uint8(4)
     return Blocks(codes.reshape(-1, 256), *_k_scales(blocks))
 

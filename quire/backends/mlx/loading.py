@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.mlx.evaluation import evaluate, file_errors, flat_parameters, num_bytes
-from quire.backends.mlx.gguf_model import load_tensors
+from quire.backends.mlx.gguf_model import PLAIN_TYPES, load_tensors
 from quire.backends.mlx.quantization import dtype_name, main_layout, quantize_layers
 from quire.backends.mlx.spec_model import (
     KNOWN_MODEL_TYPES,
@@ -55,8 +55,9 @@ class LoadedModel:
 def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
     """Load a folder, a GGUF file or a dummy. Raises only quire's errors and MemoryError.
 
-    dtype "auto" is the type of the file's weights. For GGUF it is float16, which holds the file's scales exactly, but
-    bfloat16 for Gemma, whose activations exceed the range of float16.
+    dtype "auto" is the type of the file's weights. For a quantised GGUF it is float16, which holds the file's scales
+    exactly, but bfloat16 for Gemma, whose activations exceed the range of float16. On a CPU it is float32 for all
+    quantised weights: MLX's products with 4-bit weights take 43 times as long there in float16, 8 times in bfloat16.
     """
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
@@ -75,10 +76,16 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
                     f"quantize = {options.quantize}: {checkpoint.path} is quantised already, to {layout}"
                 )
             quantize_layers(model, options.quantize)
+        if options.dtype == "auto" and _is_cpu() and main_layout(model) is not None:
+            _cast(model, mx.float32)
         model.eval()
         dtype = _activation_dtype(model)
     evaluate(model, checkpoint.path, progress)
     return LoadedModel(model, config, dtype, _describe(model, dtype), num_bytes(model))
+
+
+def _is_cpu() -> bool:
+    return bool(mx.default_device().type == mx.cpu)
 
 
 def _describe(model: Module, dtype: mx.Dtype) -> str:
@@ -95,10 +102,7 @@ def _describe(model: Module, dtype: mx.Dtype) -> str:
 
 def _load_gguf(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None) -> LoadedModel:
     spec = checkpoint.spec
-    name = options.dtype
-    if name == "auto":
-        name = "bfloat16" if spec.family == "gemma3" and spec.dtype == "float16" else spec.dtype
-    dtype = DTYPES[name]
+    dtype = DTYPES[_gguf_dtype(checkpoint, options)]
     with file_errors(checkpoint.path):
         config = config_from_spec(spec)
         model = _make_model(config)
@@ -108,6 +112,18 @@ def _load_gguf(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     description = load_tensors(model, checkpoint, dtype, options.quantize, progress)
     model.eval()
     return LoadedModel(model, config, dtype, description, num_bytes(model))
+
+
+def _gguf_dtype(checkpoint: Checkpoint, options: BackendOptions) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    types = {info.type for info in checkpoint.tensors.values() if len(info.shape) == 2}
+    is_quantized = options.quantize is not None or not types.issubset(PLAIN_TYPES)
+    if is_quantized and _is_cpu():
+        return "float32"
+    if checkpoint.spec.dtype == "float16" and checkpoint.spec.family == "gemma3":
+        return "bfloat16"
+    return checkpoint.spec.dtype
 
 
 # A folder

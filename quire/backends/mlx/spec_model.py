@@ -7,8 +7,7 @@ For the families that `ModelSpec` describes, the spec decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -30,7 +29,7 @@ class ScaledRope(Module):
     """Rotary embedding with any frequency per pair."""
 
     def __init__(self, rope: RopeSpec, max_model_len: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dims = rope.rotary_size
         self.attention_factor = rope.attention_factor
         # The underscore keeps it out of the parameters, which are converted and counted.
@@ -129,8 +128,8 @@ def _set_windows(model: Module, spec: ModelSpec) -> None:
         inner.fa_idx = inner.layer_types.index("full_attention") if 0 in spec.windows else 0
         return
     # These classes make one mask, from the cache of the first layer. That cache knows its window.
-    windows, rotating = spec.windows, cast(Callable[[int], Any], RotatingKVCache)
-    model.make_cache = lambda: [rotating(window) for window in windows]
+    windows = spec.windows
+    model.make_cache = lambda: [RotatingKVCache(max_size=window) for window in windows]
 
 
 def file_norm_shift(spec: ModelSpec) -> float:
