@@ -22,18 +22,13 @@ from quire.backends.base import BackendOptions, Progress
 from quire.backends.mlx.evaluation import evaluate, file_errors, flat_parameters, num_bytes
 from quire.backends.mlx.gguf_model import PLAIN_TYPES, load_tensors
 from quire.backends.mlx.quantization import dtype_name, main_layout, quantize_layers
-from quire.backends.mlx.spec_model import (
-    KNOWN_MODEL_TYPES,
-    MODEL_TYPES,
-    apply_spec,
-    config_from_spec,
-    file_norm_shift,
-)
+from quire.backends.mlx.spec_model import apply_spec, config_from_spec, file_norm_shift, known_spec
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.fields import show
 from quire.weights.gguf import GgufCheckpoint
+from quire.weights.spec import ModelSpec
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 DUMMY_SEED = 0
@@ -105,10 +100,7 @@ def _load_gguf(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     dtype = DTYPES[_gguf_dtype(checkpoint, options)]
     with file_errors(checkpoint.path):
         config = config_from_spec(spec)
-        model = _make_model(config)
-        if spec.is_tied and "lm_head" in model:
-            model.sanitize({})  # Gemma decides by the names of its weights
-        apply_spec(model, spec, options.max_model_len or spec.max_model_len)
+        model = _make_model(config, spec, options)
     description = load_tensors(model, checkpoint, dtype, options.quantize, progress)
     model.eval()
     return LoadedModel(model, config, dtype, description, num_bytes(model))
@@ -126,21 +118,31 @@ def _gguf_dtype(checkpoint: Checkpoint, options: BackendOptions) -> str:
     return checkpoint.spec.dtype
 
 
+def _make_model(config: dict[str, Any], spec: ModelSpec, options: BackendOptions) -> Module:
+    model_class, arguments = find_classes(config)
+    model: Module = model_class(arguments.from_dict(config))
+    if spec.is_tied and "lm_head" in model:
+        model.sanitize({})  # Gemma decides by the names of its weights
+    apply_spec(model, spec, options.max_model_len or spec.max_model_len)
+    return model
+
+
 # A folder
 
 
 def _open_folder(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Module, dict[str, Any]]:
     """Make the model. Its parameters are not read yet."""
     config = _read_config(checkpoint)
-    known = _known_config(checkpoint, config)
+    spec = known_spec(checkpoint.spec, config.get("model_type"))
+    fields = _fields_of_spec(spec, config) if spec else {}
     try:
         model, config = mlx_lm.utils.load_model(
-            checkpoint.path, lazy=True, model_config=known, get_model_classes=find_classes, trust_remote_code=False
+            checkpoint.path, lazy=True, model_config=fields, get_model_classes=find_classes, trust_remote_code=False
         )
     except ValueError as error:
         raise _tensor_error(checkpoint, error) from None
-    if known:
-        apply_spec(model, checkpoint.spec, options.max_model_len or checkpoint.spec.max_model_len)
+    if spec:
+        apply_spec(model, spec, options.max_model_len or spec.max_model_len)
     return model, config
 
 
@@ -155,16 +157,15 @@ def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def _known_config(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that the spec decides; nothing for an architecture that a spec does not describe fully."""
-    spec, model_type = checkpoint.spec, config.get("model_type")
-    if spec.family not in MODEL_TYPES or model_type not in KNOWN_MODEL_TYPES:
-        return {}
-    known = config_from_spec(spec)
-    if model_type != "gemma3":
-        return known
-    text = {**(config.get("text_config") or {}), **known}
-    return {"model_type": model_type, "text_config": text, "vocab_size": spec.vocab_size}
+def _fields_of_spec(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that the spec decides."""
+    fields = config_from_spec(spec)
+    if not any(spec.windows):  # transformers' Llama has none, but mlx-lm's has, and folders for mlx-lm may use them
+        fields = {name: value for name, value in fields.items() if name not in ("layer_types", "sliding_window")}
+    if config.get("model_type") != "gemma3":
+        return fields
+    text = {**(config.get("text_config") or {}), **fields}
+    return {"model_type": "gemma3", "text_config": text, "vocab_size": spec.vocab_size}
 
 
 def find_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
@@ -177,12 +178,6 @@ def find_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
     except (ValueError, AttributeError):
         raise UnsupportedModel(f"mlx-lm {mlx_lm.__version__} has no model_type {show(model_type)}") from None
     return classes
-
-
-def _make_model(config: dict[str, Any]) -> Module:
-    model_class, arguments = find_classes(config)
-    model: Module = model_class(arguments.from_dict(config))
-    return model
 
 
 def _tensor_error(checkpoint: Checkpoint, error: ValueError) -> ModelFileError:
@@ -227,23 +222,15 @@ def _activation_dtype(model: Module) -> mx.Dtype:
 
 def _make_dummy(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Module, dict[str, Any]]:
     spec = checkpoint.spec
-    config = _read_config(checkpoint)
-    known = _known_config(checkpoint, config)
-    config |= known
-    model = _make_model(config)
+    config = config_from_spec(spec)
+    model = _make_model(config, spec, options)
     dtype = DTYPES[spec.dtype if options.dtype == "auto" else options.dtype]
-    if known:
-        if spec.is_tied and "lm_head" in model:
-            model.sanitize({})
-        apply_spec(model, spec, options.max_model_len or spec.max_model_len)
-    random = iter(mx.random.split(mx.random.key(DUMMY_SEED), len(flat_parameters(model))))
+    keys = iter(mx.random.split(mx.random.key(DUMMY_SEED), len(flat_parameters(model))))
 
     def fill(path: str, array: mx.array) -> mx.array:
-        key = next(random)
-        if known and path.endswith("norm.weight"):
+        key = next(keys)
+        if path.endswith("norm.weight"):
             return mx.full(array.shape, 1 + file_norm_shift(spec) - spec.norm_offset, dtype)
-        if array.ndim == 1 and path.endswith("weight"):  # a norm, as its class initialises it
-            return array.astype(dtype)
         return mx.random.normal(array.shape, dtype, scale=DUMMY_STD, key=key)
 
     model.update(tree_map_with_path(fill, model.parameters()))

@@ -7,6 +7,7 @@ For the families that `ModelSpec` describes, the spec decides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,14 +16,24 @@ from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.cache import RotatingKVCache
 
 from quire.errors import UnsupportedModel
+from quire.weights.config import ALIASES
 from quire.weights.spec import Activation, ModelSpec, RopeSpec
 
 # Family -> model_type of mlx-lm.
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "phi3": "phi3"}
 # Values of model_type in a config.json that mean one of these families.
-KNOWN_MODEL_TYPES = {None, "llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3"}
+_KNOWN = (None, "llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 _FIXED_HEAD_SIZE = ("qwen2", "phi3")  # mlx-lm computes it from the hidden size
 _ONE_MASK = ("qwen2", "qwen3", "phi3")  # mlx-lm uses one mask for all layers
+
+
+def known_spec(spec: ModelSpec, model_type: object) -> ModelSpec | None:
+    """Return the spec if its architecture is one of quire's own, also if the weights are quantised; else None.
+
+    `spec` has the family of all models that quire's own equations do not run if the weights are quantised.
+    """
+    family = ALIASES.get(spec.architecture)
+    return replace(spec, family=family) if family in MODEL_TYPES and model_type in _KNOWN else None
 
 
 class ScaledRope(Module):
