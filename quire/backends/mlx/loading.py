@@ -57,7 +57,7 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
     if isinstance(checkpoint, GgufCheckpoint):
-        return _load_gguf(checkpoint, options, progress)
+        return load_from_tensors(checkpoint, options, progress)
     with file_errors(checkpoint.path):
         if isinstance(checkpoint, DummyCheckpoint):
             model, config = _make_dummy(checkpoint, options)
@@ -95,7 +95,8 @@ def _describe(model: Module, dtype: mx.Dtype) -> str:
 # GGUF
 
 
-def _load_gguf(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None) -> LoadedModel:
+def load_from_tensors(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
+    """Load a model of quire's own families from the tensors of its checkpoint, of whatever format."""
     spec = checkpoint.spec
     dtype = DTYPES[_gguf_dtype(checkpoint, options)]
     with file_errors(checkpoint.path):
