@@ -56,7 +56,7 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     """
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
-    if isinstance(checkpoint, GgufCheckpoint):
+    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint):
         return load_from_tensors(checkpoint, options, progress)
     with file_errors(checkpoint.path):
         if isinstance(checkpoint, DummyCheckpoint):
@@ -77,6 +77,13 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
         dtype = _activation_dtype(model)
     evaluate(model, checkpoint.path, progress)
     return LoadedModel(model, config, dtype, _describe(model, dtype), num_bytes(model))
+
+
+def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
+    """Whether a folder is a multimodal Gemma with plain weights, of which mlx-lm knows only the older tensor names."""
+    spec = checkpoint.spec
+    is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
+    return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
 
 
 def _is_cpu() -> bool:

@@ -44,6 +44,9 @@ from tests.weights.makers import (
     tiny_gguf,
     write_folder,
 )
+from tests.weights.makers import (
+    Tensor as GgufTensor,
+)
 
 FLOAT32 = BackendOptions(dtype="float32")
 BOUND = 5e-5
@@ -217,6 +220,43 @@ def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
     assert same_rows(answer, logprobs(loaded.model, [*range(40), *answer.tokens]), 40) < BOUND
 
 
+def k_quants(head: TensorType) -> bytes:
+    """A GGUF file in K-quants, whose blocks have 256 weights."""
+    numbers = {TensorType.Q4_K: 12, TensorType.Q5_K: 13, TensorType.Q6_K: 14}
+
+    def matrix(kind: TensorType, num_rows: int, num_columns: int = 256) -> GgufTensor:
+        raw = random_matrix(kind, num_rows, num_columns)
+        return GgufTensor((num_columns, num_rows), numbers[kind], raw.data.tobytes())
+
+    norm = GgufTensor((256,), 0, np.ones(256, np.float32).tobytes())
+    tensors = {"token_embd.weight": matrix(TensorType.Q4_K, 64), "output_norm.weight": norm}
+    tensors["output.weight"] = matrix(head, 64)
+    for name in ("attn_norm", "ffn_norm"):
+        tensors[f"blk.0.{name}.weight"] = norm
+    for name, num_rows in (("attn_q", 256), ("attn_k", 128), ("attn_v", 128), ("attn_output", 256)):
+        tensors[f"blk.0.{name}.weight"] = matrix(TensorType.Q5_K, num_rows)
+    for name in ("gate", "up", "down"):
+        shape = (256, 512) if name == "down" else (512, 256)
+        tensors[f"blk.0.ffn_{name}.weight"] = matrix(TensorType.Q4_K, *shape)
+    sizes = {"llama.block_count": 1, "llama.embedding_length": 256, "llama.feed_forward_length": 512}
+    return make_gguf(llama_keys(**sizes), list(tensors.items()))
+
+
+@pytest.mark.parametrize(
+    ("head", "others", "bound"),
+    [(TensorType.Q5_K, "", BOUND), (TensorType.Q6_K, ", Q6_K as 8 bits (affine, groups of 32)", 0.05)],
+)
+def test_k_quants(head: TensorType, others: str, bound: float, tmp_path: Path) -> None:
+    path = tmp_path / "k.gguf"
+    path.write_bytes(k_quants(head))
+    loaded = load(path)
+    assert loaded.description == f"Q4_K as 4 bits (affine, groups of 32){others}"
+    rig = Rig(path)
+    answer = rig.answer(range(40), 3)
+    rig.engine.close()
+    assert same_rows(answer, logprobs(loaded.model, [*range(40), *answer.tokens]), 40) < bound
+
+
 def test_quantize_applies_to_what_a_gguf_file_does_not_quantise(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf())
@@ -380,11 +420,12 @@ def test_quantising_frees_each_layer_before_the_next(tmp_path: Path) -> None:
 
 
 def test_the_language_model_of_a_multimodal_gemma(tmp_path: Path) -> None:
-    text = {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+    text: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 4}
+    text |= {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    text |= {"sliding_window": 8, "query_pre_attn_scalar": 16}
     nested = {**text, "sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     changes: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": nested}
-    for quantization in (None, {"group_size": 32, "bits": 4}):
+    for quantization in (None, {"group_size": 32, "bits": 4}):  # the first is read by quire, the second by mlx-lm
         folder = tmp_path / f"{quantization}"
         write_model(folder, "llama", quantization=quantization, model_type="gemma3", vocab_size=160, **changes)
         found = logprobs(load(folder, dtype="float32").model, TOKENS)
