@@ -228,8 +228,8 @@ def k_quants(head: TensorType) -> bytes:
         raw = random_matrix(kind, num_rows, num_columns)
         return GgufTensor((num_columns, num_rows), numbers[kind], raw.data.tobytes())
 
-    norm = GgufTensor((256,), 0, np.ones(256, np.float32).tobytes())
-    tensors = {"token_embd.weight": matrix(TensorType.Q4_K, 64), "output_norm.weight": norm}
+    norm, last = (GgufTensor((256,), 0, np.full(256, size, np.float32).tobytes()) for size in (1, 0.02))
+    tensors = {"token_embd.weight": matrix(TensorType.Q4_K, 64), "output_norm.weight": last}  # logits are about 1
     tensors["output.weight"] = matrix(head, 64)
     for name in ("attn_norm", "ffn_norm"):
         tensors[f"blk.0.{name}.weight"] = norm
