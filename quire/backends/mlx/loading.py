@@ -57,8 +57,8 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     """
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
-    if isinstance(checkpoint, GgufCheckpoint):
-        return _load_gguf(checkpoint, options, progress)
+    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint):
+        return load_from_tensors(checkpoint, options, progress)
     with file_errors(checkpoint.path):
         if isinstance(checkpoint, DummyCheckpoint):
             model, config = _make_dummy(checkpoint, options)
@@ -80,6 +80,13 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     return LoadedModel(model, config, dtype, _describe(model, dtype), num_bytes(model))
 
 
+def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
+    """Whether a folder is a multimodal Gemma with plain weights, of which mlx-lm knows only the older tensor names."""
+    spec = checkpoint.spec
+    is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
+    return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+
+
 def _is_cpu() -> bool:
     return bool(mx.default_device().type == mx.cpu)
 
@@ -96,7 +103,8 @@ def _describe(model: Module, dtype: mx.Dtype) -> str:
 # GGUF
 
 
-def _load_gguf(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None) -> LoadedModel:
+def load_from_tensors(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
+    """Load a model of quire's own families from the tensors of its checkpoint, of whatever format."""
     spec = checkpoint.spec
     dtype = DTYPES[_gguf_dtype(checkpoint, options)]
     with file_errors(checkpoint.path):
