@@ -191,7 +191,7 @@ def _rotary_fields(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, 
         _, arguments = find_classes(config)
         if "rope_parameters" not in inspect.signature(arguments).parameters:
             raise UnsupportedModel(
-                f"{checkpoint.path}: rope_parameters differ by layer type, and mlx-lm's {config.get('model_type')} does not"
+                f"{checkpoint.path}: rope_parameters differ by layer type; mlx-lm's {config.get('model_type')} does not"
                 " read them"
             )
     return fields
