@@ -41,7 +41,7 @@ without_compiler = $(if $(filter mlx,$(BACKEND)),echo "there is no C compiler: o
 define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
 	or newer, $(PYTHON) is %d.%d: try make PYTHON=python3.12" % v[:2])'
-	@$(if $(filter Darwin,$(SYSTEM)),test -n "$$CC" || xcode-select -p >/dev/null 2>&1 && exit; $(without_compiler),\
+	@$(if $(filter Darwin,$(SYSTEM)),xcode-select -p >/dev/null 2>&1 && exit; $(without_compiler),\
 	for compiler in "$$CC" cc gcc clang; do command -v "$$compiler" >/dev/null && exit; done; \
 	echo "quire needs a C compiler: install gcc or clang"; exit 1)
 	@set -e; began=$$(date +%s); phase() { echo "[$$(($$(date +%s) - began)) s] $$1"; }; \

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.backends.machine import available_bytes, gpu_memory, has_nvidia
+from quire.backends.machine import available_bytes, gpu_memory, has_metal, has_nvidia, total_bytes
 from quire.sizes import memory_size
 
 FILE_BITS: dict[str, float] = {  # of one weight in a file
@@ -22,43 +21,65 @@ FILE_BITS: dict[str, float] = {  # of one weight in a file
     "Q4_0": 4.5,
     "Q4_K": 4.5,
 }
+MLX_4BIT = "4-bit"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
+MLX_FILE_BITS = {MLX_4BIT: 4.5}
 CPU_BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q4_K": 5.0}  # in memory, native backend (docs/cpu.md)
 OTHER_CPU_BITS = 8.5
 GPU_BITS = 16.0
+# On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
+METAL_BITS = {
+    "F32": 16.0,
+    "F16": 16.0,
+    "BF16": 16.0,
+    "Q5_1": 6.0,
+    "Q5_0": 6.0,
+    "Q5_K": 6.0,
+    "Q4_1": 5.0,
+    "Q4_0": 5.0,
+    "Q4_K": 5.0,
+    **MLX_FILE_BITS,
+}
+OTHER_METAL_BITS = 9.0  # Q6_K is converted to 8 bits
 SPARE = 0.85  # the share of the memory that weights may take; the rest is for the KV cache and activations
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of this machine. `gpu_*` are those of the GPU with most memory; 0: there is none."""
+    """Bytes of this machine. `gpu_*` are those of the GPU with most memory; 0: there is none.
+
+    With `has_metal`, they are the share of the CPU's memory that the GPU of an Apple chip may use.
+    """
 
     cpu_total: int
     cpu_free: int
     gpu_total: int = 0
     gpu_free: int = 0
+    has_metal: bool = False
+
+    @property
+    def best_device(self) -> str:
+        return "metal" if self.has_metal else "cuda" if self.gpu_total else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Where a model runs: on the GPU, on the CPU, or nowhere."""
 
-    device: str  # cuda, cpu, or empty: its weights do not fit
-    num_bytes: int  # bytes of the weights on that device; on the CPU if they do not fit
+    device: str  # cuda, metal, cpu, or empty: its weights do not fit
+    num_bytes: int  # bytes of the weights on that device; on Metal or the CPU if they do not fit
     is_free: bool  # whether that much memory is free now
 
     def __str__(self) -> str:
-        name = {"cuda": "GPU", "cpu": "CPU"}.get(self.device)
+        name = {"cuda": "GPU", "metal": "GPU", "cpu": "CPU"}.get(self.device)
         if name is None:
             return f"too large: {memory_size(self.num_bytes)} of weights"
         return name if self.is_free else f"{name}, once {memory_size(self.num_bytes)} are free"
 
 
 def read_memory() -> Memory:
-    cpu_total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu_free = available_bytes()
-    gpus = gpu_memory() if has_nvidia() else []
+    gpus = gpu_memory() if has_nvidia() or has_metal() else []
     gpu_total, gpu_free = max(gpus, default=(0, 0))
-    return Memory(cpu_total, cpu_free, gpu_total, gpu_free)
+    return Memory(total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal())
 
 
 def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
@@ -68,6 +89,10 @@ def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
 
 def fit(weights: Mapping[str, int], memory: Memory) -> Fit:
     """Where a model runs. `weights`: how many it has of each type."""
+    if memory.has_metal:  # MLX runs every model there; the native backend is used only if it is asked for
+        on_metal = int(sum(count * METAL_BITS.get(kind, OTHER_METAL_BITS) for kind, count in weights.items()) / 8)
+        is_possible = on_metal <= memory.gpu_total * SPARE
+        return Fit("metal" if is_possible else "", on_metal, is_possible and on_metal <= memory.gpu_free * SPARE)
     on_gpu = int(sum(weights.values()) * GPU_BITS / 8)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)
