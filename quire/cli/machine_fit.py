@@ -21,7 +21,7 @@ FILE_BITS: dict[str, float] = {  # of one weight in a file
     "Q4_0": 4.5,
     "Q4_K": 4.5,
 }
-MLX_4BIT = "4-bit"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
+MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
 MLX_FILE_BITS = {MLX_4BIT: 4.5}
 CPU_BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q4_K": 5.0}  # in memory, native backend (docs/cpu.md)
 OTHER_CPU_BITS = 8.5
@@ -89,14 +89,28 @@ def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
 
 def fit(weights: Mapping[str, int], memory: Memory) -> Fit:
     """Where a model runs. `weights`: how many it has of each type."""
-    if memory.has_metal:  # MLX runs every model there; the native backend is used only if it is asked for
-        on_metal = int(sum(count * METAL_BITS.get(kind, OTHER_METAL_BITS) for kind, count in weights.items()) / 8)
-        is_possible = on_metal <= memory.gpu_total * SPARE
-        return Fit("metal" if is_possible else "", on_metal, is_possible and on_metal <= memory.gpu_free * SPARE)
+    if memory.has_metal:
+        return fit_mlx(_num_bytes(weights, METAL_BITS, OTHER_METAL_BITS), memory)
     on_gpu = int(sum(weights.values()) * GPU_BITS / 8)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)
-    on_cpu = int(sum(count * CPU_BITS.get(kind, OTHER_CPU_BITS) for kind, count in weights.items()) / 8)
-    if on_cpu <= memory.cpu_total * SPARE:
-        return Fit("cpu", on_cpu, on_cpu <= memory.cpu_free * SPARE)
-    return Fit("", on_cpu, False)
+    return _fit_cpu(_num_bytes(weights, CPU_BITS, OTHER_CPU_BITS), memory)
+
+
+def fit_mlx(num_bytes: int, memory: Memory) -> Fit:
+    """Where the mlx backend runs a model whose weights take this much memory: with Metal, only on the GPU."""
+    if not memory.has_metal:
+        return _fit_cpu(num_bytes, memory)
+    if num_bytes > memory.gpu_total * SPARE:
+        return Fit("", num_bytes, False)
+    return Fit("metal", num_bytes, num_bytes <= memory.gpu_free * SPARE)
+
+
+def _fit_cpu(num_bytes: int, memory: Memory) -> Fit:
+    if num_bytes > memory.cpu_total * SPARE:
+        return Fit("", num_bytes, False)
+    return Fit("cpu", num_bytes, num_bytes <= memory.cpu_free * SPARE)
+
+
+def _num_bytes(weights: Mapping[str, int], bits: Mapping[str, float], other_bits: float) -> int:
+    return int(sum(count * bits.get(kind, other_bits) for kind, count in weights.items()) / 8)

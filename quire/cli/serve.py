@@ -318,10 +318,12 @@ def _why(startup: Startup) -> str:
     if startup.memory_bytes is not None:
         limit = f", at most {CPU_CAP >> 30} GiB" if on_cpu else ""
         return f"its share of the budget{limit}; --kv-memory sets it"
+    if on_cpu and facts.backend.startswith("mlx"):
+        return "from free memory; --kv-memory sets it"
     if on_cpu:
         return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
     if "(Metal)" in facts.device:
-        return "from the memory that the GPU may use; --kv-memory sets it"
+        return "what weights and steps leave of the GPU's share; --kv-memory sets it"
     return "the memory that steps do not need; --kv-memory sets it"
 
 

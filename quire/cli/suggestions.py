@@ -58,6 +58,7 @@ SUGGESTIONS = (
     Suggestion("mlx-community/Qwen2.5-Coder-7B-Instruct-4bit", "qwen2", "7B", MLX_4BIT, 4.3, 32_768),
     Suggestion("mlx-community/Qwen3-8B-4bit", "qwen3", "8B", MLX_4BIT, 4.6, 40_960),
     Suggestion("mlx-community/Qwen3-14B-4bit", "qwen3", "14B", MLX_4BIT, 8.3, 40_960),
+    Suggestion("mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit", "qwen3_moe", "30B", MLX_4BIT, 17.2, 262_144),
     Suggestion("mlx-community/Qwen3-32B-4bit", "qwen3", "32B", MLX_4BIT, 18.4, 40_960),
 )
 KINDS = {"cuda": ("BF16",), "metal": (MLX_4BIT,), "cpu": ("Q8_0", "Q4_K")}  # types that are suggested for a device

@@ -100,7 +100,7 @@ def test_suggestions_are_models_that_quire_runs() -> None:
         assert name is not None
         assert (name.gguf is None) == (one.type in ("BF16", MLX_4BIT))
         assert (name.repo.startswith("mlx-community/")) == (one.type == MLX_4BIT)
-        assert one.family in FAMILIES
+        assert one.family in FAMILIES or one.type == MLX_4BIT  # mlx-lm has more
         assert one.type in FILE_BITS or one.type in MLX_FILE_BITS
         assert one.max_model_len >= AGENT_CONTEXT
         billions = float(one.parameters.removesuffix("B"))
@@ -119,7 +119,7 @@ def test_suggestions_fit_into_the_memory() -> None:
     assert suggest(Memory(GB, GB // 10), set()) == []
     on_mac = suggest(MAC, set())
     assert {(place.device, one.type) for one, place in on_mac} == {("metal", MLX_4BIT)}
-    assert on_mac[-1][0].name == "mlx-community/Qwen3-14B-4bit"  # 32B would leave no room for the KV cache
+    assert on_mac[-1][0].parameters == "30B"  # the weights of 32B would leave no room for the KV cache
 
 
 def test_where_a_model_fits() -> None:
