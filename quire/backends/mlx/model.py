@@ -231,3 +231,5 @@ def _trial_slice(index: int, tokens: list[int], start: int, end: int) -> SeqSlic
         sampling=SamplingParams(temperature=0.0),
         num_prompt_tokens=len(tokens),
     )
+
+
