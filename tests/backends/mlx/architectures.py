@@ -22,7 +22,7 @@ from tests.backends.contract import VOCAB
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
