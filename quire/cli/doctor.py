@@ -139,24 +139,35 @@ def _mlx() -> dict[str, Any]:
         import mlx_lm  # noqa: F401
     except Exception as error:
         is_absent = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("mlx", "mlx_lm")
-        return {"works": False, "problem": "" if is_absent else f"{type(error).__name__}: {error}", "gpus": []}
-    return {"works": True, "problem": "", "gpus": _mlx_gpus(mx)}
-
-
-def _mlx_gpus(mx: Any) -> list[dict[str, Any]]:
-    """The GPU that MLX uses; empty if it computes on the CPU. Names of facts depend on device and version."""
-    try:
-        if not mx.metal.is_available():
-            return []
-        facts = dict(mx.device_info())
-    except Exception:
-        return []
+        return {
+            "works": False,
+            "problem": "" if is_absent else f"{type(error).__name__}: {error}",
+            "device": "",
+            "gpus": [],
+        }
+    api, facts = _mlx_device(mx)
+    name = str(facts.get("device_name") or facts.get("architecture") or "GPU")
     limit, total = (
-        facts.get(name) if isinstance(facts.get(name), int) else 0
-        for name in ("max_recommended_working_set_size", "memory_size")
+        facts[key] if isinstance(facts.get(key), int) else 0
+        for key in ("max_recommended_working_set_size", "memory_size")
     )
-    name = facts.get("device_name") or facts.get("architecture") or "Apple GPU"
-    return [{"name": str(name), "memory_bytes": total, "limit_bytes": limit}]
+    gpus = [{"name": name, "memory_bytes": total, "limit_bytes": limit}] if api == "Metal" else []
+    return {"works": True, "problem": "", "device": f"{name}, {api}" if api else "CPU, for tests: slow", "gpus": gpus}
+
+
+def _mlx_device(mx: Any) -> tuple[str, dict[str, Any]]:
+    """The interface to the GPU that MLX uses, empty if it computes on the CPU, and its facts.
+
+    The names of the facts depend on device and version, and so do the functions.
+    """
+    try:
+        api = "Metal" if mx.metal.is_available() else "CUDA" if mx.is_available(mx.gpu) else ""
+    except Exception:
+        return "", {}
+    try:
+        return api, dict(mx.device_info())
+    except Exception:
+        return api, {}
 
 
 def _version(name: str) -> str | None:
@@ -208,13 +219,12 @@ def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]
     cpu_kernels = f"plain PyTorch, CPU capability {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
     has_triton = importlib.util.find_spec("triton") is not None
-    mlx_device = f"{mlx['gpus'][0]['name']}, Metal" if mlx["gpus"] else "CPU, for tests: slow"
     gpu_kernels = "Triton" if has_triton else f"plain PyTorch, many times slower: {install_command('triton')}"
     return [
         {"name": "native", "dtype": "4 and 8 bits", **runs},
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
         {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": gpu_kernels if has_gpu else ""},
-        {"name": "mlx", "runs": mlx["works"], "dtype": "4 to 16 bits", "kernels": mlx_device if mlx["works"] else ""},
+        {"name": "mlx", "runs": mlx["works"], "dtype": "4 to 16 bits", "kernels": mlx["device"]},
     ]
 
 

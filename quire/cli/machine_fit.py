@@ -28,7 +28,7 @@ OTHER_CPU_BITS = 8.5
 GPU_BITS = 16.0
 # On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
 METAL_BITS = {
-    "F32": 16.0,
+    "F32": 32.0,
     "F16": 16.0,
     "BF16": 16.0,
     "Q5_1": 6.0,

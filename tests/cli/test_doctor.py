@@ -83,7 +83,8 @@ def test_a_missing_package_comes_with_its_command(package: str, code: int, monke
     assert problem["how"] == doctor._anonymous(f"{sys.executable} -m pip install {package}")
 
 
-NO_TORCH = NO_MLX = {"works": False, "problem": "", "gpus": []}
+NO_TORCH = {"works": False, "problem": "", "gpus": []}
+NO_MLX = {"works": False, "problem": "", "device": "", "gpus": []}
 NO_NATIVE = {"works": False, "problem": "why", "kernels": "", "others": []}
 
 
@@ -146,6 +147,7 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(facts: object, *, has_metal: bool = True) -> None:
         core: Any = ModuleType("mlx.core")
         core.metal = SimpleNamespace(is_available=lambda: has_metal)
+        core.gpu, core.is_available = "gpu", lambda _device: has_metal
         core.device_info = lambda: facts
         monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
         monkeypatch.setitem(sys.modules, "mlx.core", core)
