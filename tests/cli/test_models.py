@@ -154,11 +154,11 @@ def test_memory_of_a_mac_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kv_memory_on_a_mac_may_be_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Memory(32 * GB, 2 * GB, 21 * GB, 2 * GB, has_metal=True)
     monkeypatch.setattr(machine_fit, "read_memory", lambda: busy)
-    check_memory(EngineConfig(kv_memory="8G"))
+    check_memory(EngineConfig(kv_memory=8 << 30))
     with pytest.raises(InvalidRequest, match=r"kv_memory = 24.0 GiB is more than the 19.6 GiB that the GPU may use"):
-        check_memory(EngineConfig(kv_memory="24G"))
+        check_memory(EngineConfig(kv_memory=24 << 30))
     with pytest.raises(InvalidRequest, match=r"free memory"):
-        check_memory(EngineConfig(kv_memory="8G", backend="native"))
+        check_memory(EngineConfig(kv_memory=8 << 30, backend="native"))
 
 
 def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
