@@ -101,6 +101,8 @@ def _output(command: Sequence[str]) -> str:
 
 def total_bytes() -> int:
     """Return the bytes of memory that the machine has."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return int(read_sysctl("hw.memsize") or 0)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
