@@ -82,8 +82,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Fields of config.json that say that the weights are quantised, and the field in them that says how.
-QUANTIZED = {"quantization_config": "quant_method", "quantization": "bits"}
+# Fields of config.json that say that the weights are quantised, and the field in them that says how. MLX writes both.
+QUANTIZED = {"quantization": "bits", "quantization_config": "quant_method"}
 MAX_NAME_LENGTH = 100
 _ARCHITECTURE = re.compile(rf"[\w.-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
 

@@ -152,11 +152,16 @@ def _describe(name: str, path: Path) -> LocalModel:
     try:
         checkpoint = open_checkpoint(path)
     except QuireError as error:
-        return LocalModel(name, path, kind, size_bytes, "", "", str(error).removeprefix(f"{path}: "))
+        return LocalModel(name, path, kind, size_bytes, "", "", _without_path(str(error), path))
     spec = checkpoint.spec
     checkpoint.close()
-    reason = spec.unsupported.removeprefix(f"{path}: ")
+    reason = _without_path(spec.unsupported, path)
     return LocalModel(name, path, kind, size_bytes, spec.quantization, spec.architecture, unsupported=reason)
+
+
+def _without_path(text: str, path: Path) -> str:
+    """Return an error without the path at its start, which is shown beside it."""
+    return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
 def size_of(path: Path) -> int:

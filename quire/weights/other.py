@@ -16,7 +16,6 @@ from quire.errors import UnsupportedModel
 from quire.weights.config import (
     ALIASES,
     DTYPES,
-    MAX_FFN_SIZE,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_HIDDEN_SIZE,
@@ -44,7 +43,6 @@ _NESTED = ("text_config", "language_config", "llm_config")
 # The names of each size in the configs of different models; the first that is given counts.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
-_FFN_SIZE = ("intermediate_size", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
 _HEAD_SIZE = ("head_dim", "kv_channels", "attention_head_dim")
@@ -123,14 +121,14 @@ class _Sizes:
 
 
 def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
-    """Return a size. Some models list it by layer: the largest is returned."""
+    """Return a size. Some models list it by layer, 0 or null for a layer without it: the largest is returned."""
     value = fields.get(name)
     if not isinstance(value, list):
         return fields.whole(name, 1, high)
     if not 1 <= len(value) <= MAX_LAYERS:
         raise fields.wrong(name, f"not a list of 1 to {MAX_LAYERS} numbers")
     items = Fields(fields.source, {f"{name}[{i}]": item for i, item in enumerate(value)}, fields.prefix)
-    return max(items.whole(item, 1, high) for item in items.values)
+    return max(1, *(items.find_whole(item, 0, high) or 0 for item in items.values))
 
 
 def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: str, reason: str) -> ModelSpec:
@@ -150,7 +148,7 @@ def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: st
         architecture=name_architecture(whole),
         num_layers=num_layers,
         hidden_size=hidden_size,
-        ffn_size=sizes.find(_FFN_SIZE, MAX_FFN_SIZE) or 0,
+        ffn_size=0,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
@@ -204,7 +202,7 @@ def _quantization(whole: Fields) -> str:
     """Return how weights are quantised: "4 bits, groups of 64", "mxfp4"; empty: they are not."""
     inner = whole.get("text_config")
     for holder in (whole, Fields(whole.source, inner if isinstance(inner, dict) else {}, "text_config.")):
-        for name in ("quantization", "quantization_config"):
+        for name in QUANTIZED:
             if holder.get(name):
                 return _describe(holder.table(name))
     return ""

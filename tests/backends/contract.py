@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from torch import Tensor
@@ -149,7 +149,13 @@ class Contract:
         """The random numbers are the same, and the distributions so close that no draw falls between them."""
         _, rig = pair
         rig.reset(enable_prefix_caching=False)
-        settings = {"temperature": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
+        settings: dict[str, Any] = {
+            "temperature": 1.2,
+            "top_p": 0.95,
+            "top_k": 50,
+            "min_p": 0.01,
+            "repetition_penalty": 1.1,
+        }
         prompts = [random_prompt(40 + i, 12 + 9 * i) for i in range(4)]
         alone = [rig.answer(prompt, 10, seed=11 + i, **settings).tokens for i, prompt in enumerate(prompts)]
         ids = [rig.start(prompt, 10, seed=11 + i, **settings) for i, prompt in enumerate(prompts)]

@@ -7,7 +7,7 @@ and prompts, one by one. On a GPU, `paged_decode.py` reads the blocks of decodes
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -61,7 +61,7 @@ def attend(
     values: object,
     cache: object,
     scale: float,
-    mask: object,
+    mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Attend with queries [T, H, 1, D]. Arguments that are not quire's go to mlx-lm's own function."""

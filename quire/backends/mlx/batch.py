@@ -2,8 +2,8 @@
 
 A pass is either flat or dense. A flat pass holds all tokens of the step, each as a row of its own [T, 1], so that one
 forward pass serves prompts and decodes of any length, and rotary offsets are an array with one position per row. Its
-attention is computed by `attention.py`. A dense pass holds sequences of one length [B, L], with the arrays that mlx-lm's
-own caches return, for models that compute attention themselves.
+attention is computed by `attention.py`. A dense pass holds sequences of one length [B, L]. Its cache returns the same
+arrays as mlx-lm's own, for models that compute attention themselves.
 """
 
 from __future__ import annotations
@@ -207,6 +207,6 @@ def _build(
 
 def _offset(groups: Sequence[Group], positions: Sequence[int], *, is_flat: bool) -> mx.array | int:
     if is_flat:
-        return mx.array(positions, dtype=mx.int32)
+        return mx.array(list(positions), dtype=mx.int32)
     starts = groups[0].starts
-    return starts[0] if len(starts) == 1 else mx.array(starts, dtype=mx.int32)
+    return starts[0] if len(starts) == 1 else mx.array(list(starts), dtype=mx.int32)

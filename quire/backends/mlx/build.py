@@ -77,7 +77,8 @@ def _use_device(name: str) -> bool:
     if name == "auto":
         name = "metal" if is_metal else "cuda" if is_cuda else "cpu"
     if not has.get(name, False):
-        raise InvalidRequest(f"device = {name!r}, but this MLX has {', '.join(one for one, found in has.items() if found)}")
+        found = ", ".join(one for one, is_there in has.items() if is_there)
+        raise InvalidRequest(f"device = {name!r}, but MLX finds only: {found}")
     mx.set_default_device(mx.cpu if name == "cpu" else mx.gpu)
     return name != "cpu"
 

@@ -7,6 +7,7 @@ model and one piece.
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,8 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     """
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
-    if isinstance(checkpoint, GgufCheckpoint):
-        return _load_gguf(checkpoint, options, progress)
+    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint):
+        return load_from_tensors(checkpoint, options, progress)
     with file_errors(checkpoint.path):
         if isinstance(checkpoint, DummyCheckpoint):
             model, config = _make_dummy(checkpoint, options)
@@ -79,6 +80,13 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     return LoadedModel(model, config, dtype, _describe(model, dtype), num_bytes(model))
 
 
+def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
+    """Whether a folder is a multimodal Gemma with plain weights, of which mlx-lm knows only the older tensor names."""
+    spec = checkpoint.spec
+    is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
+    return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+
+
 def _is_cpu() -> bool:
     return bool(mx.default_device().type == mx.cpu)
 
@@ -95,7 +103,8 @@ def _describe(model: Module, dtype: mx.Dtype) -> str:
 # GGUF
 
 
-def _load_gguf(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None) -> LoadedModel:
+def load_from_tensors(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
+    """Load a model of quire's own families from the tensors of its checkpoint, of whatever format."""
     spec = checkpoint.spec
     dtype = DTYPES[_gguf_dtype(checkpoint, options)]
     with file_errors(checkpoint.path):
@@ -134,7 +143,7 @@ def _open_folder(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Modul
     """Make the model. Its parameters are not read yet."""
     config = _read_config(checkpoint)
     spec = known_spec(checkpoint.spec, config.get("model_type"))
-    fields = _fields_of_spec(spec, config) if spec else {}
+    fields = _fields_of_spec(spec, config) if spec else _rotary_fields(config, checkpoint)
     try:
         model, config = mlx_lm.utils.load_model(
             checkpoint.path, lazy=True, model_config=fields, get_model_classes=find_classes, trust_remote_code=False
@@ -166,6 +175,37 @@ def _fields_of_spec(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
         return fields
     text = {**(config.get("text_config") or {}), **fields}
     return {"model_type": "gemma3", "text_config": text, "vocab_size": spec.vocab_size}
+
+
+def _rotary_fields(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the names that mlx-lm reads for `rope_parameters`, under which transformers 5 saves rotary settings.
+
+    Most of mlx-lm's models do not read `rope_parameters` and would use their defaults instead.
+    """
+    fields = _older_names(config)
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        fields["text_config"] = {**text, **_older_names(text)}
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values()):
+        _, arguments = find_classes(config)
+        if "rope_parameters" not in inspect.signature(arguments).parameters:
+            raise UnsupportedModel(
+                f"{checkpoint.path}: rope_parameters differ by layer type, and mlx-lm's {config.get('model_type')} does not"
+                " read them"
+            )
+    return fields
+
+
+def _older_names(config: dict[str, Any]) -> dict[str, Any]:
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        return {}
+    found = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind != "default":
+        found["rope_scaling"] = {"type": kind, **parameters}
+    return {name: value for name, value in found.items() if config.get(name) is None}
 
 
 def find_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:

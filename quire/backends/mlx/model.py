@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 BODIES = ("model", "transformer", "backbone")  # names of the part of a model that ends with its last norm
 TRIAL_LENGTHS = (11, 7)
 TRIAL_BLOCK_SIZE = 4
-# Largest root mean square error of logits, relative to their spread. In 16 bits, passes of other shapes round elsewhere;
-# a wrong position or a wrong key changes the logits completely.
+# Largest root mean square error of logits, relative to their spread. In 16 bits, passes of other shapes round
+# differently; a wrong position or a wrong key changes the logits completely.
 TRIAL_ERROR = {mx.float32: 1e-3}
 TRIAL_ERROR_16_BITS = 0.15
 
@@ -40,7 +40,7 @@ class RowSelection:
     The class of the model's body is replaced by a subclass that passes on only the chosen rows of its result.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Module) -> None:
         self.rows: mx.array | None = None  # None: all
         self.hidden: mx.array | None = None  # [T, E]: the body's last result
         self._replayed: mx.array | None = None
@@ -57,9 +57,10 @@ class RowSelection:
             logits = self._model(mx.zeros((len(hidden), 1), mx.int32))
         finally:
             self._replayed = None
-        return logits.reshape(len(hidden), -1)
+        result: mx.array = logits.reshape(len(hidden), -1)
+        return result
 
-    def _attach(self, body: nn.Module) -> None:
+    def _attach(self, body: Module) -> None:
         base: Any = type(body)
         selection = self
 
@@ -76,13 +77,13 @@ class RowSelection:
         return hidden if self.rows is None else self.hidden[self.rows][:, None]
 
 
-def _find_body(model: nn.Module) -> nn.Module | None:
+def _find_body(model: Module) -> Module | None:
     owner: Any = model
-    while isinstance(getattr(owner, "language_model", None), nn.Module):
+    while isinstance(getattr(owner, "language_model", None), Module):
         owner = owner.language_model
     for name in BODIES:
         body = getattr(owner, name, None)
-        if isinstance(body, nn.Module):
+        if isinstance(body, Module):
             return body
     return None
 
@@ -90,7 +91,7 @@ def _find_body(model: nn.Module) -> nn.Module | None:
 class PagedModel:
     """A model that runs passes. The cache of `store` replaces mlx-lm's own."""
 
-    def __init__(self, model: nn.Module, selection: RowSelection, mode: BatchMode, layout: CacheLayout) -> None:
+    def __init__(self, model: Module, selection: RowSelection, mode: BatchMode, layout: CacheLayout) -> None:
         self.model = model
         self.mode = mode
         self.layout = layout
@@ -102,7 +103,7 @@ class PagedModel:
         Nothing is computed before the results are evaluated.
         """
         selection = self._selection
-        # A model that only reads a prompt needs no logits. One row is computed nevertheless: a head of no rows may fail.
+        # A step that only reads prompts needs no logits. One row is computed anyway: a head may not accept no rows.
         chosen = list(rows) or [0]
         selection.rows = mx.array(chosen, dtype=mx.int32)
         store.begin(step)
@@ -130,8 +131,8 @@ class CacheLayout:
         for cache in self.caches:
             if type(cache) not in (KVCache, RotatingKVCache):
                 raise UnsupportedModel(
-                    f"{source}: its layers keep a {type(cache).__name__}, which quire cannot divide into blocks of tokens"
-                    " yet: recurrent states and chunked attention are not supported by the mlx backend"
+                    f"{source}: its layers keep a {type(cache).__name__}, which the mlx backend cannot divide into"
+                    " blocks of tokens: models with a recurrent state or chunked attention do not run yet"
                 )
             if getattr(cache, "keep", 0):
                 raise UnsupportedModel(f"{source}: its windows keep their first {cache.keep} tokens: not supported")
@@ -155,22 +156,21 @@ def _shape(cache: Any) -> LayerShape:
     return LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype, window)
 
 
-def adapt_model(model: nn.Module, vocab_size: int, source: str) -> tuple[PagedModel, list[LayerShape], int]:
+def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel, list[LayerShape], int]:
     """Find out how a model can run over the paged cache. Raises UnsupportedModel if it cannot.
 
     `source`: the model's path, for messages. Returns the model, what its layers store, and the width of its logits.
     """
     layout = CacheLayout(make_prompt_cache(model), source)
     prompts = [_trial_tokens(length, vocab_size) for length in TRIAL_LENGTHS]
-    expected = []
-    for prompt in prompts:
-        own = make_prompt_cache(model)
-        expected.append(model(mx.array([prompt]), cache=own)[0].astype(mx.float32))
+    own = [make_prompt_cache(model) for _ in prompts]
+    expected = [
+        model(mx.array([prompt]), cache=cache)[0].astype(mx.float32) for prompt, cache in zip(prompts, own, strict=True)
+    ]
     mx.eval(expected)
-    used = CacheLayout(own, source)
-    shapes = used.shapes()
+    shapes = CacheLayout(own[0], source).shapes()
     selection = RowSelection(model)
-    problems = []
+    problems: list[str] = []
     for mode in BatchMode:
         paged = PagedModel(model, selection, mode, layout)
         problem = _try_mode(paged, shapes, prompts, expected)
@@ -213,7 +213,8 @@ def _try_mode(
 
 def _relative_error(logits: mx.array, expected: mx.array) -> float:
     difference = mx.sqrt(mx.mean(mx.square(logits.astype(mx.float32) - expected)))
-    return float((difference / mx.maximum(mx.std(expected), 1e-6)).item())
+    relative: Any = (difference / mx.maximum(mx.std(expected), 1e-6)).item()
+    return float(relative)
 
 
 def _trial_slice(index: int, tokens: list[int], start: int, end: int) -> SeqSlice:
@@ -231,5 +232,3 @@ def _trial_slice(index: int, tokens: list[int], start: int, end: int) -> SeqSlic
         sampling=SamplingParams(temperature=0.0),
         num_prompt_tokens=len(tokens),
     )
-
-

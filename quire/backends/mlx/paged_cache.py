@@ -36,7 +36,7 @@ class LayerShape:
         return self.num_heads * (self.key_size + self.value_size) * self.dtype.size
 
 
-class Unpageable(Exception):  # noqa: N818 - caught by the trial of a model, never shown as an error
+class Unpageable(Exception):
     """A model uses its cache in a way that this kind of pass does not support."""
 
 

@@ -258,7 +258,7 @@ class MlxRunner:
             for start in range(0, num_ranked, PROMPT_ROWS):
                 stop = min(start + PROMPT_ROWS, num_ranked)
                 raw = self.model.head(hidden[first_row + start : first_row + stop]).astype(mx.float32)
-                chosen = mx.array(tokens[start:stop], dtype=mx.int32)
+                chosen = mx.array(list(tokens[start:stop]), dtype=mx.int32)
                 parts.append(rank(raw, chosen, tuple(range(stop - start)), (count,) * (stop - start)))
             result[index] = _PromptRanks(first, tokens, parts)
         return result

@@ -204,7 +204,7 @@ def _top_p_floor(descending: mx.array, peak: mx.array, floor: mx.array, top_p: S
     """Return the smallest logit of the smallest set whose share of the kept tokens reaches top_p."""
     kept = mx.where(descending < floor, 0.0, mx.exp(descending - peak))
     cumulative = mx.cumsum(kept, axis=-1)
-    share = mx.array(top_p)[:, None]
+    share = mx.array(list(top_p))[:, None]
     before = cumulative - kept
     last = (before < share * cumulative[:, -1:]).sum(-1, keepdims=True) - 1
     result = mx.take_along_axis(descending, mx.maximum(last, 0), axis=-1)

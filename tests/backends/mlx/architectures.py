@@ -1,4 +1,4 @@
-"""Small random models of mlx-lm's architectures, written as folders. mlx-lm with its own dense cache is the reference."""
+"""Small random models of mlx-lm's architectures, as folders. The reference is mlx-lm with its own dense cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mlx import nn
+from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
@@ -111,7 +111,8 @@ FLAT: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 4,
     },
     "mixtral": EXPERTS,
-    "nemotron": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5, **NORM},
+    "nemotron": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5}
+    | NORM,
     "olmo2": {},
     "olmo3": WINDOWS,
     "olmoe": EXPERTS,
@@ -171,7 +172,7 @@ def write_model(folder: Path, name: str, *, quantization: dict[str, Any] | None 
     model.update(tree_map(_disturb, model.parameters()))
     model.eval()
     if quantization is not None:
-        nn.quantize(model, **quantization)
+        quantize(model, **quantization)
         config["quantization"] = quantization
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -69,6 +69,24 @@ def test_architectures_in_one_pass_per_step(name: str, tmp_path: Path) -> None:
     rig.engine.close()
 
 
+ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
+def test_rotary_settings_as_transformers_saves_them_now(name: str, tmp_path: Path) -> None:
+    """The same model with the old names and the new ones. Most of mlx-lm's models read only the old ones."""
+    old = write_model(tmp_path / "old", name, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 4.0})
+    plain = write_model(tmp_path / "plain", name)
+    new = write_model(tmp_path / "new", name, rope_parameters=ROPE, rope_theta=None)
+    rows = []
+    for folder in (old, new, plain):
+        rig = Rig(folder, **SETTINGS)
+        rows.append(rig.answer(random_prompt(1, 30), 1).rows[0])
+        rig.engine.close()
+    assert float((rows[0] - rows[1]).abs().max()) < 1e-5
+    assert float((rows[0] - rows[2]).abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("name", DIVIDED)
 def test_architectures_in_several_passes(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_model(tmp_path / "m", name)

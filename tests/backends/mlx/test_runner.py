@@ -229,7 +229,7 @@ POISONED = 50  # a token
 def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, overlap: bool) -> None:
     folder = write_model(tmp_path / "m", "llama")
     reference, contract = DenseReference(folder), Contract()
-    weights = dict(mx.load(str(folder / "model.safetensors")))
+    weights: Any = mx.load(str(folder / "model.safetensors"))
     weights["model.embed_tokens.weight"][POISONED, 17] = float("nan")
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     rig = Rig(folder, **{**SETTINGS, "num_blocks": 12})
@@ -237,7 +237,7 @@ def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, overlap: b
     def sound(seed: int, length: int) -> list[int]:
         return [token if token != POISONED else 51 for token in random_prompt(seed, length)]
 
-    never = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
+    never: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
     for place in (0, 20, 59):
         bad = sound(12, 60)
         bad[place] = POISONED
@@ -263,7 +263,7 @@ def test_a_failed_evaluation_ends_only_the_requests_of_its_step(
     rig.reset(overlap=overlap, enable_prefix_caching=False)
     prompt = random_prompt(4, 50)
     expected = rig.answer(prompt, 6)
-    real = mx.async_eval
+    real: Any = mx.async_eval
     calls: list[int] = []
 
     def failing(*arrays: Any) -> None:
