@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# PyTorch is used on GPUs. On a CPU the native backend is faster; `make serve BACKEND=torch` installs PyTorch anyway.
-BACKEND ?= $(if $(wildcard /proc/driver/nvidia/version),torch,native)
+SYSTEM  := $(shell uname -s)
+MACHINE := $(shell uname -m)
+# MLX is used on Apple silicon, PyTorch on NVIDIA GPUs, and the native backend on other machines. `make serve BACKEND=torch`
+# installs another one and serves with it.
+BACKEND ?= $(if $(filter Darwin-arm64,$(SYSTEM)-$(MACHINE)),mlx,$(if $(wildcard /proc/driver/nvidia/version),torch,native))
 RUNTIME := $(VENV)/.runtime-$(BACKEND)
 NATIVE := quire/backends/native
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/*)
@@ -29,17 +32,23 @@ install: $(STAMP)  ## create .venv; does nothing if it is up to date
 quickly = test -e $@ && echo --no-deps; $(BIN)/python -c 'import scikit_build_core' 2>/dev/null && \
 	command -v cmake >/dev/null && echo --no-build-isolation
 
+# On macOS without the Command Line Tools, `cc` is a stub that opens a dialog; xcode-select tells without one. The C library
+# is then not built (CMakeLists.txt), and MLX does not need it.
+without_compiler = $(if $(filter mlx,$(BACKEND)),echo "there is no C compiler: only the mlx backend is installed",\
+	echo "the $(BACKEND) backend needs a C compiler: xcode-select --install"; exit 1)
+
 # A missing or broken venv is created again. pip also builds the C library.
 define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
 	or newer, $(PYTHON) is %d.%d: try make PYTHON=python3.12" % v[:2])'
-	@for compiler in "$$CC" cc gcc clang; do command -v "$$compiler" >/dev/null && exit; done; \
-		echo "quire needs a C compiler: install gcc or clang"; exit 1
+	@$(if $(filter Darwin,$(SYSTEM)),xcode-select -p >/dev/null 2>&1 && exit; $(without_compiler),\
+	for compiler in "$$CC" cc gcc clang; do command -v "$$compiler" >/dev/null && exit; done; \
+	echo "quire needs a C compiler: install gcc or clang"; exit 1)
 	@set -e; began=$$(date +%s); phase() { echo "[$$(($$(date +%s) - began)) s] $$1"; }; \
 	if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		phase "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); \
 	fi; \
-	phase "downloading packages and compiling the C library; the first time this takes minutes"; \
+	phase "downloading packages and building quire; the first time this takes minutes"; \
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[$(EXTRAS)]' $(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly))); \
 	phase "compiling Python files"; \
@@ -50,7 +59,7 @@ endef
 $(STAMP): EXTRAS := dev
 $(STAMP): $(SOURCES)
 	$(install)
-	@touch $(VENV)/.runtime-native $(VENV)/.runtime-torch $@
+	@touch $(VENV)/.runtime-native $(VENV)/.runtime-torch $(VENV)/.runtime-mlx $@
 
 $(RUNTIME): EXTRAS := server,$(BACKEND),hub
 $(RUNTIME): $(SOURCES)
@@ -59,7 +68,7 @@ $(RUNTIME): $(SOURCES)
 	@touch $@
 
 serve: $(RUNTIME)  ## install and start a server with the default model, and print a first answer: PORT=8000 ARGS=...
-	@exec $(BIN)/quire serve --port $(PORT) --hello $(ARGS)
+	@exec $(BIN)/quire serve --port $(PORT) --hello $(if $(filter file,$(origin BACKEND)),,--backend $(BACKEND)) $(ARGS)
 
 test: style     ## all checks of CI: ruff, import layers, and pytest, which includes mypy and the world simulation
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

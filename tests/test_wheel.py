@@ -30,13 +30,14 @@ print(json.dumps([str(path), library.quire_abi(), library.quire_kernels().decode
 """
 
 
-def pip_wheel(source: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def pip_wheel(source: Path, folder: Path, *defines: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build a wheel with compiler warnings as errors. If cmake is not installed, pip has to download it."""
     isolation = ["--no-build-isolation"] if shutil.which("cmake") else []
     settings = (
         f"build-dir={folder / 'objects'}",
         "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON",
         "cmake.define.CMAKE_C_FLAGS_RELEASE=-O0 -DNDEBUG",  # without optimization, the build takes a third of the time
+        *(f"cmake.define.{define}" for define in defines),
     )
     options = [*isolation, *(f"--config-settings={setting}" for setting in settings)]
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", *options, "--wheel-dir", str(folder), str(source)]
@@ -98,3 +99,37 @@ def test_a_build_without_a_compiler_fails_with_a_message(tmp_path: Path) -> None
     outcome = pip_wheel(ROOT, tmp_path, CC=str(tmp_path / "no-compiler"))
     assert outcome.returncode != 0
     assert "No working C compiler was found" in outcome.stdout + outcome.stderr
+
+
+def test_a_wheel_without_the_library_runs_the_other_backends(tmp_path: Path) -> None:
+    outcome = pip_wheel(ROOT, tmp_path, "QUIRE_NATIVE=OFF", CC=str(tmp_path / "no-compiler"))
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as held:
+        assert not [name for name in held.namelist() if name.endswith(LIBRARIES)]
+        held.extractall(tmp_path / "site")
+    bare = {
+        "PATH": os.defpath,
+        "HOME": str(Path.home()),
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), sysconfig.get_path("purelib"))),
+    }
+    examined = subprocess.run(
+        [sys.executable, "-S", "-m", "quire", "doctor", "--json"],
+        env=bare, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    runs = {one["name"]: one["runs"] for one in json.loads(examined.stdout)["backends"]}
+    assert (runs["native"], runs["mlx"]) == (False, True)
+
+
+@pytest.mark.parametrize(("native", "is_built"), [("AUTO", True), ("ON", False)])
+def test_a_mac_without_a_compiler_needs_none(native: str, is_built: bool, tmp_path: Path) -> None:
+    """Without the Command Line Tools, `cc` opens a dialog: it must not be called, and xcode-select fails."""
+    for name, code in (("xcode-select", 2), ("cc", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/called-{name}\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    outcome = pip_wheel(ROOT, tmp_path, "CMAKE_HOST_APPLE=ON", f"QUIRE_NATIVE={native}", PATH=path)
+    assert (outcome.returncode == 0) == is_built, outcome.stdout + outcome.stderr
+    assert is_built or "No working C compiler was found" in outcome.stdout + outcome.stderr
+    assert (tmp_path / "called-xcode-select").exists()
+    assert not (tmp_path / "called-cc").exists()

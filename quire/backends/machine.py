@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from quire.errors import InvalidRequest
@@ -13,6 +16,10 @@ from quire.errors import InvalidRequest
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits")
+VM_STAT = ("vm_stat",)
+SYSCTL = ("sysctl", "-n")
+# Pages that macOS can give to a program without writing to the disk. `free` of vm_stat leaves out speculative ones.
+_RECLAIMABLE = ("Pages free", "Pages speculative", "Pages inactive", "Pages purgeable")
 
 
 def default_threads() -> int:
@@ -44,22 +51,66 @@ def is_apple_silicon() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
-def gpu_memory() -> list[tuple[int, int]]:
-    """Return total and free bytes of each GPU, from nvidia-smi: only worker processes load CUDA libraries.
+def has_metal() -> bool:
+    """Return whether models run on the GPU of an Apple chip: MLX and its models are installed. Imports neither."""
+    return is_apple_silicon() and all(importlib.util.find_spec(name) is not None for name in ("mlx", "mlx_lm"))
 
-    The list is empty if there is no GPU or nvidia-smi does not answer.
+
+def gpu_memory() -> list[tuple[int, int]]:
+    """Return total and free bytes of each GPU, without loading its libraries: only worker processes do.
+
+    On Apple silicon, the total is what the GPU may use of the machine's memory. The list is empty if there is no GPU or
+    nvidia-smi does not answer.
     """
+    if has_metal():
+        limit = metal_limit_bytes(total_bytes())
+        return [(limit, min(limit, available_bytes()))]
     try:
-        text = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True).stdout
-        rows = [[int(cell) << 20 for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+        rows = [
+            [int(cell) << 20 for cell in line.split(",")] for line in _output(NVIDIA_SMI).splitlines() if line.strip()
+        ]
         return [(total, free) for total, free in rows]
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except ValueError:
         return []
+
+
+def metal_limit_bytes(total: int) -> int:
+    """Return the bytes that the GPU of an Apple chip may use, of `total` bytes that it shares with the CPU.
+
+    macOS reports two thirds on machines up to 32 GiB and three quarters on larger ones, unless the owner has set
+    `iogpu.wired_limit_mb`. The worker asks Metal itself.
+    """
+    chosen_mb = read_sysctl("iogpu.wired_limit_mb")
+    if chosen_mb.isdecimal() and int(chosen_mb):
+        return min(int(chosen_mb) << 20, total)
+    return total * 2 // 3 if total <= 32 << 30 else total * 3 // 4
+
+
+def read_sysctl(name: str) -> str:
+    """Return a value of `sysctl`, or nothing if there is none."""
+    return _output((*SYSCTL, name)).strip()
+
+
+def _output(command: Sequence[str]) -> str:
+    """Return the output of a short command; nothing if it fails or does not exist."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+
+
+def total_bytes() -> int:
+    """Return the bytes of memory that the machine has."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return int(read_sysctl("hw.memsize") or 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_bytes() -> int:
     """Return the bytes that can be used without swapping, within the container's limit if there is one."""
-    available = _from_meminfo()
+    found = (read() for read in (_from_meminfo, _from_vm_stat))
+    # On systems where neither works, half of the installed memory is a cautious guess.
+    available = next((one for one in found if one is not None), total_bytes() // 2)
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None:
         available = min(available, max(limit - used + _cached_bytes(), 0))
@@ -76,15 +127,25 @@ def _cached_bytes() -> int:
         return 0
 
 
-def _from_meminfo() -> int:
+def _from_meminfo() -> int | None:
+    """Return the available bytes on Linux."""
     try:
         for line in _MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
-    # Not Linux: half of the installed memory is a cautious guess.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return None
+
+
+def _from_vm_stat() -> int | None:
+    """Return the available bytes on macOS."""
+    text = _output(VM_STAT)
+    page = re.search(r"page size of (\d+) bytes", text)
+    counts = dict(re.findall(r"^([^:\n]+):\s+(\d+)\.", text, re.MULTILINE))
+    if page is None or "Pages free" not in counts:
+        return None
+    return min(int(page[1]) * sum(int(counts.get(name, 0)) for name in _RECLAIMABLE), total_bytes())
 
 
 def _number(path: Path) -> int | None:

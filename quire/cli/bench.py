@@ -107,14 +107,9 @@ def bench(
         _prepare(out)
     with _options_named():
         settings = {
-            "backend": backend,
-            "precision": precision,
-            "quantize": quantize,
-            "threads": threads,
-            "dtype": dtype,
-            "device": device,
-            "load_format": load_format,
-        }
+            "backend": backend, "precision": precision, "quantize": quantize, "threads": threads, "dtype": dtype,
+            "device": device, "load_format": load_format,
+        }  # fmt: skip
         report = _run(model, config, settings)
     document = document_of(report, facts)
     if as_json:

@@ -41,6 +41,7 @@ VARIABLES = (
 )  # fmt: skip
 SECRETS = ("HF_TOKEN",)  # reported as set or not
 FEATURES = ("asimddp", "i8mm", "bf16", "sve", "sve2", "avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+MAC_FEATURES = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}  # names of sysctl on macOS
 ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -68,12 +69,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 def examine() -> dict[str, Any]:
     """The report as plain values, without private data."""
-    native, torch = _native(), _torch()
-    packages = {name: _version(name) for name in ("torch", *PACKAGES)}
+    native, torch, mlx = _native(), _torch(), _mlx()
+    packages = {name: _version(name) for name in ("torch", "mlx", "mlx-lm", *PACKAGES)}
     models = [_model(model, packages) for model in local_models()]
     disk = _disk()
     problems = [
-        *_backend_problems(packages, native, torch),
+        *_backend_problems(packages, native, torch, mlx),
         *_package_problems(packages),
         *_gpu_problems(packages, torch),
         *_model_problems(models, disk),
@@ -82,9 +83,9 @@ def examine() -> dict[str, Any]:
         "quire": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "hardware": _hardware(torch),
+        "hardware": _hardware(torch, mlx),
         "packages": packages,
-        "backends": _backends(native, torch),
+        "backends": _backends(native, torch, mlx),
         "models": models,
         "cache": disk,
         "environment": _environment(),
@@ -131,6 +132,44 @@ def _torch() -> dict[str, Any]:
     }
 
 
+def _mlx() -> dict[str, Any]:
+    """The device of MLX, or why its packages cannot be imported."""
+    try:
+        import mlx.core as mx
+        import mlx_lm  # noqa: F401
+    except Exception as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("mlx", "mlx_lm")
+        return {
+            "works": False,
+            "problem": "" if is_absent else f"{type(error).__name__}: {error}",
+            "device": "",
+            "gpus": [],
+        }
+    api, facts = _mlx_device(mx)
+    name = str(facts.get("device_name") or facts.get("architecture") or "GPU")
+    limit, total = (
+        facts[key] if isinstance(facts.get(key), int) else 0
+        for key in ("max_recommended_working_set_size", "memory_size")
+    )
+    gpus = [{"name": name, "memory_bytes": total, "limit_bytes": limit}] if api == "Metal" else []
+    return {"works": True, "problem": "", "device": f"{name}, {api}" if api else "CPU, for tests: slow", "gpus": gpus}
+
+
+def _mlx_device(mx: Any) -> tuple[str, dict[str, Any]]:
+    """The interface to the GPU that MLX uses, empty if it computes on the CPU, and its facts.
+
+    The names of the facts depend on device and version, and so do the functions.
+    """
+    try:
+        api = "Metal" if mx.metal.is_available() else "CUDA" if mx.is_available(mx.gpu) else ""
+    except Exception:
+        return "", {}
+    try:
+        return api, dict(mx.device_info())
+    except Exception:
+        return api, {}
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -138,17 +177,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _hardware(torch: dict[str, Any]) -> dict[str, Any]:
-    from quire.backends.machine import available_bytes, usable_cores
+def _hardware(torch: dict[str, Any], mlx: dict[str, Any]) -> dict[str, Any]:
+    from quire.backends.machine import available_bytes, total_bytes, usable_cores
 
     cpu, features = _cpu()
     return {
         "cpu": cpu,
         "cores": usable_cores(),
         "features": features,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": total_bytes(),
         "available_bytes": available_bytes(),
-        "gpus": torch["gpus"],
+        "gpus": torch["gpus"] or mlx["gpus"],
     }
 
 
@@ -157,7 +196,7 @@ def _cpu() -> tuple[str, list[str]]:
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor() or platform.machine(), []
+        return _mac_cpu()
     facts: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -168,7 +207,14 @@ def _cpu() -> tuple[str, list[str]]:
     return name, [feature for feature in FEATURES if feature in has]
 
 
-def _backends(native: dict[str, Any], torch: dict[str, Any]) -> list[dict[str, Any]]:
+def _mac_cpu() -> tuple[str, list[str]]:
+    from quire.backends.machine import read_sysctl
+
+    name = read_sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    return name, [one for one, key in MAC_FEATURES.items() if read_sysctl(f"hw.optional.arm.{key}") == "1"]
+
+
+def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]) -> list[dict[str, Any]]:
     runs = {"runs": native["works"], "kernels": native["kernels"], "other_kernels": native["others"]}
     cpu_kernels = f"plain PyTorch, CPU capability {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
@@ -178,6 +224,7 @@ def _backends(native: dict[str, Any], torch: dict[str, Any]) -> list[dict[str, A
         {"name": "native", "dtype": "4 and 8 bits", **runs},
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
         {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": gpu_kernels if has_gpu else ""},
+        {"name": "mlx", "runs": mlx["works"], "dtype": "4 to 16 bits", "kernels": mlx["device"]},
     ]
 
 
@@ -211,16 +258,33 @@ def _environment() -> dict[str, str | None]:
 
 
 def _backend_problems(
-    packages: dict[str, str | None], native: dict[str, Any], torch: dict[str, Any]
+    packages: dict[str, str | None], native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]
 ) -> Iterator[Problem]:
     """Problems of the backends. One working backend is enough."""
+    is_essential = not (native["works"] or torch["works"] or mlx["works"])
+    yield from _mlx_problems(packages, mlx, is_essential=is_essential)
     if not native["works"]:
         how = "make install   # in the folder of the source: builds the library with gcc or clang"
-        yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, not torch["works"])
+        yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, is_essential)
     if packages["torch"] is not None and not torch["works"]:
         how = install_command("--force-reinstall torch")
         what = f"torch is installed and cannot be imported: {torch['problem'][:300]}"
-        yield Problem(what, how, not native["works"])
+        yield Problem(what, how, is_essential)
+
+
+def _mlx_problems(packages: dict[str, str | None], mlx: dict[str, Any], *, is_essential: bool) -> Iterator[Problem]:
+    from quire.backends.machine import is_apple_silicon
+
+    if mlx["problem"]:
+        how = install_command("--force-reinstall mlx mlx-lm")
+        yield Problem(f"MLX is installed and cannot be imported: {mlx['problem'][:300]}", how, is_essential)
+    elif not mlx["works"] and is_apple_silicon():
+        missing = [name for name in ("mlx", "mlx-lm") if packages[name] is None]
+        what = f"this is Apple silicon, and quire needs {' and '.join(missing) or 'mlx'} to use its GPU"
+        yield Problem(what, install_command("mlx mlx-lm"), is_essential)
+    elif not mlx["gpus"] and is_apple_silicon():
+        how = "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none"
+        yield Problem("this is Apple silicon, and MLX finds no GPU", how, False)
 
 
 def _package_problems(packages: dict[str, str | None]) -> Iterator[Problem]:
@@ -287,9 +351,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"cpu       {hardware['cpu']}, {hardware['cores']} cores usable; {features}"
     yield f"memory    {reported_size(hardware['memory_bytes'])}, {reported_size(hardware['available_bytes'])} available"
     for gpu in hardware["gpus"]:
-        yield f"gpu       {gpu['name']}, {reported_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
+        if "sm" in gpu:
+            yield f"gpu       {gpu['name']}, {reported_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
+        else:
+            limit = f", up to {reported_size(gpu['limit_bytes'])}" if gpu["limit_bytes"] else ""
+            yield f"gpu       {gpu['name']}, uses the memory of the machine{limit}"
     if not hardware["gpus"]:
-        yield "gpu       none usable by PyTorch"
+        yield "gpu       none usable by PyTorch or MLX"
     yield f"disk      {file_size(cache['free_bytes'])} free for {cache['path']}"
     yield ""
     for backend in report["backends"]:

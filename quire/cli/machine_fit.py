@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.backends.machine import available_bytes, gpu_memory, has_nvidia, is_apple_silicon
+from quire.backends.machine import available_bytes, gpu_memory, has_metal, has_nvidia, total_bytes
 from quire.sizes import memory_size
 
 FILE_BITS: dict[str, float] = {  # of one weight in a file
@@ -22,20 +21,44 @@ FILE_BITS: dict[str, float] = {  # of one weight in a file
     "Q4_0": 4.5,
     "Q4_K": 4.5,
 }
+MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
+MLX_FILE_BITS = {MLX_4BIT: 4.5}
 CPU_BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q4_K": 5.0}  # in memory, native backend (docs/cpu.md)
 OTHER_CPU_BITS = 8.5
 GPU_BITS = 16.0
+# On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
+METAL_BITS = {
+    "F32": 32.0,
+    "F16": 16.0,
+    "BF16": 16.0,
+    "Q5_1": 6.0,
+    "Q5_0": 6.0,
+    "Q5_K": 6.0,
+    "Q4_1": 5.0,
+    "Q4_0": 5.0,
+    "Q4_K": 5.0,
+    **MLX_FILE_BITS,
+}
+OTHER_METAL_BITS = 9.0  # Q6_K is converted to 8 bits
 SPARE = 0.85  # the share of the memory that weights may take; the rest is for the KV cache and activations
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of this machine. `gpu_*` are those of the GPU with most memory; 0: there is none."""
+    """Bytes of this machine. `gpu_*` are those of the GPU with most memory; 0: there is none.
+
+    With `has_metal`, they are the share of the CPU's memory that the GPU of an Apple chip may use.
+    """
 
     cpu_total: int
     cpu_free: int
     gpu_total: int = 0
     gpu_free: int = 0
+    has_metal: bool = False
+
+    @property
+    def best_device(self) -> str:
+        return "metal" if self.has_metal else "cuda" if self.gpu_total else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +66,7 @@ class Fit:
     """Where a model runs: on the GPU, on the CPU, or nowhere."""
 
     device: str  # cuda, metal, cpu, or empty: its weights do not fit
-    num_bytes: int  # bytes of the weights on that device; on the CPU if they do not fit
+    num_bytes: int  # bytes of the weights on that device; on Metal or the CPU if they do not fit
     is_free: bool  # whether that much memory is free now
 
     def __str__(self) -> str:
@@ -54,11 +77,9 @@ class Fit:
 
 
 def read_memory() -> Memory:
-    cpu_total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu_free = available_bytes()
-    gpus = gpu_memory() if has_nvidia() else []
+    gpus = gpu_memory() if has_nvidia() or has_metal() else []
     gpu_total, gpu_free = max(gpus, default=(0, 0))
-    return Memory(cpu_total, cpu_free, gpu_total, gpu_free)
+    return Memory(total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal())
 
 
 def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
@@ -68,18 +89,28 @@ def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
 
 def fit(weights: Mapping[str, int], memory: Memory) -> Fit:
     """Where a model runs. `weights`: how many it has of each type."""
+    if memory.has_metal:
+        return fit_mlx(_num_bytes(weights, METAL_BITS, OTHER_METAL_BITS), memory)
     on_gpu = int(sum(weights.values()) * GPU_BITS / 8)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)
-    on_cpu = int(sum(count * CPU_BITS.get(kind, OTHER_CPU_BITS) for kind, count in weights.items()) / 8)
-    if on_cpu <= memory.cpu_total * SPARE:
-        return Fit("cpu", on_cpu, on_cpu <= memory.cpu_free * SPARE)
-    return Fit("", on_cpu, False)
+    return _fit_cpu(_num_bytes(weights, CPU_BITS, OTHER_CPU_BITS), memory)
 
 
 def fit_mlx(num_bytes: int, memory: Memory) -> Fit:
-    """Where the mlx backend runs a model. It keeps weights as they are in the files, in the memory of the CPU."""
+    """Where the mlx backend runs a model whose weights take this much memory: with Metal, only on the GPU."""
+    if not memory.has_metal:
+        return _fit_cpu(num_bytes, memory)
+    if num_bytes > memory.gpu_total * SPARE:
+        return Fit("", num_bytes, False)
+    return Fit("metal", num_bytes, num_bytes <= memory.gpu_free * SPARE)
+
+
+def _fit_cpu(num_bytes: int, memory: Memory) -> Fit:
     if num_bytes > memory.cpu_total * SPARE:
         return Fit("", num_bytes, False)
-    device = "metal" if is_apple_silicon() else "cpu"
-    return Fit(device, num_bytes, num_bytes <= memory.cpu_free * SPARE)
+    return Fit("cpu", num_bytes, num_bytes <= memory.cpu_free * SPARE)
+
+
+def _num_bytes(weights: Mapping[str, int], bits: Mapping[str, float], other_bits: float) -> int:
+    return int(sum(count * bits.get(kind, other_bits) for kind, count in weights.items()) / 8)

@@ -166,6 +166,12 @@ def check_memory(engine: EngineConfig) -> None:
     from quire.cli.machine_fit import read_memory
 
     memory = read_memory()
+    if memory.has_metal and engine.device != "cpu" and engine.backend in ("auto", "mlx"):
+        # macOS compresses and moves memory of other programs, so more than the free memory can be used
+        if engine.kv_memory > memory.gpu_total:
+            wanted, there = compared_sizes(engine.kv_memory, memory.gpu_total)
+            raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} that the GPU may use")
+        return
     free = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
     if engine.kv_memory > free:
         wanted, there = compared_sizes(engine.kv_memory, free)

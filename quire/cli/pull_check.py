@@ -107,8 +107,9 @@ def find_problems(found: Download, memory: Memory, free_disk_bytes: int) -> list
         problems.append(f"it needs {file_size(found.num_bytes)}, and {file_size(free_disk_bytes)} are free on the disk")
     place = find_place(found, memory)
     if not place.device:
-        total = max(memory.cpu_total, memory.gpu_total)
-        problems.append(f"its weights take {memory_size(place.num_bytes)}, and this machine has {memory_size(total)}")
+        total = memory.gpu_total if memory.has_metal else max(memory.cpu_total, memory.gpu_total)
+        owner = "the GPU may use" if memory.has_metal else "this machine has"
+        problems.append(f"its weights take {memory_size(place.num_bytes)}, and {owner} {memory_size(total)}")
     return problems
 
 

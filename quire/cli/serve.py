@@ -258,14 +258,14 @@ def announce(startup: Startup) -> None:
     capacity, facts = ready.capacity, ready.facts
     num_blocks = capacity.num_blocks - 1
     parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in startup.timings_s.items() if name != "all")
-    threads = "thread" if facts.num_threads == 1 else "threads"
+    threads = f", {facts.num_threads} thread{'' if facts.num_threads == 1 else 's'}" if facts.device == "cpu" else ""
     key = "YOUR_KEY" if config.has_keys else "none"
     tokens = f"{num_blocks * capacity.block_size:,} tokens in {num_blocks:,} blocks of {capacity.block_size}"
     lines = [
         f"quire serves {startup.model} at {config.url}",
         "",
         *_others(startup),
-        f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} {threads}",
+        f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
@@ -318,8 +318,12 @@ def _why(startup: Startup) -> str:
     if startup.memory_bytes is not None:
         limit = f", at most {CPU_CAP >> 30} GiB" if on_cpu else ""
         return f"its share of the budget{limit}; --kv-memory sets it"
+    if on_cpu and facts.backend.startswith("mlx"):
+        return "from free memory; --kv-memory sets it"
     if on_cpu:
         return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
+    if "(Metal)" in facts.device:
+        return "what weights and steps leave of the GPU's share; --kv-memory sets it"
     return "the memory that steps do not need; --kv-memory sets it"
 
 

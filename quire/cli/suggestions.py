@@ -1,13 +1,14 @@
 """Models of the hub that quire runs, for `quire models`: families it supports, in file types it reads.
 
-Sizes are of the download, rounded. A GGUF in 4 bits is for a CPU, a folder in 16 bits for a GPU.
+Sizes are of the download, rounded. A GGUF in 4 bits is for a CPU, a folder in 16 bits for an NVIDIA GPU, and a folder
+in MLX's 4 bits for Apple silicon.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit
+from quire.cli.machine_fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Fit, Memory, fit
 
 AGENT_CONTEXT = 32_768  # tokens; coding agents such as Claude Code send prompts of this order
 
@@ -27,7 +28,7 @@ class Suggestion:
 
     @property
     def weights(self) -> dict[str, int]:
-        return {self.type: int(self.size_bytes * 8 / FILE_BITS[self.type])}
+        return {self.type: int(self.size_bytes * 8 / {**FILE_BITS, **MLX_FILE_BITS}[self.type])}
 
 
 SUGGESTIONS = (
@@ -48,21 +49,32 @@ SUGGESTIONS = (
     Suggestion("Qwen/Qwen3-8B", "qwen3", "8B", "BF16", 16.4, 40_960),
     Suggestion("Qwen/Qwen3-14B", "qwen3", "14B", "BF16", 29.5, 40_960),
     Suggestion("Qwen/Qwen3-32B", "qwen3", "32B", "BF16", 65.5, 40_960),
+    Suggestion("mlx-community/Qwen3-0.6B-4bit", "qwen3", "0.6B", MLX_4BIT, 0.34, 40_960),
+    Suggestion("mlx-community/Llama-3.2-1B-Instruct-4bit", "llama", "1B", MLX_4BIT, 0.70, 131_072),
+    Suggestion("mlx-community/Qwen3-1.7B-4bit", "qwen3", "1.7B", MLX_4BIT, 0.97, 40_960),
+    Suggestion("mlx-community/Llama-3.2-3B-Instruct-4bit", "llama", "3B", MLX_4BIT, 1.8, 131_072),
+    Suggestion("mlx-community/Phi-4-mini-instruct-4bit", "phi3", "4B", MLX_4BIT, 2.2, 131_072),
+    Suggestion("mlx-community/Qwen3-4B-Instruct-2507-4bit", "qwen3", "4B", MLX_4BIT, 2.3, 262_144),
+    Suggestion("mlx-community/Qwen2.5-Coder-7B-Instruct-4bit", "qwen2", "7B", MLX_4BIT, 4.3, 32_768),
+    Suggestion("mlx-community/Qwen3-8B-4bit", "qwen3", "8B", MLX_4BIT, 4.6, 40_960),
+    Suggestion("mlx-community/Qwen3-14B-4bit", "qwen3", "14B", MLX_4BIT, 8.3, 40_960),
+    Suggestion("mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit", "qwen3_moe", "30B", MLX_4BIT, 17.2, 262_144),
+    Suggestion("mlx-community/Qwen3-32B-4bit", "qwen3", "32B", MLX_4BIT, 18.4, 40_960),
 )
+KINDS = {"cuda": ("BF16",), "metal": (MLX_4BIT,), "cpu": ("Q8_0", "Q4_K")}  # types that are suggested for a device
 
 
 def suggest(memory: Memory, local_names: set[str]) -> list[tuple[Suggestion, Fit]]:
     """The models that fit into the free memory, smallest first; those on this machine are left out.
 
-    With a GPU: folders in 16 bits. Without one: GGUF files.
+    With an NVIDIA GPU: folders in 16 bits. On Apple silicon: folders in MLX's 4 bits. On other machines: GGUF files.
     """
-    kinds = ("BF16",) if memory.gpu_total else ("Q8_0", "Q4_K")
-    wanted_device = "cuda" if memory.gpu_total else "cpu"
+    device = memory.best_device
     local_repos = {name.partition(":")[0] for name in local_names}
     found: list[tuple[Suggestion, Fit]] = []
     for one in SUGGESTIONS:
         place = fit(one.weights, memory)
         is_here = one.name.partition(":")[0] in local_repos
-        if one.type in kinds and place.device == wanted_device and place.is_free and not is_here:
+        if one.type in KINDS[device] and place.device == device and place.is_free and not is_here:
             found.append((one, place))
     return sorted(found, key=lambda row: row[0].size_gb)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from quire.backends.base import Progress
 from quire.backends.kv_memory import CPU_CAP
-from quire.backends.machine import has_nvidia
+from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.protocol import Ready
@@ -145,7 +145,8 @@ class _Main:
         limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout)
         shared = SharedResources(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
         engine = config.models[0].engine
-        on_gpu = engine.device != "cpu" and engine.backend in ("auto", "torch") and has_nvidia()
+        has_gpu = {"torch": has_nvidia(), "mlx": has_metal(), "auto": has_nvidia() or has_metal()}
+        on_gpu = engine.device != "cpu" and has_gpu.get(engine.backend, False)
         budget_bytes = config.memory
         if budget_bytes is None and len(config.models) > 1:
             budget_bytes = default_budget(on_gpu=on_gpu)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import getpass
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from quire.backends import machine
 from quire.cli import doctor
 from quire.cli.main import app
 from tests.cli.runs import quire
@@ -35,6 +38,9 @@ def test_a_machine_that_has_everything() -> None:
     assert backends["native"]["runs"]
     assert backends["native"]["kernels"]
     assert backends["native"]["kernels"] not in backends["native"]["other_kernels"]
+    assert backends["mlx"]["runs"]
+    assert report["packages"]["mlx"]
+    assert report["packages"]["mlx-lm"]
     (model,) = [model for model in report["models"] if model["name"] == "smollm2-135m-instruct"]
     assert model["opens"]
     assert report["environment"]["HF_TOKEN"] == "set, not shown"
@@ -78,6 +84,8 @@ def test_a_missing_package_comes_with_its_command(package: str, code: int, monke
 
 
 NO_TORCH = {"works": False, "problem": "", "gpus": []}
+NO_MLX = {"works": False, "problem": "", "device": "", "gpus": []}
+NO_NATIVE = {"works": False, "problem": "why", "kernels": "", "others": []}
 
 
 @pytest.mark.usefixtures("default_model")
@@ -101,7 +109,7 @@ def test_without_torch_only_a_gpu_misses_it(tmp_path: Path, monkeypatch: pytest.
 def test_the_reason_of_a_library_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"no library")
     outcome = quire("doctor", env={"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")})
-    assert outcome.returncode == 0, outcome.stderr  # torch computes
+    assert outcome.returncode == 0, outcome.stderr  # the other backends work
     assert "native      does not run here" in outcome.stdout
     assert "note: the native backend cannot be loaded: " in outcome.stdout
     assert "make install" in outcome.stdout
@@ -110,10 +118,118 @@ def test_the_reason_of_a_library_that_does_not_load(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("default_model")
 def test_without_any_backend_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_torch", lambda: NO_TORCH)
-    monkeypatch.setattr(doctor, "_native", lambda: {"works": False, "problem": "why", "kernels": "", "others": []})
+    monkeypatch.setattr(doctor, "_mlx", lambda: NO_MLX)
+    monkeypatch.setattr(doctor, "_native", lambda: NO_NATIVE)
     outcome = examine()
     assert outcome.exit_code == 1
     assert "MISSING: the native backend cannot be loaded: why" in outcome.stdout
+
+
+# Apple silicon
+
+
+FACTS = {
+    "device_name": "Apple M3 Max",
+    "architecture": "applegpu_g15s",
+    "memory_size": 64 << 30,
+    "max_recommended_working_set_size": 48 << 30,
+    "max_buffer_length": 36 << 30,
+}
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A Mac with these facts of `mx.device_info`, where neither torch nor the C library are installed."""
+    monkeypatch.setattr(machine, "is_apple_silicon", lambda: True)
+    monkeypatch.setattr(doctor, "_torch", lambda: NO_TORCH)
+    monkeypatch.setattr(doctor, "_native", lambda: NO_NATIVE)
+
+    def install(facts: object, *, has_metal: bool = True) -> None:
+        core: Any = ModuleType("mlx.core")
+        core.metal = SimpleNamespace(is_available=lambda: has_metal)
+        core.gpu, core.is_available = "gpu", lambda _device: has_metal
+        core.device_info = lambda: facts
+        monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
+        monkeypatch.setitem(sys.modules, "mlx.core", core)
+        monkeypatch.setattr(sys.modules["mlx"], "core", core, raising=False)
+        monkeypatch.setitem(sys.modules, "mlx_lm", ModuleType("mlx_lm"))
+
+    return install
+
+
+@pytest.mark.usefixtures("default_model")
+def test_apple_silicon_with_mlx_needs_nothing_else(mac: Callable[..., None]) -> None:
+    mac(FACTS)
+    outcome = examine()
+    assert outcome.exit_code == 0, outcome.stdout
+    assert "gpu       Apple M3 Max, uses the memory of the machine, up to 48.0 GiB\n" in outcome.stdout
+    assert "native      does not run here\n" in outcome.stdout
+    assert "mlx         runs in 4 to 16 bits (Apple M3 Max, Metal)\n" in outcome.stdout
+    assert "note: the native backend cannot be loaded: why\n" in outcome.stdout
+    assert "MISSING" not in outcome.stdout
+    report = json.loads(examine("--json").stdout)
+    assert report["can_generate"]
+    expected = {"name": "Apple M3 Max", "memory_bytes": 64 << 30, "limit_bytes": 48 << 30}
+    assert report["hardware"]["gpus"] == [expected]
+
+
+@pytest.mark.usefixtures("default_model")
+@pytest.mark.parametrize("facts", [{}, {"device_name": 7, "memory_size": "much"}, None])
+def test_other_facts_of_mlx_do_not_matter(facts: object, mac: Callable[..., None]) -> None:
+    mac(facts)
+    outcome = examine()
+    assert outcome.exit_code == 0, outcome.stdout
+    assert "mlx         runs in 4 to 16 bits" in outcome.stdout
+
+
+@pytest.mark.usefixtures("default_model")
+def test_a_mac_without_a_gpu_is_noted(mac: Callable[..., None]) -> None:
+    mac(FACTS, has_metal=False)
+    assert "note: this is Apple silicon, and MLX finds no GPU\n" in examine().stdout
+
+
+@pytest.mark.usefixtures("default_model")
+def test_apple_silicon_without_mlx_comes_with_its_command(
+    mac: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del mac
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name.startswith("mlx") else version(name))
+    monkeypatch.setitem(sys.modules, "mlx.core", None)  # importing it raises ModuleNotFoundError
+    outcome = examine()
+    assert outcome.exit_code == 1
+    how = doctor._anonymous(f"{sys.executable} -m pip install mlx mlx-lm")
+    what = "this is Apple silicon, and quire needs mlx and mlx-lm to use its GPU"
+    assert f"MISSING: {what}\n    {how}\n" in outcome.stdout
+
+
+@pytest.mark.usefixtures("default_model")
+def test_an_mlx_that_cannot_be_imported_says_why(mac: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mac(FACTS)
+
+    def fail() -> dict[str, Any]:
+        raise ImportError("Symbol not found: _MTLCreateSystemDefaultDevice")
+
+    finder = SimpleNamespace(find_spec=lambda name, *_: fail() if name == "mlx_lm" else None)
+    monkeypatch.delitem(sys.modules, "mlx_lm")
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    outcome = examine()
+    assert outcome.exit_code == 1
+    assert "MISSING: MLX is installed and cannot be imported: ImportError: Symbol not found" in outcome.stdout
+
+
+def test_the_cpu_of_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "machdep.cpu.brand_string": "Apple M3 Max",
+        "hw.optional.arm.FEAT_DotProd": "1",
+        "hw.optional.arm.FEAT_I8MM": "1",
+        "hw.optional.arm.FEAT_BF16": "0",
+    }
+    monkeypatch.setattr(doctor, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(machine, "read_sysctl", lambda name: values.get(name, ""))
+    assert doctor._cpu() == ("Apple M3 Max", ["asimddp", "i8mm"])
+    values.clear()
+    assert doctor._cpu()[0]
 
 
 @pytest.mark.parametrize(

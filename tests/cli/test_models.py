@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from quire.backends import machine
 from quire.cli import machine_fit, model_loading
-from quire.cli.machine_fit import FILE_BITS, Memory, fit
+from quire.cli.machine_fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, fit
 from quire.cli.main import ADVICE, COMMANDS, app
+from quire.cli.options import check_memory
 from quire.cli.suggestions import AGENT_CONTEXT, SUGGESTIONS, suggest
+from quire.engine.composition import EngineConfig
 from quire.errors import InvalidRequest
 from quire.weights.gguf_spec import FAMILIES
 from quire.weights.huggingface import HubName
@@ -26,6 +28,7 @@ from tests.weights.makers import tiny_gguf, write_folder
 GB = 10**9
 LAPTOP = Memory(cpu_total=16 * GB, cpu_free=10 * GB)
 GPU = Memory(cpu_total=64 * GB, cpu_free=50 * GB, gpu_total=24 * GB, gpu_free=23 * GB)
+MAC = Memory(cpu_total=32 * GB, cpu_free=24 * GB, gpu_total=21 * GB, gpu_free=21 * GB, has_metal=True)
 
 
 def run(*arguments: str, stdin: str = "") -> Any:
@@ -95,9 +98,10 @@ def test_suggestions_are_models_that_quire_runs() -> None:
     for one in SUGGESTIONS:
         name = HubName.parse(one.name)
         assert name is not None
-        assert (name.gguf is None) == (one.type == "BF16")
-        assert one.family in FAMILIES
-        assert one.type in FILE_BITS
+        assert (name.gguf is None) == (one.type in ("BF16", MLX_4BIT))
+        assert (name.repo.startswith("mlx-community/")) == (one.type == MLX_4BIT)
+        assert one.family in FAMILIES or one.type == MLX_4BIT  # mlx-lm has more
+        assert one.type in FILE_BITS or one.type in MLX_FILE_BITS
         assert one.max_model_len >= AGENT_CONTEXT
         billions = float(one.parameters.removesuffix("B"))
         assert 0.7 * billions < one.weights[one.type] / 1e9 < 1.6 * billions  # the size agrees with the name
@@ -113,6 +117,9 @@ def test_suggestions_fit_into_the_memory() -> None:
     assert {place.device for _, place in on_gpu} == {"cuda"}
     assert on_gpu[-1][0].name == "Qwen/Qwen3-8B"
     assert suggest(Memory(GB, GB // 10), set()) == []
+    on_mac = suggest(MAC, set())
+    assert {(place.device, one.type) for one, place in on_mac} == {("metal", MLX_4BIT)}
+    assert on_mac[-1][0].parameters == "30B"  # the weights of 32B would leave no room for the KV cache
 
 
 def test_where_a_model_fits() -> None:
@@ -123,6 +130,35 @@ def test_where_a_model_fits() -> None:
     assert str(fit(eight, Memory(16 * GB, 2 * GB))) == "CPU, once 4.7 GiB are free"
     assert str(fit({"BF16": 70 * GB}, LAPTOP)) == "too large: 69.3 GiB of weights"
     assert fit({"BF16": 20 * GB}, GPU).device == "cpu"  # 40 GB for the GPU, 21 in 8 bits
+
+
+def test_where_a_model_fits_on_apple_silicon() -> None:
+    assert fit({"BF16": 8 * GB}, MAC).num_bytes == 16 * GB  # stays in 16 bits
+    assert fit({"Q4_K": 8 * GB}, MAC).num_bytes == 5 * GB
+    assert fit({"Q6_K": 8 * GB}, MAC).num_bytes == 9 * GB
+    assert str(fit({"Q4_K": 8 * GB}, MAC)) == "GPU"
+    busy = Memory(32 * GB, 2 * GB, 21 * GB, 2 * GB, has_metal=True)
+    assert str(fit({"Q4_K": 8 * GB}, busy)) == "GPU, once 4.7 GiB are free"
+    assert str(fit({"BF16": 14 * GB}, MAC)) == "too large: 26.1 GiB of weights"  # although the CPU could hold it
+
+
+def test_memory_of_a_mac_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (machine, machine_fit):
+        monkeypatch.setattr(module, "has_metal", lambda: True)
+        monkeypatch.setattr(module, "total_bytes", lambda: 64 << 30)
+        monkeypatch.setattr(module, "available_bytes", lambda: 60 << 30)
+    monkeypatch.setattr(machine, "SYSCTL", ("false",))
+    assert machine_fit.read_memory() == Memory(64 << 30, 60 << 30, 48 << 30, 48 << 30, has_metal=True)
+
+
+def test_kv_memory_on_a_mac_may_be_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Memory(32 * GB, 2 * GB, 21 * GB, 2 * GB, has_metal=True)
+    monkeypatch.setattr(machine_fit, "read_memory", lambda: busy)
+    check_memory(EngineConfig(kv_memory=8 << 30))
+    with pytest.raises(InvalidRequest, match=r"kv_memory = 24.0 GiB is more than the 19.6 GiB that the GPU may use"):
+        check_memory(EngineConfig(kv_memory=24 << 30))
+    with pytest.raises(InvalidRequest, match=r"free memory"):
+        check_memory(EngineConfig(kv_memory=8 << 30, backend="native"))
 
 
 def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

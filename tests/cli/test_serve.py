@@ -173,6 +173,7 @@ def test_on_a_terminal_the_bar_ends_before_the_address_is_printed(tiny_model: Pa
         ("cpu", None, {}, "40% of free memory, at most 4 GiB; --kv-memory sets it"),
         ("cpu", 8 << 30, {}, "its share of the budget, at most 4 GiB; --kv-memory sets it"),
         ("cuda:0 (H200)", None, {}, "the memory that steps do not need; --kv-memory sets it"),
+        ("Apple M3 Max (Metal)", None, {}, "what weights and steps leave of the GPU's share; --kv-memory sets it"),
         ("cuda:0 (H200)", 8 << 30, {}, "its share of the budget; --kv-memory sets it"),
         ("cpu", None, {"kv_memory": 1 << 30}, "--kv-memory"),
         ("cpu", None, {"num_blocks": 100}, "--num-blocks"),
@@ -215,6 +216,23 @@ def test_the_start_says_from_where_it_can_be_reached(
     ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, RunnerFacts("native", "cpu", "int8", 2), {})
     announce(Startup(config, "model", ready, {"all": 1.0}))
     assert f"  {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (RunnerFacts("native", "cpu", "int8", 1), "native, cpu, int8, 1 thread"),
+        (RunnerFacts("native", "cpu", "int8", 2), "native, cpu, int8, 2 threads"),
+        (
+            RunnerFacts("mlx 0.32.4, mlx-lm 0.32.2", "Apple M3 Max (Metal)", "bfloat16", 1),
+            "mlx 0.32.4, mlx-lm 0.32.2, Apple M3 Max (Metal), bfloat16",
+        ),
+    ],
+)
+def test_the_start_says_what_computes(facts: RunnerFacts, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),))
+    announce(Startup(config, "model", Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}), {"all": 1.0}))
+    assert f"  computes   {line}\n" in capsys.readouterr().out
 
 
 class _NoRoute:

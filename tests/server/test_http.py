@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from quire.engine.outputs import Delta
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventStream
-from quire.server.http.server import LINGER_S, HttpProtocol, make_config
+from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, make_config, raise_file_limit
 from quire.server.protocols.openai.errors import OPENAI
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
@@ -190,3 +191,17 @@ def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
         assert work.is_closed
 
     asyncio.run(serve())
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_macos_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [256, resource.RLIM_INFINITY]
+
+    def set_limit(_kind: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > 10_240:
+            raise ValueError("not allowed to raise maximum limit")
+        limits[0] = wanted[0]
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    assert raise_file_limit(4096) == 4096
+    assert raise_file_limit(50_000) == limits[0] - SPARE_FILES == 10_240 - SPARE_FILES

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.backends.machine import is_apple_silicon
 from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
 ABI = 4
@@ -118,9 +119,10 @@ def load_library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
+        name, packages = ("mlx", "mlx mlx-lm") if is_apple_silicon() else ("torch", "torch")
         raise NativeUnavailable(
             f"the native backend's library {path.name} cannot be loaded ({error}). Installing quire from source builds"
-            f" it with gcc or clang; a wheel contains it. The torch backend works without: {install_command('torch')}"
+            f" it with gcc or clang; a wheel contains it. The {name} backend works without: {install_command(packages)}"
         ) from None
     _declare(library)
     if (abi := library.quire_abi()) != ABI:

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from typing import Any
 
@@ -29,6 +29,7 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 1 << 20  # body of a pipelined request that waits for the previous one
 SPARE_FILES = 128  # file descriptors reserved for other uses than connections
+MAC_MAX_FILES = 10_240  # macOS may refuse more open files, although it reports that there is no hard limit
 BODY_WRITER = "quire.body_writer"  # key in the scope of a request
 
 _UPGRADE = re.compile(rb"\r\n(upgrade)[ \t]*:", re.IGNORECASE)
@@ -353,9 +354,12 @@ def raise_file_limit(max_connections: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_FILES
     if soft < wanted:
-        new = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, new), hard))
-        soft = max(soft, new)
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        for new in (max(soft, allowed), max(soft, min(allowed, MAC_MAX_FILES))):
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
+                soft = new
+                break
     return max(1, min(max_connections, soft - SPARE_FILES))
 
 
