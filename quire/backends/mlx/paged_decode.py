@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -208,12 +208,27 @@ CUDA_PROLOGUE = """
 """
 
 
+class Launch(Protocol):
+    """What MLX returns for the text of a kernel. The grid is in threads."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, mx.Dtype | int | bool]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Language:
     """What differs between the GPU languages that MLX compiles."""
 
     name: str
-    compile: Callable[..., Any]  # like mx.fast.metal_kernel
+    compile: Callable[..., object]  # like mx.fast.metal_kernel: returns a `Launch`
     prologue: str  # first lines of the kernels
     header: str  # text before the kernels
     num_groups: int  # thread groups that keep the GPU busy: contexts are divided until there are so many
@@ -277,15 +292,16 @@ class PagedDecode:
         self._merge = self._compile("quire_merge_parts", ["parts", "logsums"], ["out"], MERGE)
         self._constants: dict[tuple[float, mx.Dtype], mx.array] = {}
 
-    def _compile(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> Any:
+    def _compile(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> Launch:
         language = self.language
-        return language.compile(
+        kernel = language.compile(
             name=name,
             input_names=inputs,
             output_names=outputs,
             source=CONSTANTS + language.prologue + body,
             header=language.header,
         )
+        return cast(Launch, kernel)
 
     def _constant(self, value: float, dtype: mx.Dtype) -> mx.array:
         """Return an array of one number: kept, because it is needed at every layer of every step."""
@@ -375,7 +391,9 @@ def gather_attention(
         for pool in (keys, values)
     ]  # [B, K, W * block size, D or V]
     sinks = None if sinks is None else sinks.astype(queries.dtype)
-    return mx.fast.scaled_dot_product_attention(queries[:, :, None], *dense, scale=scale, mask=mask, sinks=sinks)[:, :, 0]
+    return mx.fast.scaled_dot_product_attention(queries[:, :, None], *dense, scale=scale, mask=mask, sinks=sinks)[
+        :, :, 0
+    ]
 
 
 def gather_reference(
@@ -399,7 +417,7 @@ TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 1e-2}
 
 # Lengths of the rows. MLX compiles a second variant for fewer than 8 rows: Metal gets such arrays as constants. The
 # longest rows are computed in several parts.
-CHECKED_LENGTHS = ((1, 33, 700), (1, 2, 31, 32, 33, 64, 150, 300, 700))
+CHECKED_LENGTHS = ((1, 33, 300), (1, 2, 31, 32, 33, 64, 150, 300))
 CHECKED_WINDOW = 70
 UNUSED = 1000.0  # in slots that no row may use
 
@@ -458,11 +476,12 @@ def find_error(kernel: Attention, example: Example, *, window: int, has_sinks: b
     scale = example.queries.shape[-1] ** -0.5
     sinks = example.sinks if has_sinks else None
     found = kernel(*pools, *places, scale=scale, window=window, sinks=sinks)
-    wide = (array.astype(mx.float32) for array in pools)
-    expected = gather_reference(*wide, *places, scale=scale, window=window, sinks=sinks)
+    queries, keys, values = (array.astype(mx.float32) for array in pools)
+    expected = gather_reference(queries, keys, values, *places, scale=scale, window=window, sinks=sinks)
     if found.shape != expected.shape or found.dtype != example.queries.dtype:
         raise ValueError(f"the result has the shape {found.shape} and the type {found.dtype}")
-    return float((mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()).item())
+    error = mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()
+    return cast(float, error.item())
 
 
 def make_example(
@@ -502,6 +521,39 @@ def make_example(
         keys=pools[0],
         values=pools[1],
         tables=tables,
-        lengths=mx.array(lengths, mx.int32),
+        lengths=mx.array(list(lengths), mx.int32),
         sinks=mx.random.normal((num_heads,), key=next(keys_of_random)).astype(dtype),
     )
+
+
+# Time of gather + SDPA divided by the time of the kernel, by rows of the batch and longest context.
+#
+# metal: reported by the project mlxcel for its own fused kernel on an M1 Ultra (its ADR 0001). This kernel has not been
+# measured on Apple hardware; `benchmarks/mlx_decode.py` prints the table of the machine it runs on.
+# cuda: this kernel on an H200, MLX 0.32.4, float16, 32 heads on 8, head size 128 (2026-11-16, that benchmark).
+PAYS: dict[str, dict[int, dict[int, float]]] = {
+    "metal": {
+        1: {4096: 0.50, 16384: 0.39},
+        4: {4096: 1.30, 16384: 0.83},
+        16: {4096: 1.36, 16384: 0.91},
+    },
+    "cuda": {
+        1: {512: 3.48, 1024: 3.41, 4096: 4.92, 16384: 9.53},
+        2: {512: 3.29, 1024: 3.49, 4096: 7.38, 16384: 12.0},
+        4: {512: 3.74, 1024: 5.24, 4096: 9.30, 16384: 12.3},
+        8: {512: 6.03, 1024: 8.02, 4096: 11.93, 16384: 16.14},
+        16: {512: 7.85, 1024: 10.57, 4096: 13.5, 16384: 17.53},
+        32: {512: 9.21, 1024: 11.79, 4096: 16.58, 16384: 20.38},
+    },
+}
+
+
+def pays(batch: int, num_tokens: int, language: str = "metal") -> bool:
+    """Whether the kernel is faster than gather + SDPA for this many rows with contexts up to `num_tokens`.
+
+    Between two measured points, the smaller batch and the longer context decide: the kernel gains least there.
+    """
+    by_rows = PAYS[language]
+    by_context = by_rows[max((rows for rows in by_rows if rows <= batch), default=min(by_rows))]
+    nearest = min((context for context in by_context if context >= num_tokens), default=max(by_context))
+    return by_context[nearest] > 1

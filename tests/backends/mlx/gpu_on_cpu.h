@@ -6,16 +6,12 @@
 // If threads wait for others that have returned, as when a reduction is called by only some lanes, the program aborts.
 #pragma once
 
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <vector>
 
 using uint = unsigned;
 struct uint3 {
@@ -33,13 +29,13 @@ struct bfloat16_t {
     bfloat16_t() = default;
     explicit bfloat16_t(float x) {
         uint32_t word;
-        std::memcpy(&word, &x, sizeof word);
+        memcpy(&word, &x, sizeof word);
         bits = uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);  // to nearest, ties to even
     }
     explicit operator float() const {
         const uint32_t word = uint32_t(bits) << 16;
         float x;
-        std::memcpy(&x, &word, sizeof x);
+        memcpy(&x, &word, sizeof x);
         return x;
     }
 };
@@ -47,7 +43,8 @@ struct bfloat16_t {
 namespace gpu_on_cpu {
 
 constexpr int NUM_LANES = 32;
-constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr int MAX_THREADS = 1024;  // of a thread group
+constexpr size_t STACK_BYTES = 64 * 1024;
 
 struct Barrier {
     int size = 0, arrived = 0;
@@ -61,19 +58,20 @@ struct Simdgroup {
 
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack;
+    char* stack;
     int index;
     long num_reductions;
     bool is_done;
 };
 
 inline ucontext_t scheduler;
-inline std::vector<Fiber> fibers;
-inline std::vector<Simdgroup> simdgroups;
+inline Fiber fibers[MAX_THREADS];
+inline Simdgroup simdgroups[MAX_THREADS / NUM_LANES];
+inline int num_threads;
 inline Barrier group_barrier;
 inline Fiber* current;
 inline uint3 group, num_groups;
-inline std::function<void()> body;
+inline void (*thread_of_kernel)();
 inline bool has_progress;
 
 inline void wait(Barrier& barrier) {
@@ -97,63 +95,63 @@ inline const float* exchange(float x) {
 }
 
 inline void run_fiber() {
-    body();
+    thread_of_kernel();
     current->is_done = true;
     has_progress = true;
     swapcontext(&current->context, &scheduler);
 }
 
 inline void run_group() {
-    for (Fiber& fiber : fibers) {
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        fiber.is_done = false;
-        fiber.num_reductions = 0;
-        makecontext(&fiber.context, run_fiber, 0);
+    for (Fiber* fiber = fibers; fiber < fibers + num_threads; ++fiber) {
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = fiber->stack;
+        fiber->context.uc_stack.ss_size = STACK_BYTES;
+        fiber->is_done = false;
+        fiber->num_reductions = 0;
+        makecontext(&fiber->context, run_fiber, 0);
     }
-    for (size_t num_done = 0; num_done < fibers.size();) {
+    for (int num_done = 0; num_done < num_threads;) {
         has_progress = false;
-        for (Fiber& fiber : fibers) {
-            if (fiber.is_done) continue;
-            current = &fiber;
-            swapcontext(&scheduler, &fiber.context);
-            num_done += fiber.is_done;
+        for (Fiber* fiber = fibers; fiber < fibers + num_threads; ++fiber) {
+            if (fiber->is_done) continue;
+            current = fiber;
+            swapcontext(&scheduler, &fiber->context);
+            num_done += fiber->is_done;
         }
         if (!has_progress) {
-            std::fprintf(stderr, "threads wait for others that never come\n");
-            std::abort();
+            fprintf(stderr, "threads wait for others that never come\n");
+            abort();
         }
     }
 }
 
 // Runs `thread` once for each thread of each thread group.
-inline void launch(const uint* groups, int num_threads, std::function<void()> thread) {
-    body = std::move(thread);
+inline void launch(const uint* groups, int threads_per_group, void (*thread)()) {
+    thread_of_kernel = thread;
     num_groups = {groups[0], groups[1], groups[2]};
-    fibers.resize(num_threads);
-    simdgroups.assign(num_threads / NUM_LANES, Simdgroup{});
-    for (Simdgroup& simdgroup : simdgroups) simdgroup.barrier.size = NUM_LANES;
+    num_threads = threads_per_group;
     group_barrier = Barrier{num_threads};
     for (int i = 0; i < num_threads; ++i) {
         fibers[i].index = i;
-        fibers[i].stack.resize(STACK_BYTES);
+        fibers[i].stack = static_cast<char*>(malloc(STACK_BYTES));
+        simdgroups[i / NUM_LANES].barrier = Barrier{NUM_LANES};
     }
     for (group.z = 0; group.z < num_groups.z; ++group.z)
         for (group.y = 0; group.y < num_groups.y; ++group.y)
             for (group.x = 0; group.x < num_groups.x; ++group.x) run_group();
+    for (int i = 0; i < num_threads; ++i) free(fibers[i].stack);
 }
 
 }  // namespace gpu_on_cpu
 
 // The words of Metal
 namespace metal {
-using std::max;
-using std::min;
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline float max(float a, float b) { return a > b ? a : b; }
 namespace fast {
-inline float exp2(float x) { return std::exp2(x); }
-inline float log2(float x) { return std::log2(x); }
+inline float exp2(float x) { return exp2f(x); }
+inline float log2(float x) { return log2f(x); }
 }  // namespace fast
 enum class mem_flags { mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { gpu_on_cpu::wait(gpu_on_cpu::group_barrier); }

@@ -28,6 +28,8 @@ ATTRIBUTES = {
     "threadgroups_per_grid": ("uint3", "gpu_on_cpu::num_groups"),
 }
 MAX_CONSTANT_SIZE = 8  # smaller arrays are constants in Metal
+WARNINGS = ["-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-local-typedefs"]
+FLAGS = ["-std=c++17", "-O1", *WARNINGS, "-fPIC", "-shared"]
 
 
 def kernel(
@@ -99,8 +101,11 @@ def function(
 void {name}({", ".join(declaration for declaration, _ in parameters)}) {{
 {constants}{source}
 }}
-extern "C" void launch(const uint* groups, int threads, void** inputs, int** shapes, void** outputs) {{
-    gpu_on_cpu::launch(groups, threads, [&] {{ {name}({", ".join(argument for _, argument in parameters)}); }});
+void **inputs, **outputs;
+int** shapes;
+extern "C" void launch(const uint* groups, int threads, void** new_inputs, int** new_shapes, void** new_outputs) {{
+    inputs = new_inputs, shapes = new_shapes, outputs = new_outputs;
+    gpu_on_cpu::launch(groups, threads, [] {{ {name}({", ".join(argument for _, argument in parameters)}); }});
 }}
 """
 
@@ -123,8 +128,8 @@ def compiled(text: str) -> ctypes.CDLL:
         source = Path(folder, f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp")
         source.write_text(text)
         library = source.with_suffix(".so")
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-local-typedefs", "-fPIC", "-shared"]
-        result = subprocess.run(["g++", *flags, "-o", library, source], capture_output=True, text=True, check=False)
+        command = ["g++", *FLAGS, "-o", str(library), str(source)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise RuntimeError(f"the kernel does not compile: {result.stderr}")
         return ctypes.CDLL(str(library))
