@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.backends.machine import available_bytes, gpu_memory, has_nvidia
+from quire.backends.machine import available_bytes, gpu_memory, has_nvidia, is_apple_silicon
 from quire.sizes import memory_size
 
 FILE_BITS: dict[str, float] = {  # of one weight in a file
@@ -42,12 +42,12 @@ class Memory:
 class Fit:
     """Where a model runs: on the GPU, on the CPU, or nowhere."""
 
-    device: str  # cuda, cpu, or empty: its weights do not fit
+    device: str  # cuda, metal, cpu, or empty: its weights do not fit
     num_bytes: int  # bytes of the weights on that device; on the CPU if they do not fit
     is_free: bool  # whether that much memory is free now
 
     def __str__(self) -> str:
-        name = {"cuda": "GPU", "cpu": "CPU"}.get(self.device)
+        name = {"cuda": "GPU", "metal": "GPU", "cpu": "CPU"}.get(self.device)
         if name is None:
             return f"too large: {memory_size(self.num_bytes)} of weights"
         return name if self.is_free else f"{name}, once {memory_size(self.num_bytes)} are free"
@@ -75,3 +75,11 @@ def fit(weights: Mapping[str, int], memory: Memory) -> Fit:
     if on_cpu <= memory.cpu_total * SPARE:
         return Fit("cpu", on_cpu, on_cpu <= memory.cpu_free * SPARE)
     return Fit("", on_cpu, False)
+
+
+def fit_mlx(num_bytes: int, memory: Memory) -> Fit:
+    """Where the mlx backend runs a model. It keeps weights as they are in the files, in the memory of the CPU."""
+    if num_bytes > memory.cpu_total * SPARE:
+        return Fit("", num_bytes, False)
+    device = "metal" if is_apple_silicon() else "cpu"
+    return Fit(device, num_bytes, num_bytes <= memory.cpu_free * SPARE)

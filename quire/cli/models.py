@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli.backend_fit import find_backend_problem
 from quire.cli.machine_fit import Fit, read_memory
 from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
 from quire.sizes import file_size
@@ -21,13 +22,18 @@ if TYPE_CHECKING:
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
     """List the models on this machine with sizes and paths, and suggest models that run on it."""
-    here = local_models()
+    here = [_with_problem(model) for model in local_models()]
     names = {model.name for model in here if not model.problem}
     suggested = suggest(read_memory(), names)
     if as_json:
         typer.echo(json.dumps(_document(here, names, suggested), indent=2))
     else:
         _print_tables(here, names, suggested)
+
+
+def _with_problem(model: LocalModel) -> LocalModel:
+    """The model, with a problem if the backend of this machine does not run it."""
+    return replace(model, problem=model.problem or find_backend_problem(model.unsupported))
 
 
 def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> dict[str, object]:

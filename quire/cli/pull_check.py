@@ -14,13 +14,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from quire.cli.machine_fit import FILE_BITS, Memory, fit, read_memory
+from quire.backends.support import find_mlx_problem
+from quire.cli.backend_fit import find_backend_problem
+from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit, fit_mlx, read_memory
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
-from quire.weights.config import DTYPES, spec_from_config
+from quire.weights.config import DTYPES
 from quire.weights.fields import show
 from quire.weights.gguf_spec import FAMILIES
 from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
+from quire.weights.other import read_spec
+from quire.weights.spec import ModelSpec
 
 # Types in names of GGUF files: `Q4_K_M` is a mixture, mostly of Q4_K.
 _TYPE = re.compile(r"(?<![A-Za-z0-9])([IT]Q\d_[A-Z0-9]+|Q\d(?:_[01K])?|BF16|F16|F32|FP16|MXFP4)", re.IGNORECASE)
@@ -50,9 +54,25 @@ class Download:
         found = _TYPE.search(next(iter(self.files), ""))
         return None if found is None else found[1].upper().replace("FP16", "F16")
 
+    def spec(self) -> ModelSpec:
+        """The spec of a folder of safetensors. Raises QuireError."""
+        return read_spec(self.config, {}, "config.json", self.type or "BF16")
+
+    @property
+    def needs_mlx(self) -> bool:
+        """Whether only the mlx backend may run the model."""
+        try:
+            return self.name.gguf is None and bool(self.spec().unsupported)
+        except QuireError:
+            return False
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(size for file, size in self.files.items() if file.endswith((".safetensors", ".gguf")))
+
     @property
     def weights(self) -> dict[str, int]:
-        num_bytes = sum(size for file, size in self.files.items() if file.endswith((".safetensors", ".gguf")))
+        num_bytes = self.weight_bytes
         kind = self.type if self.type in FILE_BITS else "BF16" if self.name.gguf is None else "Q4_K"
         return {kind: int(num_bytes * 8 / FILE_BITS[kind])}
 
@@ -85,7 +105,7 @@ def find_problems(found: Download, memory: Memory, free_disk_bytes: int) -> list
     problems = _file_problems(found) or _family_problems(found)
     if found.num_bytes > free_disk_bytes:
         problems.append(f"it needs {file_size(found.num_bytes)}, and {file_size(free_disk_bytes)} are free on the disk")
-    place = fit(found.weights, memory)
+    place = find_place(found, memory)
     if not place.device:
         total = max(memory.cpu_total, memory.gpu_total)
         problems.append(f"its weights take {memory_size(place.num_bytes)}, and this machine has {memory_size(total)}")
@@ -120,10 +140,17 @@ def _family_problems(found: Download) -> list[str]:
             return [f"architecture {show(family)} is not supported; these run: {', '.join(FAMILIES)}"]
         return []
     try:
-        spec_from_config(found.config, {}, "config.json", found.type or "BF16")
-    except (UnsupportedModel, QuireError) as error:
+        spec = found.spec()
+    except QuireError as error:
         return [str(error)]
-    return []
+    problem = find_backend_problem(spec.unsupported)
+    if not problem and spec.unsupported:
+        problem = find_mlx_problem(found.config.get("model_type"))
+    return [problem] if problem else []
+
+
+def find_place(found: Download, memory: Memory) -> Fit:
+    return fit_mlx(found.weight_bytes, memory) if found.needs_mlx else fit(found.weights, memory)
 
 
 def find_context(found: Download) -> int | None:
@@ -131,7 +158,7 @@ def find_context(found: Download) -> int | None:
         context = found.gguf.get("context_length")
         return context if type(context) is int else None
     try:
-        return spec_from_config(found.config, {}, "config.json", found.type or "BF16").max_model_len
+        return found.spec().max_model_len
     except QuireError:
         return None
 
@@ -152,9 +179,10 @@ def check(name: HubName, *, is_forced: bool) -> str:
     if problems and (not is_forced or not found.files):
         advice = "" if not found.files else ". --force downloads it anyway"
         raise UnsupportedModel(f"{title}: {'; '.join(problems)}{advice}")
-    place = fit(found.weights, memory)
+    place = find_place(found, memory)
     context = find_context(found)
     parts = [f"{title}: {file_size(found.num_bytes)}", *(["forced: " + "; ".join(problems)] if problems else [])]
     parts += [f"{context:,} tokens of context"] if context else []
-    parts += [f"runs on {place}"] if place.device and not problems else []
+    with_mlx = ", with mlx" if found.needs_mlx else ""
+    parts += [f"runs on {place}{with_mlx}"] if place.device and not problems else []
     return ", ".join(parts)

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.machine_fit import fit, read_memory
+from quire.cli.backend_fit import find_backend_problem
+from quire.cli.machine_fit import fit, fit_mlx, read_memory
 from quire.cli.models import short_path
 from quire.sizes import file_size, memory_size
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.hub import resolve, size_of
+from quire.weights.config import DTYPES
+from quire.weights.hub import resolve, size_of, weight_bytes
 
 KV_BYTES = 2  # of one element of the KV cache in 16 bits
 CONTEXT_SHOWN = 32_768
@@ -51,13 +53,16 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     weights: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         weights[tensor.type.value] += math.prod(tensor.shape)
-    place = fit(weights, read_memory())
+    if spec.unsupported and spec.quantization not in DTYPES:
+        weights.clear()  # MLX packs several weights into a number: shapes do not say how many there are
+    place = fit_mlx(weight_bytes(path), read_memory()) if spec.unsupported else fit(weights, read_memory())
+    problem = find_backend_problem(spec.unsupported)
     return {
         "path": str(path),
         "size_bytes": size_of(path),
         "family": spec.family,
         "architecture": spec.architecture,
-        "num_parameters": weights.total(),
+        "num_parameters": weights.total() or None,
         "quantization": spec.quantization,
         "weights": dict(weights.most_common()),
         "max_model_len": spec.max_model_len,
@@ -69,20 +74,21 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "kv_bytes_per_token": 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * KV_BYTES,
         "has_chat_template": checkpoint.tokenizer_files().chat_template is not None,
         "memory_bytes": place.num_bytes,
-        "runs_on": place.device or None,
-        "runs_here": str(place),
+        "runs_on": None if problem else place.device or None,
+        "runs_here": problem or (f"{place}, with mlx" if spec.unsupported and place.device else str(place)),
     }
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     num_tokens = min(facts["max_model_len"], CONTEXT_SHOWN)
     kv = memory_size(facts["kv_bytes_per_token"] * num_tokens)
-    shown = [(kind, count) for kind, count in facts["weights"].items() if count >= facts["num_parameters"] / 200]
-    types = ", ".join(f"{kind} {count / facts['num_parameters']:.0%}" for kind, count in shown)
+    total = facts["num_parameters"]
+    shown = [(kind, count) for kind, count in facts["weights"].items() if count >= total / 200]
+    types = ", ".join(f"{kind} {count / total:.0%}" for kind, count in shown) or facts["quantization"]
     is_runnable = facts["runs_on"] is not None
     return [
         ("family", f"{facts['family']} ({facts['architecture']})"),
-        ("parameters", _count(facts["num_parameters"])),
+        *([("parameters", _count(total))] if total else []),
         ("context", f"{facts['max_model_len']:,} tokens"),
         ("quantisation", types),
         ("layers", f"{facts['num_layers']}, hidden size {facts['hidden_size']:,}"),

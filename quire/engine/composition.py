@@ -12,6 +12,7 @@ from types import ModuleType
 
 from quire.backends.base import PRECISIONS, QUANTIZE_BITS, BackendOptions, Capacity, Progress, Runner
 from quire.backends.machine import has_nvidia, is_apple_silicon
+from quire.backends.support import refuse_unsupported
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
@@ -22,6 +23,7 @@ from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.sizes import parse_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import LOAD_FORMATS, open_checkpoint
+from quire.weights.spec import ModelSpec
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`.
 BACKENDS: dict[str, str] = {
@@ -174,6 +176,12 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
     backend = import_backend(config)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
     return runner
+
+
+def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
+    """Raise if the backend that these settings choose does not run the model, before a process is started for it."""
+    if spec.unsupported and choose_backend(config) not in ("mlx", "fake"):
+        refuse_unsupported(spec)
 
 
 def choose_backend(config: EngineConfig) -> str:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
-from quire.engine.composition import EngineConfig, make_engine
+from quire.engine.composition import EngineConfig, check_supported, make_engine
 from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
@@ -44,7 +45,8 @@ class LLM:
         except TypeError as error:
             raise InvalidRequest(f"settings: {error}") from None
         path = _find(None if model is None else str(model))
-        self.text = ModelText.open(path, load_format=self.config.load_format)
+        check = partial(check_supported, config=self.config)
+        self.text = ModelText.open(path, load_format=self.config.load_format, check=check)
         try:
             self.engine = make_engine(path, self.config, progress)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,11 +43,22 @@ class ModelText:
 
     @classmethod
     def open(
-        cls, path: Path, name: str | None = None, load_format: str = "auto", tool_format: str | None = None
+        cls,
+        path: Path,
+        name: str | None = None,
+        load_format: str = "auto",
+        tool_format: str | None = None,
+        *,
+        check: Callable[[ModelSpec], None] | None = None,
     ) -> ModelText:
-        """Open a model's text files. `tool_format`: a name in TOOL_FORMATS; None: detect it from the template."""
+        """Open a model's text files. `tool_format`: a name in TOOL_FORMATS; None: detect it from the template.
+
+        `check` may refuse the model before its tokenizer is read.
+        """
         checkpoint = open_checkpoint(path, load_format)
         try:
+            if check is not None:
+                check(checkpoint.spec)
             files = checkpoint.tokenizer_files()
             tokenizer = make_tokenizer(path, files)
             if tokenizer.vocab_size > checkpoint.spec.vocab_size:

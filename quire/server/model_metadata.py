@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from quire.errors import QuireError
 from quire.text.reasoning import find_reasoning
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.config import DTYPES
 from quire.weights.hub import NO_DEFAULTS, known_generation, size_of
 from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
@@ -32,7 +34,7 @@ class ModelFacts:
     spec: ModelSpec | None = None
     template: str | None = None
     defaults: GenerationDefaults = NO_DEFAULTS
-    num_parameters: int = 0
+    num_parameters: int = 0  # 0: not known
 
     @property
     def can_think(self) -> bool:
@@ -66,9 +68,19 @@ def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> Mo
         defaults = checkpoint.generation
         if defaults == NO_DEFAULTS:  # same fallback as `ModelText.open`
             defaults = known_generation(path)
-        num_parameters = sum(map(math.prod, expected_tensors(checkpoint.spec).values()))
+        num_parameters = _count_parameters(checkpoint)
         return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults, num_parameters)
     except QuireError:
         return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec)
     finally:
         checkpoint.close()
+
+
+def _count_parameters(checkpoint: Checkpoint) -> int:
+    """Return the number of weights; 0 for weights that MLX has packed, whose shapes do not say it."""
+    spec = checkpoint.spec
+    if not spec.unsupported:
+        return sum(map(math.prod, expected_tensors(spec).values()))
+    if spec.quantization not in DTYPES:
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())

@@ -20,6 +20,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
+from quire.engine.composition import check_supported
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient
@@ -146,10 +147,11 @@ class Model:
         checkpoint = open_checkpoint(self.config.path, self.config.engine.load_format)
         spec = checkpoint.spec
         checkpoint.close()
+        check_supported(spec, self.config.engine)
         self.full_context = min(self.config.engine.max_model_len or spec.max_model_len, spec.max_model_len)
         self.max_model_len = self.full_context
         engine = self.config.engine
-        is_half = engine.backend in ("auto", "native") or (engine.device != "cpu" and has_nvidia())
+        is_half = engine.backend in ("auto", "native", "mlx") or (engine.device != "cpu" and has_nvidia())
         element_bytes = HALF_BYTES if is_half else FP32_BYTES
         self._token_bytes = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_size * element_bytes
 

@@ -7,6 +7,7 @@ the field: a model that loads and then answers nonsense is worse than one that d
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# Fields of config.json that say that the weights are quantised, and the field in them that says how. MLX writes both.
+QUANTIZED = {"quantization": "bits", "quantization_config": "quant_method"}
+MAX_NAME_LENGTH = 100
+_ARCHITECTURE = re.compile(rf"[\w.-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,7 @@ def spec_from_config(
 ) -> ModelSpec:
     """Make a spec. `quantization` is the type of most weights, which config.json does not always contain."""
     whole = Fields(source, config)
-    _refuse_quantized(whole)
+    refuse_quantized(whole)
     architecture = find_architecture(whole)
     family = ALIASES[architecture]
     fields = _text_fields(whole, architecture)
@@ -195,37 +200,48 @@ def spec_from_config(
         dtype=_dtype(fields, whole, quantization),
         quantization=quantization,
         bos_token_id=next(iter(fields.token_ids("bos_token_id", shape.vocab_size)), None),
-        eos_token_ids=_eos(fields, Fields(_generation_source(source), generation), shape.vocab_size),
+        eos_token_ids=read_eos(fields, generation, shape.vocab_size),
     )
 
 
-def find_architecture(config: Fields) -> str:
-    """Return the class name in a config if its equations are supported."""
+def name_architecture(config: Fields) -> str:
+    """Return the class name in a config, supported or not; the model type if the config has no class name."""
     named = config.get("architectures")
-    name: Any = None
-    if named is None:
+    if named is None or named == []:
         model_type = config.find_text("model_type")
-        name = MODEL_TYPES.get(model_type or "", model_type)
+        name: Any = MODEL_TYPES.get(model_type or "", model_type)
+        if name is None:
+            raise config.missing("architectures")
     elif isinstance(named, list) and len(named) == 1:
         name = named[0]
     else:
         raise config.wrong("architectures", "not a list of one name")
-    if name is None:
-        raise config.missing("architectures")
-    if not isinstance(name, str) or name not in ALIASES:
+    if not isinstance(name, str) or not _ARCHITECTURE.fullmatch(name):
+        field = "architectures" if named else "model_type"
+        raise config.wrong(field, f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'")
+    return name
+
+
+def find_architecture(config: Fields) -> str:
+    """Return the class name in a config if its equations are supported."""
+    name = name_architecture(config)
+    if name not in ALIASES:
         raise UnsupportedModel(f"{config.source}: {show(name)} is not supported; these run: {', '.join(ALIASES)}")
     return name
 
 
-def _refuse_quantized(config: Fields) -> None:
-    for name, method in (("quantization_config", "quant_method"), ("quantization", "bits")):
-        if config.get(name):
-            inner = config.get(name)
-            value = inner.get(method) if isinstance(inner, dict) else inner
-            raise UnsupportedModel(
-                f"{config.source}: {name} ({method} {show(value)}): quantised safetensors are not supported; "
-                "use the original model or a GGUF of it"
-            )
+def refuse_quantized(config: Fields) -> None:
+    """Raise if the weights are quantised. Multimodal models may say so beside their language model's sizes."""
+    inner = config.get("text_config")
+    nested = Fields(config.source, inner, "text_config.") if isinstance(inner, dict) else Fields(config.source, {})
+    for fields in (config, nested):
+        for name, method in QUANTIZED.items():
+            if value := fields.get(name):
+                value = value.get(method) if isinstance(value, dict) else value
+                raise UnsupportedModel(
+                    f"{config.source}: {fields.prefix}{name} ({method} {show(value)}): quantised safetensors are not "
+                    "supported; use the original model or a GGUF of it"
+                )
 
 
 def _text_fields(config: Fields, architecture: str) -> Fields:
@@ -350,13 +366,10 @@ def _is_sliding(fields: Fields, types: Any, num_layers: int, layer: int) -> bool
 # End tokens and sampling defaults
 
 
-def _generation_source(source: str) -> str:
-    return source.replace("config.json", "generation_config.json")
-
-
-def _eos(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
+def read_eos(config: Fields, generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Return the end tokens. generation_config.json takes precedence: it lists the tokens that end a chat turn."""
-    return generation.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
+    given = Fields(config.source.replace("config.json", "generation_config.json"), generation)
+    return given.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
 
 
 def read_generation(values: Mapping[str, Any], source: str) -> GenerationDefaults:

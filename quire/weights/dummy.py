@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.errors import ModelFileError
+from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.folder import ModelFolder
 from quire.weights.names import expected_tensors
@@ -24,6 +24,8 @@ class DummyCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._folder = ModelFolder(folder)
+        if self._folder.unsupported:
+            raise UnsupportedModel(self._folder.unsupported)
         self.spec = self._folder.spec(TYPE)
         self.generation = self._folder.generation()
         self.tensors: Mapping[str, TensorInfo] = {

@@ -11,8 +11,9 @@ from typing import Any
 
 from quire.errors import ModelFileError
 from quire.weights.checkpoint import TokenizerFiles
-from quire.weights.config import find_architecture, read_generation, spec_from_config
+from quire.weights.config import name_architecture, read_generation
 from quire.weights.fields import Fields, read_bounded, read_json, show
+from quire.weights.other import find_unsupported, read_spec
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -26,11 +27,13 @@ class ModelFolder:
         self.path = path
         self._config_path = member(path, "config.json")
         self.config = read_json(self._config_path)
-        self.architecture = find_architecture(Fields(str(self._config_path), self.config))
+        fields = Fields(str(self._config_path), self.config)
+        self.architecture = name_architecture(fields)
+        self.unsupported = find_unsupported(fields)  # why quire's own equations do not run it; empty: they may
         self._generation = self._json("generation_config.json")
 
     def spec(self, quantization: str) -> ModelSpec:
-        return spec_from_config(self.config, self._generation, str(self._config_path), quantization)
+        return read_spec(self.config, self._generation, str(self._config_path), quantization)
 
     def generation(self) -> GenerationDefaults:
         return read_generation(self._generation, str(self.path / "generation_config.json"))

@@ -43,7 +43,10 @@ ALIASES: dict[str, str] = {"smollm2": DEFAULT_MODEL, "smollm2-135m": DEFAULT_MOD
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine. One that cannot be opened has a `problem` and no parameters."""
+    """A model on this machine. One that cannot be opened has a `problem` and no parameters.
+
+    One that opens and that only the mlx backend may run has the reason in `unsupported`.
+    """
 
     name: str
     path: Path
@@ -52,6 +55,7 @@ class LocalModel:
     quantization: str
     architecture: str
     problem: str = ""
+    unsupported: str = ""
 
 
 def cache_dir() -> Path:
@@ -148,16 +152,27 @@ def _describe(name: str, path: Path) -> LocalModel:
     try:
         checkpoint = open_checkpoint(path)
     except QuireError as error:
-        return LocalModel(name, path, kind, size_bytes, "", "", str(error).removeprefix(f"{path}: "))
+        return LocalModel(name, path, kind, size_bytes, "", "", _without_path(str(error), path))
     spec = checkpoint.spec
     checkpoint.close()
-    return LocalModel(name, path, kind, size_bytes, spec.quantization, spec.architecture)
+    reason = _without_path(spec.unsupported, path)
+    return LocalModel(name, path, kind, size_bytes, spec.quantization, spec.architecture, unsupported=reason)
+
+
+def _without_path(text: str, path: Path) -> str:
+    """Return an error without the path at its start, which is shown beside it."""
+    return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
 def size_of(path: Path) -> int:
     """Return the bytes of a model's files."""
     files = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's safetensors."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def is_path(name: str) -> bool:

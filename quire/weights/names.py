@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from quire.errors import ModelFileError
+from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, TensorInfo
 from quire.weights.fields import show
 from quire.weights.spec import ModelSpec
@@ -134,7 +134,9 @@ def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Raise unless the checkpoint has exactly the tensors of its model."""
+    """Raise unless the checkpoint has exactly the tensors of its model, and quire knows its equations."""
+    if checkpoint.spec.unsupported:
+        raise UnsupportedModel(checkpoint.spec.unsupported)
     expected = expected_tensors(checkpoint.spec)
     found: Mapping[str, TensorInfo] = checkpoint.tensors
     unexpected = [name for name in found if name not in expected]

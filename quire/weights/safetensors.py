@@ -26,10 +26,12 @@ MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_SHARDS = 4096
 MAX_TENSORS = 65_536
+MAX_OTHER_TENSORS = 1 << 20  # a mixture of experts has three matrices per expert and layer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_KNOWN_TYPES = ("F32", "F16", "BF16")
 _ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2}
 
 
@@ -56,8 +58,11 @@ class SafetensorsCheckpoint:
         self._infos: dict[str, TensorInfo] = {}
         self.tensors: Mapping[str, TensorInfo] = self._infos
         try:
-            for shard, name in self._listed():
-                self._add(shard, name, self._folder.architecture)
+            if self._folder.unsupported:
+                self._add_others()
+            else:
+                for shard, name in self._listed():
+                    self._add(shard, name, self._folder.architecture)
             self.spec = self._folder.spec(most_common_type(self.tensors))
         except BaseException:
             self.close()
@@ -90,16 +95,8 @@ class SafetensorsCheckpoint:
             yield from ((shard, name) for name in shard.header)
             return
         path = member(self.path, INDEX)
-        weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= MAX_TENSORS:
-            raise ModelFileError(f"{path}: weight_map is {show(weight_map)}: not an object of 1 to {MAX_TENSORS} names")
-        for name, file in weight_map.items():
-            if not isinstance(file, str):
-                raise ModelFileError(f"{path}: weight_map[{show(name)}] is {show(file)}: not a file name")
-        files = dict.fromkeys(weight_map.values())
-        if len(files) > MAX_SHARDS:
-            raise ModelFileError(f"{path}: weight_map names {len(files)} files: more than {MAX_SHARDS}")
-        for file in files:
+        weight_map = _read_index(path, MAX_TENSORS)
+        for file in dict.fromkeys(weight_map.values()):
             shard = self._open(member(self.path, file))
             for name in shard.header:
                 if weight_map.get(name) != file:
@@ -108,6 +105,30 @@ class SafetensorsCheckpoint:
         missing = [name for name, file in weight_map.items() if not self._has(name, file)]
         if missing:
             raise ModelFileError(f"{path}: weight_map lists {show(missing[0])}, which is not in the file it names")
+
+    def _add_others(self) -> None:
+        """Check the files of a model that only mlx-lm runs, and list the tensors whose type quire can name.
+
+        mlx-lm reads every `model*.safetensors` and ignores the index. Here the index only says which files are missing.
+        """
+        if (self.path / INDEX).exists():
+            for file in dict.fromkeys(_read_index(member(self.path, INDEX), MAX_OTHER_TENSORS).values()):
+                member(self.path, file)
+        files = sorted(path.name for path in self.path.glob("model*.safetensors"))
+        if len(files) > MAX_SHARDS:
+            raise ModelFileError(f"{self.path}: holds {len(files)} files of weights: more than {MAX_SHARDS}")
+        names: set[str] = set()
+        for path in [member(self.path, file) for file in files] or [self._single()]:
+            shard = self._open(path)
+            for name, entry in shard.header.items():
+                if name in names:
+                    raise ModelFileError(f"{path}: tensor {show(name)} is also in another file of the folder")
+                names.add(name)
+                if _is_described(entry):
+                    self._infos[name], offset = _read_entry(shard, name)
+                    self._places[name] = _Place(shard, offset)
+            if len(names) > MAX_OTHER_TENSORS:
+                raise ModelFileError(f"{self.path}: holds more than {MAX_OTHER_TENSORS} tensors")
 
     def _has(self, name: str, file: str) -> bool:
         return any(shard.path.name == file and name in shard.header for shard in self._shards)
@@ -143,6 +164,20 @@ class SafetensorsCheckpoint:
         self._places[canonical] = _Place(shard, offset)
 
 
+def _read_index(path: Path, max_tensors: int) -> dict[str, str]:
+    """Return the file of each tensor."""
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= max_tensors:
+        raise ModelFileError(f"{path}: weight_map is {show(weight_map)}: not an object of 1 to {max_tensors} names")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise ModelFileError(f"{path}: weight_map[{show(name)}] is {show(file)}: not a file name")
+    num_files = len(set(weight_map.values()))
+    if num_files > MAX_SHARDS:
+        raise ModelFileError(f"{path}: weight_map names {num_files} files: more than {MAX_SHARDS}")
+    return weight_map
+
+
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return the start of the bytes and the table of tensors, which the safetensors package validates first."""
     try:
@@ -167,6 +202,12 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
+def _is_described(entry: Any) -> bool:
+    """Whether `_read_entry` can describe a tensor. Packed weights, scalars and empty tensors it cannot."""
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    return isinstance(shape, list) and shape != [] and all(shape) and entry.get("dtype") in _KNOWN_TYPES
+
+
 def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:
     """Return one row of the table. The package has validated it; the offsets are checked once more."""
     field = f"{shard.path}: tensor {show(name)}"
@@ -175,8 +216,9 @@ def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:
         value, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelFileError(f"{field} is {show(entry)}: not a type, a shape and two offsets") from None
-    if value not in ("F32", "F16", "BF16"):
-        raise UnsupportedModel(f"{field} has type {show(value)}, which is not supported; these are: F32, F16, BF16")
+    if value not in _KNOWN_TYPES:
+        can = ", ".join(_KNOWN_TYPES)
+        raise UnsupportedModel(f"{field} has type {show(value)}, which is not supported; these are: {can}")
     kind = TensorType(value)
     if not all(isinstance(one, int) for one in (*shape, begin, end)) or not shape or min(shape) < 1:
         raise ModelFileError(f"{field} has shape {show(shape)} at {show((begin, end))}: not whole numbers above 0")

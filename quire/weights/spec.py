@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+OTHER = "other"  # family of the models that only mlx-lm can run
+
 
 class Activation(StrEnum):
     SILU = "silu"
@@ -39,7 +41,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    family: str  # family of equations: a key of the backends' MODELS tables
+    family: str  # family of equations: a key of the backends' MODELS tables, or OTHER
     architecture: str  # as the file names it
     num_layers: int
     hidden_size: int
@@ -70,6 +72,7 @@ class ModelSpec:
     quantization: str  # type of most of the weights, for display: Q4_1, BF16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    unsupported: str = ""  # why the native and torch backends do not run the model; empty: they do
 
     @property
     def rounds_norms_first(self) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -15,6 +18,7 @@ from quire.weights.huggingface import HubName
 from tests.cli.fake_hub import COMMIT, FakeHub, Repository, fake_hub
 from tests.cli.runs import Terminal, quire
 from tests.weights.makers import tiny_gguf, write_folder
+from tests.weights.mlx_folder import write_mlx_model
 
 GB = 10**9
 MEMORY = Memory(cpu_total=16 * GB, cpu_free=12 * GB)
@@ -91,6 +95,84 @@ def test_force_downloads_it_anyway(hub: FakeHub, tmp_path: Path) -> None:
     assert "forced: architecture 'mamba' is not supported" in outcome.stderr
     assert "m-Q4_0.gguf" in hub.fetched
     assert pull(hub, tmp_path, "org/gguf:Q2_K", "--force").returncode == 2  # there is nothing to download
+
+
+# Models that only the mlx backend runs
+
+
+@pytest.fixture
+def mlx_hub(tmp_path: Path) -> Iterator[FakeHub]:
+    files = {path.name: path.read_bytes() for path in write_mlx_model(tmp_path / "made").iterdir()}
+    unknown = json.dumps({**json.loads(files["config.json"]), "architectures": ["Bert"], "model_type": "bert"}).encode()
+    with fake_hub(
+        **{"mlx-community_Tiny-4bit": Repository(files), "org_bert": Repository({**files, "config.json": unknown})}
+    ) as hub:
+        yield hub
+
+
+def test_a_packed_model_is_refused_with_the_backend_that_may_run_it(mlx_hub: FakeHub, tmp_path: Path) -> None:
+    outcome = pull(mlx_hub, tmp_path, "mlx-community/Tiny-4bit")
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert "quantization (bits 4): quantised safetensors are not supported" in outcome.stderr
+    assert "The mlx backend may run it: --backend mlx. --force downloads it anyway" in outcome.stderr
+    assert mlx_hub.fetched == ["config.json"]
+
+
+def test_a_forced_packed_model_is_whole_and_named_with_its_problem(mlx_hub: FakeHub, tmp_path: Path) -> None:
+    env = mlx_hub.env(tmp_path)
+    outcome = pull(mlx_hub, tmp_path, "mlx-community/Tiny-4bit", "--force")
+    assert outcome.returncode == 0, outcome.stderr
+    path = Path(outcome.stdout.strip())
+    assert {file.name for file in path.iterdir()} == set(mlx_hub.repositories["mlx-community/Tiny-4bit"].files)
+    (model,) = json.loads(quire("models", "--json", env=env).stdout)["local"]
+    assert (model["name"], model["quantization"]) == ("mlx-community/Tiny-4bit", "4 bits, groups of 32")
+    assert model["architecture"] == "LlamaForCausalLM"
+    assert "The mlx backend may run it: --backend mlx" in model["problem"]
+    assert "mlx-community/Tiny-4bit: config.json: quantization (bits 4): " in quire("models", env=env).stdout
+    shown = quire("show", "mlx-community/Tiny-4bit", env=env).stdout
+    assert "runs here     no: " in shown
+    assert "quantised safetensors are not supported" in shown
+    report = json.loads(quire("doctor", "--json", env=env).stdout)
+    assert any("mlx-community/Tiny-4bit cannot be opened" in one["what"] for one in report["problems"])
+
+
+MAC = (
+    "import sys\n"
+    "import quire.backends.machine as machine\n"
+    "machine.is_apple_silicon = lambda: True\n"
+    "from quire.cli.main import run\n"
+    "sys.argv[0] = 'quire'\n"
+    "run()\n"
+)
+
+
+def on_a_mac(hub: FakeHub, home: Path, *arguments: str) -> CompletedProcess[str]:
+    """Run a command that chooses the mlx backend."""
+    command = [sys.executable, "-c", MAC, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | hub.env(home))
+
+
+def test_where_mlx_is_chosen_a_packed_model_runs(mlx_hub: FakeHub, tmp_path: Path) -> None:
+    name = "mlx-community/Tiny-4bit"
+    outcome = on_a_mac(mlx_hub, tmp_path, "pull", name)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stderr.endswith("4,096 tokens of context, runs on GPU, with mlx\n")
+    lines = on_a_mac(mlx_hub, tmp_path, "models").stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
+    assert line.split()[1:7] == ["LlamaForCausalLM", "4", "bits,", "groups", "of", "32"]
+    shown = on_a_mac(mlx_hub, tmp_path, "show", name).stdout
+    assert "runs here     GPU, with mlx\n" in shown
+    assert "quantisation  4 bits, groups of 32\n" in shown
+    assert "parameters" not in shown  # the shapes of packed weights do not say how many there are
+    assert (
+        f"{name}, 0.1 MB, 4 bits, groups of 32 LlamaForCausalLM, opens" in on_a_mac(mlx_hub, tmp_path, "doctor").stdout
+    )
+
+
+def test_types_that_mlx_lm_does_not_have_are_refused(mlx_hub: FakeHub, tmp_path: Path) -> None:
+    outcome = on_a_mac(mlx_hub, tmp_path, "pull", "org/bert")
+    assert "org/bert: mlx-lm has no models of type 'bert'. --force downloads it anyway" in outcome.stderr
+    assert outcome.returncode == 2
 
 
 # What would be downloaded, without a hub

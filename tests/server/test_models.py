@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from tests.cli.runs import quire
 from tests.server.rig import FAKE, Answer, Server, children, close_sockets, command_line, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually, paused
+from tests.weights.mlx_folder import write_mlx_model
 
 SLOW = ("--device", "20ms")  # per step: LONG takes at least a minute
 LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -441,3 +443,35 @@ def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatc
     assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(3.0)
     model.managed.began_s = None  # it waits for its turn
     assert manager.eta_s(model.managed, model.reading_s) == 95.0
+
+
+# Models that only the mlx backend runs
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_server_on_another_backend_fails_at_start_with_the_reason(backend: str, tmp_path: Path) -> None:
+    path = write_mlx_model(tmp_path / "tiny-4bit")
+    outcome = quire("serve", "--backend", backend, "--model", str(path), "--port", "0")
+    assert outcome.returncode == 2
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith(f"quire: {path}/config.json: quantization (bits 4): quantised safetensors are not supported")
+    assert last.endswith("The mlx backend may run it: --backend mlx")
+
+
+def test_a_packed_model_is_described_and_served(tmp_path: Path) -> None:
+    """The fake backend stands for mlx: it reads the spec and no weights."""
+    path = write_mlx_model(tmp_path / "tiny-4bit")
+    with serving("--model", str(path), *FAKE) as server:
+        shown = server.post("/api/show", {"model": "tiny-4bit"}).json
+        assert shown["details"]["quantization_level"] == "4 bits, groups of 32"
+        assert shown["details"]["parameter_size"] == ""
+        assert "general.parameter_count" not in shown["model_info"]
+        assert server.chat().json["usage"]["completion_tokens"] == 8
+
+
+def test_the_kv_cache_of_a_packed_model_is_estimated_from_its_config(tmp_path: Path) -> None:
+    path = write_mlx_model(tmp_path / "tiny-4bit")
+    config = ModelConfig(path, ("tiny",), engine=EngineConfig(backend="mlx", max_model_len=64))
+    needs = asyncio.run(Model(config, SharedResources()).measure())
+    token_bytes = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, 16 bits
+    assert needs.context_bytes == 3 * 32 * token_bytes  # 2 blocks and the null block

@@ -100,6 +100,13 @@ ROPES = (
     {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
     {"rope_type": "linear", "factor": 2.0},
 )
+# Models that only mlx-lm runs: packed weights, a mixture of experts, a multimodal model, other names of the sizes.
+OTHERS = (
+    config(quantization={"bits": 4, "group_size": 64, "mode": "affine"}),
+    config("Qwen3MoeForCausalLM", quantization_config={"quant_method": "mxfp4"}),
+    {"architectures": ["Llama4ForConditionalGeneration"], "text_config": config(), "eos_token_id": [2, 3]},
+    {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 64, "n_positions": 128},
+)
 GGUF = tiny_gguf(llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
 
 
@@ -110,7 +117,14 @@ def make_gguf_mutant(rng: random.Random, folder: Path) -> Path:
 
 
 def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
-    settings = config(rope_scaling=rng.choice(ROPES))
+    return _mutate_folder(rng, folder, config(rope_scaling=rng.choice(ROPES)))
+
+
+def make_other_mutant(rng: random.Random, folder: Path) -> Path:
+    return _mutate_folder(rng, folder, rng.choice(OTHERS))
+
+
+def _mutate_folder(rng: random.Random, folder: Path, settings: dict[str, Any]) -> Path:
     write_folder(folder, settings, num_shards=rng.choice((1, 2)))
     (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9, "eos_token_id": [2, 3]}')
     files = sorted(folder.iterdir())
@@ -120,6 +134,18 @@ def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
     else:
         path.write_bytes(mutate_bytes(rng, path.read_bytes(), 2000))
     return folder
+
+
+def open_other(path: Path) -> None:
+    """Do all that commands and the server do with a model that only mlx-lm runs."""
+    checkpoint = open_checkpoint(path)
+    try:
+        checkpoint.tokenizer_files()
+        assert len(f"{checkpoint.spec.architecture}{checkpoint.spec.quantization}") < 200
+        for name in checkpoint.tensors:
+            to_float32(checkpoint.read(name))
+    finally:
+        checkpoint.close()
 
 
 def open_and_read_all(path: Path) -> None:
@@ -178,6 +204,7 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
 TARGETS: list[Target] = [
     Target("gguf", make_gguf_mutant, open_and_read_all),
     Target("safetensors", make_folder_mutant, open_and_read_all),
+    Target("safetensors of mlx-lm", make_other_mutant, open_other),
     Target("tokenizer.json", make_tokenizer_mutant, open_tokenizer),
     Target("GGUF vocabulary", make_vocabulary_mutant, open_vocabulary),
 ]

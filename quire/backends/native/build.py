@@ -9,6 +9,7 @@ from quire.backends.native.library import Engine, load_library
 from quire.backends.native.model import NativeModel, block_bytes
 from quire.backends.native.packing import pack_model
 from quire.backends.native.runner import NativeRunner
+from quire.backends.support import refuse_unsupported
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 
@@ -17,6 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
+    refuse_unsupported(spec)
     load_library()
     if spec.family not in FAMILIES:
         raise UnsupportedModel(

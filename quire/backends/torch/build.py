@@ -10,6 +10,7 @@ import torch
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
+from quire.backends.support import refuse_unsupported
 from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
+    refuse_unsupported(spec)
     if spec.family not in MODELS:
         raise UnsupportedModel(f"the torch backend does not run model family {spec.family!r}, only {', '.join(MODELS)}")
     device = _device(options.device)

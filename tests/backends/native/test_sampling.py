@@ -49,7 +49,7 @@ def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = No
     return definition.sample(torch.from_numpy(logits.copy()), rows, penalties, last, masks)
 
 
-def is_settled(logits: Floats, piece: SeqSlice) -> bool:
+def is_settled(logits: Floats, piece: SeqSlice, margin: float = MARGIN) -> bool:
     """Return whether no decision for this row's token is so close that another exponential could change it.
 
     `logits` [V] are those after penalties, bias and forbidden tokens.
@@ -61,7 +61,7 @@ def is_settled(logits: Floats, piece: SeqSlice) -> bool:
     weights = np.exp(scaled.astype(np.float64) - scaled.max())
     if params.min_p > 0:
         floor = scaled.max() + np.log(np.float32(params.min_p))
-        if (np.abs(scaled - floor) < MARGIN * np.abs(scaled)).any() and params.min_p < 1:
+        if (np.abs(scaled - floor) < margin * np.abs(scaled)).any() and params.min_p < 1:
             return False
         weights[scaled < floor] = 0
     if 0 < params.top_k < len(logits):
@@ -71,14 +71,14 @@ def is_settled(logits: Floats, piece: SeqSlice) -> bool:
         before = (ordered.cumsum() - ordered) / weights.sum()
         threshold = ordered[before < params.top_p][-1]
         distance = np.abs(weights - threshold)
-        if (np.abs(before[1:] - params.top_p) < MARGIN).any() or (
-            (distance > 0) & (distance < MARGIN * threshold)
+        if (np.abs(before[1:] - params.top_p) < margin).any() or (
+            (distance > 0) & (distance < margin * threshold)
         ).any():
             return False
         weights[weights < threshold] = 0
     cumulative = weights.cumsum()[weights > 0] / weights.sum()
     draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
-    return bool((np.abs(cumulative[:-1] - draw) > MARGIN).all())
+    return bool((np.abs(cumulative[:-1] - draw) > margin).all())
 
 
 def random_params(rng: Random, vocab_size: int) -> SamplingParams:

@@ -128,7 +128,7 @@ def _details(facts: ModelFacts) -> ModelDetails:
         format=facts.format,
         family=spec.architecture,
         families=[spec.architecture],
-        parameter_size=_human(facts.num_parameters),
+        parameter_size=_human(facts.num_parameters) if facts.num_parameters else "",
         quantization_level=spec.quantization,
     )
 
@@ -159,21 +159,23 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
     if (spec := facts.spec) is None:
         return {}
     arch = spec.architecture
-    return {
+    info = {
         "general.architecture": arch,
         "general.basename": model.root,
-        "general.parameter_count": facts.num_parameters,
+        "general.parameter_count": facts.num_parameters or None,
         # The context that this server gives the model, which may be shorter: clients size their prompts by it.
         f"{arch}.context_length": model.max_model_len or spec.max_model_len,
         f"{arch}.embedding_length": spec.hidden_size,
         f"{arch}.block_count": spec.num_layers,
-        f"{arch}.feed_forward_length": spec.ffn_size,
+        f"{arch}.feed_forward_length": spec.ffn_size or None,
         f"{arch}.attention.head_count": spec.num_heads,
         f"{arch}.attention.head_count_kv": spec.num_kv_heads,
-        f"{arch}.attention.layer_norm_rms_epsilon": spec.norm_eps,
-        f"{arch}.rope.dimension_count": spec.rope.rotary_size,
-        f"{arch}.rope.freq_base": spec.rope.theta,
+        f"{arch}.attention.layer_norm_rms_epsilon": spec.norm_eps or None,
+        f"{arch}.rope.dimension_count": spec.rope.rotary_size or None,
+        f"{arch}.rope.freq_base": spec.rope.theta or None,
         f"{arch}.vocab_size": spec.vocab_size,
         "tokenizer.ggml.bos_token_id": spec.bos_token_id,
         "tokenizer.ggml.eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
     }
+    tokens = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")  # null: the model has none
+    return {name: value for name, value in info.items() if value is not None or name in tokens}

@@ -1,0 +1,212 @@
+"""A step plan as passes: the rows of a forward pass, where their keys are stored, and which keys they attend to.
+
+A pass is either flat or dense. A flat pass holds all tokens of the step, each as a row of its own [T, 1], so that one
+forward pass serves prompts and decodes of any length, and rotary offsets are an array with one position per row. Its
+attention is computed by `attention.py`. A dense pass holds sequences of one length [B, L]. Its cache returns the same
+arrays as mlx-lm's own, for models that compute attention themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.step import SeqSlice
+
+# T tokens of a pass, B sequences of a group, Q queries of a sequence, L keys, W blocks of a table
+
+MIN_BUCKET = 3  # contexts of up to 2 ** MIN_BUCKET blocks are attended together, longer ones by powers of two
+
+
+class BatchMode(StrEnum):
+    """How a model's steps are divided into forward passes, fastest first."""
+
+    FLAT = "flat"  # one pass for the whole step
+    DENSE = "dense"  # a pass for decodes of similar length, and one for each prompt
+    SINGLE = "single"  # a pass for each request
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The blocks that a group reads in layers with a certain window, and which of their keys count."""
+
+    tables: mx.array  # [B, W]
+    num_keys: int  # leading keys of the gathered blocks that are used
+    mask: mx.array | str | None  # bool [B, 1, 1, L] or [Q, L]; "causal"; None: no key is masked
+
+
+@dataclass(slots=True)
+class Group:
+    """Sequences attended in one call: many with one query each, or one with many queries."""
+
+    first: int  # rows of the pass: [first, last)
+    last: int
+    starts: tuple[int, ...]  # per sequence: position of its first query
+    num_queries: int  # per sequence
+    tables: tuple[Sequence[int], ...]  # per sequence, as long as its context needs
+    block_size: int
+    _views: dict[int, View] = field(default_factory=dict)
+    _lengths: mx.array | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the longest context."""
+        return max(self.starts) + self.num_queries
+
+    @property
+    def lengths(self) -> mx.array:
+        """Number of keys of each sequence [B], for groups with one query per sequence."""
+        if self._lengths is None:
+            self._lengths = mx.array([start + 1 for start in self.starts], dtype=mx.int32)
+        return self._lengths
+
+    def view(self, window: int) -> View:
+        """Return what a layer reads. `window`: number of keys that a query sees, itself included; 0: all."""
+        if window >= self.num_tokens:
+            window = 0
+        view = self._views.get(window)
+        if view is None:
+            view = self._views[window] = self._prompt_view(window) if self.num_queries > 1 else self._view(window)
+        return view
+
+    def mask(self, window: int) -> mx.array:
+        """Return the mask over the whole context, as a model that computes attention itself uses it."""
+        queries = np.array(self.starts)[:, None] + np.arange(self.num_queries)  # [B, Q]
+        return _mask(queries, 0, self._width * self.block_size, window)[:, None]  # [B, 1, Q, L]
+
+    @property
+    def _width(self) -> int:
+        return max(len(table) for table in self.tables)
+
+    def _view(self, window: int) -> View:
+        """Of one query per sequence: tables start at the first block in the window, and are padded at the end."""
+        size = self.block_size
+        firsts = [max(start + 1 - window, 0) // size if window else 0 for start in self.starts]
+        parts = [table[first:] for table, first in zip(self.tables, firsts, strict=True)]
+        width = max(len(part) for part in parts)
+        padded = [[*part, *[0] * (width - len(part))] for part in parts]  # the null block: its content is masked
+        tables = mx.array(padded, dtype=mx.int32)
+        is_even = min(self.starts) == max(self.starts)
+        if is_even and not window:
+            return View(tables, self.starts[0] + 1, None)
+        queries = np.array(self.starts)
+        offsets = np.array(firsts)[:, None] * size
+        mask = _mask(queries, offsets, width * size, window)  # [B, L]
+        return View(tables, width * size, mask[:, None, None])
+
+    def _prompt_view(self, window: int) -> View:
+        start, size = self.starts[0], self.block_size
+        end = start + self.num_queries
+        first = max(start + 1 - window, 0) // size if window else 0
+        tables = mx.array([list(self.tables[0][first:])], dtype=mx.int32)
+        num_keys = end - first * size
+        if not window:
+            return View(tables, num_keys, "causal")  # the last query sees the last key
+        queries = np.arange(start, end)
+        return View(tables, num_keys, _mask(queries, first * size, num_keys, window))
+
+
+def _mask(queries: NDArray[np.int64], first_key: int | NDArray[np.int64], num_keys: int, window: int) -> mx.array:
+    """Return which of `num_keys` keys, counted from `first_key`, the query at each position [...] sees: [..., L]."""
+    keys = first_key + np.arange(num_keys)
+    queries = queries[..., None]
+    seen = keys <= queries
+    if window:
+        seen &= keys > queries - window
+    return mx.array(seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass."""
+
+    is_flat: bool
+    tokens: mx.array  # [T, 1] if flat, else [B, L]
+    offset: mx.array | int  # position of the first token of each row, as rotary embeddings take it
+    blocks: mx.array  # [T]: block of each token
+    slots: mx.array  # [T]: place in that block
+    groups: tuple[Group, ...]  # one if dense
+    last_rows: tuple[int, ...]  # row of the last token of each slice
+    order: tuple[int, ...]  # index in the plan of each slice
+
+
+def build_passes(
+    slices: Sequence[SeqSlice], block_size: int, last_samples: mx.array, mode: BatchMode
+) -> tuple[Pass, ...]:
+    """Divide a plan. `last_samples` is indexed by batch index."""
+    order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], block_size))
+    together: list[list[int]] = []  # indices of each group
+    for index in order:
+        is_decode = slices[index].length == 1 and mode is not BatchMode.SINGLE
+        bucket = _bucket(slices[index], block_size)
+        if is_decode and together and _bucket(slices[together[-1][0]], block_size) == bucket:
+            together[-1].append(index)
+        else:
+            together.append([index])
+    if mode is BatchMode.FLAT:
+        return (_build(slices, together, block_size, last_samples, is_flat=True),)
+    return tuple(_build(slices, [indices], block_size, last_samples, is_flat=False) for indices in together)
+
+
+def _bucket(piece: SeqSlice, block_size: int) -> int:
+    """Sort key: decodes before prompts, and decodes by the power of two that holds their context."""
+    if piece.length > 1:
+        return 1000
+    return max((piece.start // block_size).bit_length(), MIN_BUCKET)
+
+
+def _build(
+    slices: Sequence[SeqSlice], together: list[list[int]], block_size: int, last_samples: mx.array, *, is_flat: bool
+) -> Pass:
+    order = tuple(index for indices in together for index in indices)
+    known: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    last_rows: list[int] = []
+    unknown: list[tuple[int, int]] = []  # row, batch index
+    groups: list[Group] = []
+    for indices in together:
+        first, tables = len(known), []
+        for index in indices:
+            piece = slices[index]
+            end = piece.start + piece.length
+            if not piece.tokens:
+                unknown.append((len(known), piece.batch_index))
+            known.extend(piece.tokens or (0,))
+            positions.extend(range(piece.start, end))
+            table = piece.block_table[: -(-end // block_size)]
+            blocks.extend(table[position // block_size] for position in range(piece.start, end))
+            tables.append(table)
+            last_rows.append(len(known) - 1)
+        starts = tuple(slices[index].start for index in indices)
+        groups.append(Group(first, len(known), starts, slices[indices[0]].length, tuple(tables), block_size))
+    tokens = mx.array(known, dtype=mx.int32)
+    if unknown:
+        rows, batch_indices = mx.array(unknown, dtype=mx.int32).T
+        tokens[rows] = last_samples[batch_indices]
+    return Pass(
+        is_flat=is_flat,
+        tokens=tokens[:, None] if is_flat else tokens.reshape(groups[0].num_seqs, -1),
+        offset=_offset(groups, positions, is_flat=is_flat),
+        blocks=mx.array(blocks, dtype=mx.int32),
+        slots=mx.array([position % block_size for position in positions], dtype=mx.int32),
+        groups=tuple(groups),
+        last_rows=tuple(last_rows),
+        order=order,
+    )
+
+
+def _offset(groups: Sequence[Group], positions: Sequence[int], *, is_flat: bool) -> mx.array | int:
+    if is_flat:
+        return mx.array(list(positions), dtype=mx.int32)
+    starts = groups[0].starts
+    return starts[0] if len(starts) == 1 else mx.array(list(starts), dtype=mx.int32)

@@ -1,0 +1,179 @@
+"""Makes an MLX runner from a checkpoint and the user's options."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
+from quire.backends.kv_memory import PoolRequest
+from quire.backends.machine import available_bytes
+from quire.backends.mlx.attention import install_attention
+from quire.backends.mlx.batch import BatchMode, build_passes
+from quire.backends.mlx.loading import LoadedModel, load_model
+from quire.backends.mlx.model import PagedModel, adapt_model
+from quire.backends.mlx.paged_cache import KVStore, LayerShape
+from quire.backends.mlx.runner import MlxRunner
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice
+from quire.errors import InvalidRequest
+from quire.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+GPU_SHARE = 0.85  # of the memory that weights and steps leave, for the KV pool
+CPU_CAP = 1 << 30  # of the pool on a CPU, which is for tests: MLX writes every byte of a new array
+MIN_CACHE = 256 << 20  # bytes of freed buffers that MLX keeps for the next step
+MAX_BATCHED_TOKENS = 2048
+MAX_CHUNK_TOKENS = 512
+MEASURED_TOKENS = 256  # of the step that is timed at the start
+MAX_GAP_S = 0.1  # a server's bound on the time that a prompt beside answers adds to a step
+MIN_MIXED_TOKENS = 32
+
+
+def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
+    is_gpu = _use_device(options.device)
+    max_model_len = options.max_model_len or checkpoint.spec.max_model_len
+    if max_model_len > checkpoint.spec.max_model_len:
+        raise InvalidRequest(
+            f"{max_model_len = } is more than the {checkpoint.spec.max_model_len} tokens this model supports"
+        )
+    if is_gpu:
+        _wire_memory()
+    loaded = load_model(checkpoint, options, progress)
+    install_attention()
+    model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
+    max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
+    measured = _measure(model, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
+    num_blocks = _num_blocks(options, shapes, max_model_len, measured)
+    store = KVStore(shapes, num_blocks, options.block_size)
+    mx.eval(store.arrays)
+    capacity = Capacity(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        has_overlap=model.mode is BatchMode.FLAT,
+        has_costly_rows=not is_gpu,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        max_chunk_tokens=max_chunk_tokens,
+        max_mixed_tokens=_max_mixed_tokens(measured),
+    )
+    return MlxRunner(model, store, capacity, _facts(loaded, store, is_gpu))
+
+
+def _use_device(name: str) -> bool:
+    """Set MLX's device. Returns whether it is a GPU."""
+    is_metal = mx.metal.is_available()
+    is_cuda = not is_metal and mx.is_available(mx.gpu)
+    has = {"cpu": True, "metal": is_metal, "cuda": is_cuda}
+    if name == "auto":
+        name = "metal" if is_metal else "cuda" if is_cuda else "cpu"
+    if not has.get(name, False):
+        found = ", ".join(one for one, is_there in has.items() if is_there)
+        raise InvalidRequest(f"device = {name!r}, but MLX finds only: {found}")
+    mx.set_default_device(mx.cpu if name == "cpu" else mx.gpu)
+    return name != "cpu"
+
+
+# Memory
+
+
+def _limit() -> int:
+    """Return the bytes that MLX may use on this GPU."""
+    info = mx.device_info()
+    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if size := info.get(name):
+            return int(size)
+    return available_bytes()
+
+
+def _wire_memory() -> None:
+    """Let macOS keep the model in memory, and MLX free buffers instead of exceeding the limit."""
+    limit = _limit()
+    mx.set_memory_limit(limit)
+    if mx.metal.is_available():
+        mx.set_wired_limit(limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Cost of a step, per token of a prompt."""
+
+    num_bytes: float
+    seconds: float
+
+
+def _measure(model: PagedModel, shapes: Sequence[LayerShape], block_size: int, num_tokens: int) -> _Measured:
+    """Run a prompt twice and measure the second run."""
+    num_blocks = -(-num_tokens // block_size) + 1
+    store = KVStore(shapes, num_blocks, block_size)
+    piece = SeqSlice(
+        request_id=0,
+        epoch=0,
+        batch_index=0,
+        tokens=[1] * num_tokens,
+        start=0,
+        length=num_tokens,
+        block_table=list(range(1, num_blocks)),
+        history=[1] * num_tokens,
+        wants_token=True,
+        sampling=SamplingParams(temperature=0.0),
+        num_prompt_tokens=num_tokens,
+    )
+    num_bytes, began_s = 0, 0.0
+    for _ in range(2):
+        mx.eval(store.arrays)
+        mx.reset_peak_memory()
+        before, began_s = mx.get_active_memory(), time.monotonic()
+        for step in build_passes([piece], block_size, mx.zeros(1, mx.int32), model.mode):
+            logits, hidden = model.forward(step, store, step.last_rows)
+            mx.eval(logits, hidden, store.arrays)
+        num_bytes = mx.get_peak_memory() - before
+    return _Measured(num_bytes / num_tokens, (time.monotonic() - began_s) / num_tokens)
+
+
+def _num_blocks(
+    options: BackendOptions, shapes: Sequence[LayerShape], max_model_len: int, measured: _Measured | None
+) -> int:
+    per_block = options.block_size * sum(shape.token_bytes for shape in shapes)
+    pool = PoolRequest(options, per_block, max_model_len)
+    if measured is None:
+        free = available_bytes()
+        return pool.num_blocks(free, min(free // 2, CPU_CAP))
+    largest_step = options.max_num_batched_tokens or MAX_BATCHED_TOKENS
+    step_bytes = int(measured.num_bytes * largest_step)
+    mx.set_cache_limit(max(step_bytes, MIN_CACHE))
+    free = min(_limit() - mx.get_active_memory(), available_bytes()) - step_bytes
+    num_blocks = pool.num_blocks(free, int(free * GPU_SHARE))
+    if longest := mx.device_info().get("max_buffer_length"):
+        widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
+        num_blocks = min(num_blocks, int(longest) // (widest * options.block_size))
+    return num_blocks
+
+
+def _max_mixed_tokens(measured: _Measured | None) -> int | None:
+    if measured is None:
+        return MIN_MIXED_TOKENS * 2
+    return max(int(MAX_GAP_S / measured.seconds), MIN_MIXED_TOKENS)
+
+
+def _facts(loaded: LoadedModel, store: KVStore, is_gpu: bool) -> RunnerFacts:
+    info = mx.device_info()
+    name = str(info.get("device_name") or info.get("architecture") or "gpu")
+    kind = "Metal" if mx.metal.is_available() else "CUDA"
+    return RunnerFacts(
+        backend=f"mlx {importlib.metadata.version('mlx')}, mlx-lm {importlib.metadata.version('mlx-lm')}",
+        device=f"{name} ({kind})" if is_gpu else "cpu",
+        dtype=loaded.description,
+        num_threads=1,
+        weight_bytes=loaded.num_bytes,
+        kv_bytes=store.num_bytes,
+    )

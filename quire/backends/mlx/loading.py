@@ -1,0 +1,277 @@
+"""Loads any checkpoint into a model of mlx-lm.
+
+A folder is read by mlx-lm, which knows MLX's quantisation and the common others; a GGUF file is read by `gguf_model`.
+Parameters of MLX are computed when they are evaluated. They are evaluated piece by piece, so the peak memory is the
+model and one piece.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.utils
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import make_prompt_cache
+
+from quire.backends.base import BackendOptions, Progress
+from quire.backends.mlx.evaluation import evaluate, file_errors, flat_parameters, num_bytes
+from quire.backends.mlx.gguf_model import PLAIN_TYPES, load_tensors
+from quire.backends.mlx.quantization import dtype_name, main_layout, quantize_layers
+from quire.backends.mlx.spec_model import apply_spec, config_from_spec, file_norm_shift, known_spec
+from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.dummy import DummyCheckpoint
+from quire.weights.fields import show
+from quire.weights.gguf import GgufCheckpoint
+from quire.weights.spec import ModelSpec
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DUMMY_SEED = 0
+DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
+MAX_LISTED = 5
+
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)  # it becomes part of a module's name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Module  # of mlx_lm.models, with evaluated parameters, in eval mode
+    config: dict[str, Any]  # config.json as mlx-lm reads it
+    dtype: mx.Dtype  # of the activations and of the KV cache
+    description: str  # of the weights, for people: "bfloat16", "4 bits (affine, groups of 64)", "mxfp4"
+    num_bytes: int  # memory of the parameters
+
+
+def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
+    """Load a folder, a GGUF file or a dummy. Raises only quire's errors and MemoryError.
+
+    dtype "auto" is the type of the file's weights. For a quantised GGUF it is float16, which holds the file's scales
+    exactly, but bfloat16 for Gemma, whose activations exceed the range of float16. On a CPU it is float32 for all
+    quantised weights: MLX's products with 4-bit weights take 43 times as long there in float16, 8 times in bfloat16.
+    """
+    if options.dtype != "auto" and options.dtype not in DTYPES:
+        raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
+    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint):
+        return load_from_tensors(checkpoint, options, progress)
+    with file_errors(checkpoint.path):
+        if isinstance(checkpoint, DummyCheckpoint):
+            model, config = _make_dummy(checkpoint, options)
+        else:
+            model, config = _open_folder(checkpoint, options)
+            if options.dtype != "auto":
+                _cast(model, DTYPES[options.dtype])
+        if options.quantize is not None:
+            if (layout := main_layout(model)) is not None:
+                raise InvalidRequest(
+                    f"quantize = {options.quantize}: {checkpoint.path} is quantised already, to {layout}"
+                )
+            quantize_layers(model, options.quantize)
+        if options.dtype == "auto" and _is_cpu() and main_layout(model) is not None:
+            _cast(model, mx.float32)
+        model.eval()
+        dtype = _activation_dtype(model)
+    evaluate(model, checkpoint.path, progress)
+    return LoadedModel(model, config, dtype, _describe(model, dtype), num_bytes(model))
+
+
+def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
+    """Whether a folder is a multimodal Gemma with plain weights, of which mlx-lm knows only the older tensor names."""
+    spec = checkpoint.spec
+    is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
+    return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+
+
+def _is_cpu() -> bool:
+    return bool(mx.default_device().type == mx.cpu)
+
+
+def _describe(model: Module, dtype: mx.Dtype) -> str:
+    layout = main_layout(model)
+    if layout is not None:
+        return str(layout)
+    if any(type(module).__name__ == "BitLinear" for module in model.modules()):
+        return "ternary (bitnet)"
+    return dtype_name(dtype)
+
+
+# GGUF
+
+
+def load_from_tensors(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
+    """Load a model of quire's own families from the tensors of its checkpoint, of whatever format."""
+    spec = checkpoint.spec
+    dtype = DTYPES[_gguf_dtype(checkpoint, options)]
+    with file_errors(checkpoint.path):
+        config = config_from_spec(spec)
+        model = _make_model(config, spec, options)
+    description = load_tensors(model, checkpoint, dtype, options.quantize, progress)
+    model.eval()
+    return LoadedModel(model, config, dtype, description, num_bytes(model))
+
+
+def _gguf_dtype(checkpoint: Checkpoint, options: BackendOptions) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    types = {info.type for info in checkpoint.tensors.values() if len(info.shape) == 2}
+    is_quantized = options.quantize is not None or not types.issubset(PLAIN_TYPES)
+    if is_quantized and _is_cpu():
+        return "float32"
+    if checkpoint.spec.dtype == "float16" and checkpoint.spec.family == "gemma3":
+        return "bfloat16"
+    return checkpoint.spec.dtype
+
+
+def _make_model(config: dict[str, Any], spec: ModelSpec, options: BackendOptions) -> Module:
+    model_class, arguments = find_classes(config)
+    model: Module = model_class(arguments.from_dict(config))
+    if spec.is_tied and "lm_head" in model:
+        model.sanitize({})  # Gemma decides by the names of its weights
+    apply_spec(model, spec, options.max_model_len or spec.max_model_len)
+    return model
+
+
+# A folder
+
+
+def _open_folder(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Module, dict[str, Any]]:
+    """Make the model. Its parameters are not read yet."""
+    config = _read_config(checkpoint)
+    spec = known_spec(checkpoint.spec, config.get("model_type"))
+    fields = _fields_of_spec(spec, config) if spec else _rotary_fields(config, checkpoint)
+    try:
+        model, config = mlx_lm.utils.load_model(
+            checkpoint.path, lazy=True, model_config=fields, get_model_classes=find_classes, trust_remote_code=False
+        )
+    except ValueError as error:
+        raise _tensor_error(checkpoint, error) from None
+    if spec:
+        apply_spec(model, spec, options.max_model_len or spec.max_model_len)
+    return model, config
+
+
+def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = mlx_lm.utils.load_config(checkpoint.path)
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{checkpoint.path}: config.json is {show(config)}: not an object")
+    if config.get("model_file") is not None:
+        raise UnsupportedModel(
+            f"{checkpoint.path}: model_file {show(config['model_file'])} is code in the folder, which is not run"
+        )
+    return config
+
+
+def _fields_of_spec(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that the spec decides."""
+    fields = config_from_spec(spec)
+    if not any(spec.windows):  # transformers' Llama has none, but mlx-lm's has, and folders for mlx-lm may use them
+        fields = {name: value for name, value in fields.items() if name not in ("layer_types", "sliding_window")}
+    if config.get("model_type") != "gemma3":
+        return fields
+    text = {**(config.get("text_config") or {}), **fields}
+    return {"model_type": "gemma3", "text_config": text, "vocab_size": spec.vocab_size}
+
+
+def _rotary_fields(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the names that mlx-lm reads for `rope_parameters`, under which transformers 5 saves rotary settings.
+
+    Most of mlx-lm's models do not read `rope_parameters` and would use their defaults instead.
+    """
+    fields = _older_names(config)
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        fields["text_config"] = {**text, **_older_names(text)}
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values()):
+        _, arguments = find_classes(config)
+        if "rope_parameters" not in inspect.signature(arguments).parameters:
+            raise UnsupportedModel(
+                f"{checkpoint.path}: rope_parameters differ by layer type, and mlx-lm's {config.get('model_type')} does not"
+                " read them"
+            )
+    return fields
+
+
+def _older_names(config: dict[str, Any]) -> dict[str, Any]:
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        return {}
+    found = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind != "default":
+        found["rope_scaling"] = {"type": kind, **parameters}
+    return {name: value for name, value in found.items() if config.get(name) is None}
+
+
+def find_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
+    """Return mlx-lm's classes of a model and of its arguments."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
+        raise ModelFileError(f"model_type is {show(model_type)}: not the name of an architecture")
+    try:
+        classes: tuple[type[Any], type[Any]] = mlx_lm.utils._get_classes(config)
+    except (ValueError, AttributeError):
+        raise UnsupportedModel(f"mlx-lm {mlx_lm.__version__} has no model_type {show(model_type)}") from None
+    return classes
+
+
+def _tensor_error(checkpoint: Checkpoint, error: ValueError) -> ModelFileError:
+    """Shorten the list of names in an error of `load_weights`."""
+    head, colon, names = str(error).partition(": \n")
+    if not colon:
+        return ModelFileError(f"{checkpoint.path}: mlx-lm cannot load it: {show(head)}")
+    every = names.rstrip(".").split(",\n")
+    more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
+    what = "tensors missing" if head.startswith("Missing") else "tensors unexpected"
+    return ModelFileError(f"{checkpoint.path}: {what}: {', '.join(map(show, every[:MAX_LISTED]))}{more}")
+
+
+def _cast(model: Module, dtype: mx.Dtype) -> None:
+    """Convert all parameters except those that the model wants in float32."""
+    may_cast = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(path: str, array: mx.array) -> mx.array:
+        is_real = mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(dtype) if is_real and may_cast(path) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _activation_dtype(model: Module) -> mx.Dtype:
+    """Return the type of the keys that the first layer with keys caches.
+
+    It follows from types all over the model, so the graph of one token is built. It is not computed. A config with
+    shapes that do not fit together fails here.
+    """
+    cache = make_prompt_cache(model)
+    logits = model(mx.array([[0]]), cache=cache)
+    keys = (getattr(one, "keys", None) for one in cache)
+    dtype = next((one.dtype for one in keys if isinstance(one, mx.array)), logits.dtype)
+    if dtype not in DTYPES.values():
+        raise UnsupportedModel(f"the activations of the model are of type {dtype_name(dtype)}")
+    return dtype
+
+
+# Random weights
+
+
+def _make_dummy(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Module, dict[str, Any]]:
+    spec = checkpoint.spec
+    config = config_from_spec(spec)
+    model = _make_model(config, spec, options)
+    dtype = DTYPES[spec.dtype if options.dtype == "auto" else options.dtype]
+    keys = iter(mx.random.split(mx.random.key(DUMMY_SEED), len(flat_parameters(model))))
+
+    def fill(path: str, array: mx.array) -> mx.array:
+        key = next(keys)
+        if path.endswith("norm.weight"):
+            return mx.full(array.shape, 1 + file_norm_shift(spec) - spec.norm_offset, dtype)
+        return mx.random.normal(array.shape, dtype, scale=DUMMY_STD, key=key)
+
+    model.update(tree_map_with_path(fill, model.parameters()))
+    return model, config

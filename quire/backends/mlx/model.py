@@ -1,0 +1,234 @@
+"""An mlx-lm model over the paged cache.
+
+mlx-lm has about 115 architectures, and a model file may use its cache in any way. At the start, `choose_mode` therefore
+runs the model on a few tokens in quire's passes and with mlx-lm's own cache, and uses the fastest kind of pass that
+gives the same logits. A model that no kind of pass fits is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from quire.backends.mlx.batch import BatchMode, Pass, build_passes
+from quire.backends.mlx.paged_cache import KVStore, LayerCache, LayerShape
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice
+from quire.errors import UnsupportedModel
+
+log = logging.getLogger(__name__)
+
+# T tokens of a pass, R rows that need logits, E hidden size, V vocabulary
+
+BODIES = ("model", "transformer", "backbone")  # names of the part of a model that ends with its last norm
+TRIAL_LENGTHS = (11, 7)
+TRIAL_BLOCK_SIZE = 4
+# Largest root mean square error of logits, relative to their spread. In 16 bits, passes of other shapes round
+# differently; a wrong position or a wrong key changes the logits completely.
+TRIAL_ERROR = {mx.float32: 1e-3}
+TRIAL_ERROR_16_BITS = 0.15
+
+
+class RowSelection:
+    """Computes logits of chosen rows only: mlx-lm's models end with the head, over every row they computed.
+
+    The class of the model's body is replaced by a subclass that passes on only the chosen rows of its result.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.rows: mx.array | None = None  # None: all
+        self.hidden: mx.array | None = None  # [T, E]: the body's last result
+        self._replayed: mx.array | None = None
+        self._model = model
+        body = _find_body(model)
+        self.has_body = body is not None
+        if body is not None:
+            self._attach(body)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Return the logits [R, V] of hidden states [R, E]."""
+        self._replayed = hidden[:, None]
+        try:
+            logits = self._model(mx.zeros((len(hidden), 1), mx.int32))
+        finally:
+            self._replayed = None
+        result: mx.array = logits.reshape(len(hidden), -1)
+        return result
+
+    def _attach(self, body: Module) -> None:
+        base: Any = type(body)
+        selection = self
+
+        class SelectingBody(base):  # type: ignore[misc]
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                if selection._replayed is not None:
+                    return selection._replayed
+                return selection._select(super().__call__(*args, **kwargs))
+
+        body.__class__ = SelectingBody
+
+    def _select(self, hidden: mx.array) -> mx.array:
+        self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        return hidden if self.rows is None else self.hidden[self.rows][:, None]
+
+
+def _find_body(model: Module) -> Module | None:
+    owner: Any = model
+    while isinstance(getattr(owner, "language_model", None), Module):
+        owner = owner.language_model
+    for name in BODIES:
+        body = getattr(owner, name, None)
+        if isinstance(body, Module):
+            return body
+    return None
+
+
+class PagedModel:
+    """A model that runs passes. The cache of `store` replaces mlx-lm's own."""
+
+    def __init__(self, model: Module, selection: RowSelection, mode: BatchMode, layout: CacheLayout) -> None:
+        self.model = model
+        self.mode = mode
+        self.layout = layout
+        self._selection = selection
+
+    def forward(self, step: Pass, store: KVStore, rows: Sequence[int]) -> tuple[mx.array | None, mx.array]:
+        """Return the logits [R, V] of `rows`, and the hidden states [T, E], or all logits of a model without a body.
+
+        Nothing is computed before the results are evaluated.
+        """
+        selection = self._selection
+        # A step that only reads prompts needs no logits. One row is computed anyway: a head may not accept no rows.
+        chosen = list(rows) or [0]
+        selection.rows = mx.array(chosen, dtype=mx.int32)
+        store.begin(step)
+        try:
+            logits = self.model(step.tokens, cache=self.layout.arrange(store.layers))
+        finally:
+            store.begin(None)
+        logits = logits.reshape(-1, logits.shape[-1])
+        if not selection.has_body:
+            return (logits[selection.rows] if rows else None), logits
+        hidden, selection.hidden = selection.hidden, None
+        assert hidden is not None
+        return (logits if rows else None), hidden
+
+    def head(self, hidden: mx.array) -> mx.array:
+        return self._selection.head(hidden) if self._selection.has_body else hidden
+
+
+class CacheLayout:
+    """How mlx-lm nests a model's caches: one per layer, and in some models a list of them per layer."""
+
+    def __init__(self, caches: Sequence[Any], source: str) -> None:
+        self._nested = [list(cache.caches) if isinstance(cache, CacheList) else cache for cache in caches]
+        self.caches = [cache for entry in self._nested for cache in (entry if isinstance(entry, list) else [entry])]
+        for cache in self.caches:
+            if type(cache) not in (KVCache, RotatingKVCache):
+                raise UnsupportedModel(
+                    f"{source}: its layers keep a {type(cache).__name__}, which the mlx backend cannot divide into"
+                    " blocks of tokens: models with a recurrent state or chunked attention do not run yet"
+                )
+            if getattr(cache, "keep", 0):
+                raise UnsupportedModel(f"{source}: its windows keep their first {cache.keep} tokens: not supported")
+
+    def shapes(self) -> list[LayerShape]:
+        """Return what each layer stores, from caches that have been used."""
+        return [_shape(cache) for cache in self.caches]
+
+    def arrange(self, layers: Sequence[LayerCache]) -> list[Any]:
+        remaining = iter(layers)
+        return [
+            [next(remaining) for _ in entry] if isinstance(entry, list) else next(remaining) for entry in self._nested
+        ]
+
+
+def _shape(cache: Any) -> LayerShape:
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else 0
+    if cache.keys is None:  # the layer uses the keys of another one
+        return LayerShape(1, 1, 1, mx.float32, window)
+    keys, values = cache.keys, cache.values
+    return LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype, window)
+
+
+def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel, list[LayerShape], int]:
+    """Find out how a model can run over the paged cache. Raises UnsupportedModel if it cannot.
+
+    `source`: the model's path, for messages. Returns the model, what its layers store, and the width of its logits.
+    """
+    layout = CacheLayout(make_prompt_cache(model), source)
+    prompts = [_trial_tokens(length, vocab_size) for length in TRIAL_LENGTHS]
+    own = [make_prompt_cache(model) for _ in prompts]
+    expected = [
+        model(mx.array([prompt]), cache=cache)[0].astype(mx.float32) for prompt, cache in zip(prompts, own, strict=True)
+    ]
+    mx.eval(expected)
+    shapes = CacheLayout(own[0], source).shapes()
+    selection = RowSelection(model)
+    problems: list[str] = []
+    for mode in BatchMode:
+        paged = PagedModel(model, selection, mode, layout)
+        problem = _try_mode(paged, shapes, prompts, expected)
+        if problem is None:
+            if mode is not BatchMode.FLAT:
+                log.warning("%s: steps need several forward passes, which is slower: %s", source, problems[0])
+            return paged, shapes, int(expected[0].shape[-1])
+        problems.append(problem)
+    raise UnsupportedModel(f"{source}: does not run over quire's paged cache: {problems[-1]}")
+
+
+def _trial_tokens(length: int, vocab_size: int) -> list[int]:
+    return [(7919 * (place + length)) % vocab_size for place in range(length)]
+
+
+def _try_mode(
+    paged: PagedModel, shapes: Sequence[LayerShape], prompts: Sequence[list[int]], expected: Sequence[mx.array]
+) -> str | None:
+    """Run both prompts in three steps: chunks of both, a chunk beside a decode, decodes. Returns what is wrong."""
+    cuts = [[(0, len(prompts[0]) - 3), (0, len(prompts[1]) - 2)], [(len(prompts[0]) - 3, len(prompts[0]) - 1)]]
+    cuts[1].append((len(prompts[1]) - 2, len(prompts[1]) - 1))
+    cuts.append([(len(prompt) - 1, len(prompt)) for prompt in prompts])
+    num_blocks = 2 * -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE) + 1
+    store = KVStore(shapes, num_blocks, TRIAL_BLOCK_SIZE)
+    try:
+        for ranges in cuts:
+            slices = [_trial_slice(index, prompts[index], *ranges[index]) for index in range(len(prompts))]
+            for step in build_passes(slices, TRIAL_BLOCK_SIZE, mx.zeros(2, mx.int32), paged.mode):
+                logits, _ = paged.forward(step, store, step.last_rows)
+                assert logits is not None
+                mx.eval(logits, store.arrays)
+                for row, index in enumerate(step.order):
+                    error = _relative_error(logits[row], expected[index][ranges[index][1] - 1])
+                    if not error <= TRIAL_ERROR.get(shapes[0].dtype, TRIAL_ERROR_16_BITS):
+                        return f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
+    except Exception as problem:  # a model file may do anything with its cache
+        return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+def _relative_error(logits: mx.array, expected: mx.array) -> float:
+    difference = mx.sqrt(mx.mean(mx.square(logits.astype(mx.float32) - expected)))
+    relative: Any = (difference / mx.maximum(mx.std(expected), 1e-6)).item()
+    return float(relative)
+
+
+def _trial_slice(index: int, tokens: list[int], start: int, end: int) -> SeqSlice:
+    per_prompt = -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE)
+    return SeqSlice(
+        request_id=index,
+        epoch=0,
+        batch_index=index,
+        tokens=tokens[start:end],
+        start=start,
+        length=end - start,
+        block_table=[1 + 2 * place + index for place in range(per_prompt)],  # blocks of both in turn
+        history=tokens,
+        wants_token=True,
+        sampling=SamplingParams(temperature=0.0),
+        num_prompt_tokens=len(tokens),
+    )

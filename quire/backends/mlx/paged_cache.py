@@ -1,0 +1,183 @@
+"""The KV pools, and the cache objects that stand in for mlx-lm's own.
+
+A layer has two pools, [blocks, block size, KV heads, head size]: keys and values. A step writes them with a scatter
+that MLX does in place, because nothing else refers to the array by then (decision 0036). A context is read through its
+block table, so shared, forked and chunked contexts need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from quire.backends.mlx.batch import Pass, View
+from quire.core.step import BlockCopy
+from quire.errors import InvariantViolation
+
+# N blocks, K KV heads, D head size, T tokens of a pass
+
+PURGED = 64  # blocks per operation: a long context has thousands
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer stores for each token. MLA models store keys and values of different sizes."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    dtype: mx.Dtype
+    window: int  # number of keys that a query sees, itself included; 0: all
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_heads * (self.key_size + self.value_size) * self.dtype.size
+
+
+class Unpageable(Exception):
+    """A model uses its cache in a way that this kind of pass does not support."""
+
+
+class LayerCache:
+    """The pools of one layer, as mlx-lm's models use a cache: `offset`, `make_mask`, `update_and_fetch`."""
+
+    def __init__(self, shape: LayerShape, num_blocks: int, block_size: int) -> None:
+        self.shape = shape
+        self.block_size = block_size
+        self.keys_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.key_size), shape.dtype)
+        self.values_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.value_size), shape.dtype)
+        self.step: Pass | None = None
+
+    @property
+    def running(self) -> Pass:
+        if self.step is None:
+            raise InvariantViolation("a layer of the cache is used outside a forward pass")
+        return self.step
+
+    @property
+    def offset(self) -> mx.array | int:
+        return self.running.offset
+
+    def make_mask(self, num_queries: int, *, return_array: bool = False, window_size: int | None = None) -> object:
+        """Return a mask for the layers that share this layer's window."""
+        del num_queries
+        step, window = self.running, window_size or self.shape.window
+        if not step.is_flat:
+            return step.groups[0].mask(window)
+        if return_array:
+            raise Unpageable("the model reads the attention mask")
+        return PagedMask(window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[object, object]:
+        """Store keys and values [B, K, L, D] of the pass. Returns the whole contexts."""
+        step = self.running
+        self.keys_pool[step.blocks, step.slots] = _rows(keys, self.keys_pool.dtype)
+        self.values_pool[step.blocks, step.slots] = _rows(values, self.values_pool.dtype)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[object, object]:
+        step = self.running
+        if step.is_flat:
+            context = PagedContext(self)
+            return context, context
+        view = step.groups[0].view(0)
+        return gather(self.keys_pool, view.tables), gather(self.values_pool, view.tables)
+
+    def read(self, view: View) -> tuple[mx.array, mx.array]:
+        """Return keys and values [B, K, L, D] of a view."""
+        keys, values = gather(self.keys_pool, view.tables), gather(self.values_pool, view.tables)
+        if keys.shape[2] != view.num_keys:
+            keys, values = keys[:, :, : view.num_keys], values[:, :, : view.num_keys]
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMask:
+    """The mask of a flat pass: causal, with this window. `attention.py` applies it group by group."""
+
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """Stands for the keys, and for the values, of all rows of a flat pass."""
+
+    layer: LayerCache
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.layer.keys_pool.dtype
+
+    def astype(self, dtype: mx.Dtype) -> PagedContext:
+        """Some models ask for float32 keys. Attention computes in the wider type of queries and keys anyway."""
+        del dtype
+        return self
+
+
+class KVStore:
+    """The pools of all layers."""
+
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = [LayerCache(shape, num_blocks, block_size) for shape in shapes]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [pool for layer in self.layers for pool in (layer.keys_pool, layer.values_pool)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def begin(self, step: Pass | None) -> None:
+        for layer in self.layers:
+            layer.step = step
+
+    def copy(self, copies: Sequence[BlockCopy]) -> list[mx.array]:
+        """Copy whole blocks in every layer. No block is both source and destination.
+
+        Returns the contents read, which must be evaluated before the pools: a pool that is still being read would be
+        copied as a whole.
+        """
+        if not copies:
+            return []
+        sources = mx.array([copy.source for copy in copies], dtype=mx.int32)
+        destinations = mx.array([copy.destination for copy in copies], dtype=mx.int32)
+        contents = []
+        for layer in self.layers:
+            keys, values = layer.keys_pool[sources], layer.values_pool[sources]
+            contents += [keys, values]
+            layer.keys_pool[destinations] = keys
+            layer.values_pool[destinations] = values
+        return contents
+
+    def purge(self, blocks: Sequence[int]) -> None:
+        """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
+        whole = sorted(set(blocks))
+        for first in range(0, len(whole), PURGED):
+            index = mx.array(whole[first : first + PURGED], dtype=mx.int32)
+            for layer in self.layers:
+                keys, values = _finite(layer.keys_pool[index]), _finite(layer.values_pool[index])
+                mx.eval(keys, values)
+                layer.keys_pool[index] = keys
+                layer.values_pool[index] = values
+
+
+def gather(pool: mx.array, tables: mx.array) -> mx.array:
+    """Return the blocks of tables [B, W] as [B, K, W * block size, D]."""
+    _, block_size, num_heads, size = pool.shape
+    num_seqs, width = tables.shape
+    return pool[tables].reshape(num_seqs, width * block_size, num_heads, size).swapaxes(1, 2)
+
+
+def _rows(heads: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return [B, K, L, D] as one row per token [B * L, K, D]."""
+    num_seqs, num_heads, length, size = heads.shape
+    return heads.swapaxes(1, 2).reshape(num_seqs * length, num_heads, size).astype(dtype)
+
+
+def _finite(blocks: mx.array) -> mx.array:
+    return mx.where(mx.isfinite(blocks), blocks, mx.zeros_like(blocks))

@@ -1,0 +1,84 @@
+"""The quantisation of a model's layers: what a model has, and quantising at load (`--quantize`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize
+from mlx.utils import tree_flatten
+
+from quire.backends.mlx.evaluation import flat_parameters
+
+GROUP_SIZES = (64, 32)  # the first that divides a layer's input is used, as mlx-lm's default is 64
+
+
+class Layout(NamedTuple):
+    """How the weights of one layer are stored."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        if self.mode != "affine":
+            return self.mode  # the other modes have one size each
+        return f"{self.bits} bits (affine, groups of {self.group_size})"
+
+
+def choose_layout(num_columns: int, bits: int) -> Layout | None:
+    """Return the layout for a matrix of that many columns, or None if no group size divides them."""
+    for group_size in GROUP_SIZES:
+        if num_columns % group_size == 0:
+            return Layout(bits, group_size)
+    return None
+
+
+def quantize_layers(model: Module, bits: int) -> None:
+    """Quantise linear layers, experts and embeddings, unless the model's `quant_predicate` decides otherwise."""
+    decide = getattr(model, "quant_predicate", None)
+
+    def choose(path: str, layer: Module) -> bool | dict[str, Any]:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        layout = choose_layout(layer.weight.shape[-1], bits)
+        chosen = decide(path, layer) if decide is not None else True
+        if layout is None or not chosen:
+            return False
+        if isinstance(chosen, dict):
+            layout = Layout(chosen.get("bits", bits), chosen.get("group_size", layout.group_size))
+            return layout._asdict() if layer.weight.shape[-1] % layout.group_size == 0 else False
+        return layout._asdict()
+
+    quantize(model, class_predicate=choose)
+
+
+def set_layouts(model: Module, layouts: Mapping[str, Layout]) -> None:
+    """Replace the layers at these paths by quantised ones. Their weights are undefined until they are loaded."""
+    quantize(model, class_predicate=lambda path, _: layouts[path]._asdict() if path in layouts else False)
+
+
+def quantized_layers(model: Module) -> dict[str, Layout]:
+    """Return the quantised layers by path."""
+    layers = cast(list[tuple[str, Module]], tree_flatten(model.leaf_modules(), is_leaf=Module.is_module))
+    return {
+        path: Layout(layer.bits, layer.group_size, getattr(layer, "mode", "affine"))
+        for path, layer in layers
+        if hasattr(layer, "bits") and hasattr(layer, "group_size")
+    }
+
+
+def main_layout(model: Module) -> Layout | None:
+    """Return the layout of most of the weights, or None if no layer is quantised."""
+    num_bytes: Counter[Layout] = Counter()
+    parameters = dict(flat_parameters(model))
+    for path, layout in quantized_layers(model).items():
+        num_bytes[layout] += parameters[f"{path}.weight"].nbytes
+    return num_bytes.most_common(1)[0][0] if num_bytes else None
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -1,0 +1,312 @@
+"""Runs step plans on MLX: one forward pass for the whole batch where the model allows it, then one sampling pass.
+
+MLX builds a graph, and computes it when it is evaluated. The graph of the next step is built while the current step is
+computed, and evaluated as soon as the current one is done. It is not evaluated earlier: a pool that an unfinished step
+still reads would be copied instead of being written in place (decision 0036).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.mlx.batch import BatchMode, Pass, build_passes
+from quire.backends.mlx.model import PagedModel
+from quire.backends.mlx.paged_cache import KVStore
+from quire.backends.mlx.sampling import Logprobs, Penalties, Sampled, rank, read_logprobs, sample
+from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.errors import InvariantViolation
+
+
+@dataclass(slots=True)
+class _PromptRanks:
+    """Prompt logprobs of one slice, in parts of PROMPT_ROWS positions."""
+
+    first: int
+    tokens: Sequence[int]
+    parts: list[Logprobs]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step from its forward pass until it is collected. Its arrays may not be computed yet."""
+
+    slices: tuple[SeqSlice, ...]
+    sampled_indices: tuple[int, ...]  # of the slices that sample, in the order of the logits
+    logits: mx.array | None  # [S, V]
+    last_tokens: mx.array | None  # [S]
+    is_sound: mx.array  # [slices]: whether the last hidden state is finite
+    prompt_ranks: dict[int, _PromptRanks]  # by slice index
+    read_first: list[mx.array] = field(default_factory=list)  # contents of block copies
+    sampled: Sampled | None = None
+    is_sampled: bool = False
+    error: Exception | None = None  # of the evaluation
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        arrays = [self.is_sound]
+        if self.sampled is not None:
+            arrays += self.sampled.arrays
+        elif self.logits is not None:
+            arrays.append(self.logits)
+        for ranks in self.prompt_ranks.values():
+            for part in ranks.parts:
+                arrays += part.arrays
+        return arrays
+
+
+class MlxRunner:
+    def __init__(self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts) -> None:
+        self.model = model
+        self.store = store
+        self._capacity = capacity
+        self._facts = facts
+        self._last_samples = mx.zeros(capacity.max_num_seqs, mx.int32)
+        self._penalties = Penalties(capacity.vocab_size)
+        self._building: _Step | None = None  # forwarded, not sampled
+        self._steps: deque[_Step] = deque()
+        self._broken = ""
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def facts(self) -> RunnerFacts:
+        return self._facts
+
+    def use_threads(self, num_threads: int) -> None:
+        """MLX chooses its own threads."""
+
+    def prepare(self) -> bool:
+        return False
+
+    def forward(self, plan: StepPlan) -> None:
+        if self._building is not None:
+            raise InvariantViolation("forward before the last step was sampled")
+        if self._broken:
+            raise RuntimeError(self._broken)
+        for batch_index in plan.released:
+            self._penalties.release(batch_index)
+        self._check(plan)
+        contents = self.store.copy(plan.copies)
+        passes = build_passes(plan.slices, self.store.block_size, self._last_samples, self.model.mode)
+        if self.model.mode is BatchMode.FLAT:
+            self._building = self._flat_step(plan.slices, passes[0], contents)
+            return
+        mx.eval(contents)
+        self._building = self._divided_step(plan.slices, passes)
+
+    def sample(self, masks: TokenMasks | None) -> None:
+        step = self._building
+        if step is None:
+            raise InvariantViolation("sample without a forward pass")
+        self._building = None
+        if step.logits is not None:
+            assert step.last_tokens is not None
+            pieces = [step.slices[index] for index in step.sampled_indices]
+            step.sampled = sample(step.logits, pieces, self._penalties, step.last_tokens, masks)
+            batch_indices = mx.array([piece.batch_index for piece in pieces], dtype=mx.int32)
+            self._last_samples[batch_indices] = step.sampled.tokens
+        step.is_sampled = True
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._evaluate(step)
+
+    def collect(self) -> StepResult:
+        if not self._steps:
+            raise InvariantViolation("collect with no step in flight")
+        step = self._steps.popleft()
+        if step.error is None:
+            try:
+                mx.synchronize()
+            except Exception as error:
+                step.error = error
+                self._recover()
+        following = self._steps[0] if self._steps else self._building
+        if following is not None:
+            self._evaluate(following)
+        if step.error is not None:
+            raise step.error
+        return self._read(step)
+
+    def abandon(self) -> None:
+        """Discard a pass that raised, so that the next plan can run."""
+        self._building = None
+        self.store.begin(None)
+        self._recover()
+
+    def close(self) -> None:
+        self._building = None
+        self._steps.clear()
+
+    # Evaluation
+
+    def _evaluate(self, step: _Step) -> None:
+        """Start to compute a step. The step before it is done."""
+        try:
+            if step.read_first:
+                mx.eval(step.read_first)
+                step.read_first = []
+            mx.async_eval(*step.arrays, *self.store.arrays, self._last_samples, *self._penalties.arrays)
+        except Exception as error:
+            step.error = error
+            self._recover()
+
+    def _recover(self) -> None:
+        """After a failed step: compute the pools, of which some layers may still wait for the step's tokens.
+
+        The failed step's own blocks may hold anything, and their requests end. If the pools cannot be computed, the
+        content of other requests is lost too, and every later step fails until the worker is replaced.
+        """
+        try:
+            mx.eval(self.store.arrays, self._last_samples)
+        except Exception as error:
+            self._broken = f"the KV cache was lost in a failed step: {error}"
+        self._penalties.clear()
+
+    # Forward passes
+
+    def _flat_step(self, slices: tuple[SeqSlice, ...], step: Pass, contents: list[mx.array]) -> _Step:
+        places = {index: place for place, index in enumerate(step.order)}
+        sampled = tuple(index for index, piece in enumerate(slices) if piece.wants_token)
+        rows = [step.last_rows[places[index]] for index in sampled]
+        logits, hidden = self.model.forward(step, self.store, rows)
+        last_rows = mx.array([step.last_rows[places[index]] for index in range(len(slices))], dtype=mx.int32)
+        return _Step(
+            slices=slices,
+            sampled_indices=sampled,
+            logits=None if logits is None else logits.astype(mx.float32),
+            last_tokens=step.tokens.reshape(-1)[mx.array(rows, dtype=mx.int32)] if rows else None,
+            is_sound=_are_finite(hidden[last_rows]),
+            prompt_ranks=self._rank_prompts(slices, hidden, step.last_rows, places),
+            read_first=contents,
+        )
+
+    def _divided_step(self, slices: tuple[SeqSlice, ...], passes: Sequence[Pass]) -> _Step:
+        """Run the passes one after the other. Each is computed before the next, so that pools are written in place."""
+        logits: dict[int, mx.array] = {}
+        tokens: dict[int, mx.array] = {}
+        is_sound: dict[int, mx.array] = {}
+        ranks: dict[int, _PromptRanks] = {}
+        for step in passes:
+            places = {index: place for place, index in enumerate(step.order)}
+            wanted = [index for index in step.order if slices[index].wants_token]
+            found, hidden = self.model.forward(step, self.store, [step.last_rows[places[index]] for index in wanted])
+            flat = step.tokens.reshape(-1)
+            new = self._rank_prompts(slices, hidden, step.last_rows, places)
+            for row, index in enumerate(wanted):
+                assert found is not None
+                logits[index] = found[row].astype(mx.float32)
+                tokens[index] = flat[step.last_rows[places[index]]]
+            for index, place in places.items():
+                is_sound[index] = _are_finite(hidden[step.last_rows[place]])
+            ranked = [array for one in new.values() for part in one.parts for array in part.arrays]
+            mx.eval(logits, tokens, is_sound, ranked, self.store.arrays)
+            ranks |= new
+        sampled = tuple(sorted(logits))
+        return _Step(
+            slices=slices,
+            sampled_indices=sampled,
+            logits=mx.stack([logits[index] for index in sampled]) if sampled else None,
+            last_tokens=mx.stack([tokens[index] for index in sampled]) if sampled else None,
+            is_sound=mx.stack([is_sound[index] for index in range(len(slices))]),
+            prompt_ranks=ranks,
+        )
+
+    def _check(self, plan: StepPlan) -> None:
+        """Refuse ids out of bounds: MLX would read and write beyond its arrays without an error."""
+        num_blocks, size = self.store.num_blocks, self.store.block_size
+        for piece in plan.slices:
+            end = piece.start + piece.length
+            table = piece.block_table[: -(-end // size)]
+            is_valid = (
+                piece.length == (len(piece.tokens) or 1)
+                and 0 <= piece.start < end <= self._capacity.max_model_len
+                and 0 <= piece.batch_index < self._capacity.max_num_seqs
+                and len(table) * size >= end
+                and all(0 <= block < num_blocks for block in (min(table), max(table)))
+                and all(0 <= token < self._capacity.vocab_size for token in piece.tokens)
+            )
+            if not is_valid:
+                raise InvariantViolation(f"the plan's slice of request {piece.request_id} is out of bounds")
+        for copy in plan.copies:
+            if not (0 <= copy.source < num_blocks and 0 <= copy.destination < num_blocks):
+                raise InvariantViolation(f"{copy} is not within the pool's {num_blocks} blocks")
+
+    def _rank_prompts(
+        self,
+        slices: tuple[SeqSlice, ...],
+        hidden: mx.array,
+        last_rows: Sequence[int],
+        places: Mapping[int, int],
+    ) -> dict[int, _PromptRanks]:
+        """Return logprobs of the prompt tokens after each position: a position's logits predict the next token."""
+        result: dict[int, _PromptRanks] = {}
+        for index, place in places.items():
+            piece = slices[index]
+            count = piece.sampling.prompt_logprobs
+            num_ranked = min(piece.length, piece.num_prompt_tokens - 1 - piece.start)
+            if count is None or num_ranked <= 0:
+                continue
+            first_row, first = last_rows[place] + 1 - piece.length, piece.start + 1
+            tokens = piece.history[first : first + num_ranked]
+            parts = []
+            for start in range(0, num_ranked, PROMPT_ROWS):
+                stop = min(start + PROMPT_ROWS, num_ranked)
+                raw = self.model.head(hidden[first_row + start : first_row + stop]).astype(mx.float32)
+                chosen = mx.array(list(tokens[start:stop]), dtype=mx.int32)
+                parts.append(rank(raw, chosen, tuple(range(stop - start)), (count,) * (stop - start)))
+            result[index] = _PromptRanks(first, tokens, parts)
+        return result
+
+    # Results
+
+    def _read(self, step: _Step) -> StepResult:
+        tokens: list[tuple[int, ...]] = [()] * len(step.slices)
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        failures = {index: BROKEN for index, is_sound in enumerate(_flags(step.is_sound)) if not is_sound}
+        if step.sampled is not None:
+            chosen = [int(token) for token in _flags(step.sampled.tokens)]
+            broken, blocked = _flags(step.sampled.is_broken), _flags(step.sampled.is_blocked)
+            ranked = {} if step.sampled.logprobs is None else read_logprobs(step.sampled.logprobs, chosen)
+            for place, index in enumerate(step.sampled_indices):
+                tokens[index] = (chosen[place],)
+                if place in ranked:
+                    logprobs[index] = (ranked[place],)
+                if broken[place]:
+                    failures[index] = BROKEN
+                elif blocked[place]:
+                    failures.setdefault(index, BLOCKED)
+        is_poisoned = BROKEN in failures.values()
+        if is_poisoned:
+            self._purge(step, failures)
+        found = {index: _prompt_logprobs(ranks) for index, ranks in step.prompt_ranks.items()}
+        return StepResult(tuple(tokens), logprobs, found, failures, is_poisoned)
+
+    def _purge(self, step: _Step, failures: Mapping[int, str]) -> None:
+        mx.synchronize()  # the next step may already run: its writes come first
+        for index, why in failures.items():
+            if why == BROKEN:
+                self.store.purge(step.slices[index].block_table)
+
+
+def _prompt_logprobs(ranks: _PromptRanks) -> PromptLogprobs:
+    parts = []
+    for number, part in enumerate(ranks.parts):
+        tokens = ranks.tokens[number * PROMPT_ROWS : number * PROMPT_ROWS + len(part.rows)]
+        parts.append(tuple(read_logprobs(part, tokens).values()))
+    return join_prompt_logprobs(ranks.first, parts)
+
+
+def _are_finite(hidden: mx.array) -> mx.array:
+    """Return whether rows are finite. A NaN anywhere in a context reaches its last row."""
+    return mx.isfinite(hidden.astype(mx.float32).sum(-1))
+
+
+def _flags(array: mx.array) -> list[int]:
+    values: list[int] = array.tolist()  # type: ignore[assignment]
+    return values

@@ -1,0 +1,240 @@
+"""Sampling for the whole batch at once, in MLX's graph. Implements the definition in `quire.backends.torch.sampling`.
+
+Apple's GPUs have no float64, so cumulative probabilities are float32 here. A draw within rounding of the border between
+two tokens may therefore choose the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from quire.backends.base import TokenMasks
+from quire.backends.randomness import uniform
+from quire.backends.sampling import is_penalised, is_short
+from quire.core.step import SeqSlice, TokenLogprobs
+
+# S rows that sample, V vocabulary
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    rows: tuple[int, ...]  # rows of S that report logprobs
+    counts: tuple[int, ...]  # number of alternatives for each
+    chosen: mx.array  # [rows]
+    ranks: mx.array  # [rows]
+    top_values: mx.array  # [rows, most]
+    top_tokens: mx.array
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.chosen, self.ranks, self.top_values, self.top_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Arrays that may not be computed yet."""
+
+    tokens: mx.array  # [S]
+    is_broken: mx.array  # [S]: the logits of this row are not finite
+    is_blocked: mx.array  # [S]: every token of this row was forbidden
+    logprobs: Logprobs | None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        ranked = [] if self.logprobs is None else self.logprobs.arrays
+        return [self.tokens, self.is_broken, self.is_blocked, *ranked]
+
+
+class Penalties:
+    """Token counts of the request at each batch index, computed once and then updated with each token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._counts: dict[int, _Counts] = {}
+
+    def release(self, batch_index: int) -> None:
+        self._counts.pop(batch_index, None)
+
+    def clear(self) -> None:
+        """Forget all counts: they are counted anew from the history."""
+        self._counts.clear()
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for counts in self._counts.values() for array in (counts.num_answered, counts.seen)]
+
+    def apply(self, logits: mx.array, rows: Sequence[SeqSlice], last_tokens: mx.array) -> None:
+        """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
+        chosen = [index for index, piece in enumerate(rows) if is_penalised(piece)]
+        if not chosen:
+            return
+        counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
+        num_answered = mx.stack([count.num_answered for count in counts])  # [rows, V]
+        seen = mx.stack([count.seen for count in counts])
+        params = [rows[index].sampling for index in chosen]
+        repetition = mx.array([p.repetition_penalty for p in params])[:, None]
+        frequency = mx.array([p.frequency_penalty for p in params])[:, None]
+        presence = mx.array([p.presence_penalty for p in params])[:, None]
+        index = mx.array(chosen, dtype=mx.int32)
+        picked = logits[index]
+        repeated = mx.where(picked > 0, picked / repetition, picked * repetition)
+        picked = mx.where(seen, repeated, picked)
+        logits[index] = picked - frequency * num_answered - presence * (num_answered > 0)
+
+    def _count(self, piece: SeqSlice, last_token: mx.array) -> _Counts:
+        counts = self._counts.get(piece.batch_index)
+        if counts is None or counts.owner != (piece.request_id, piece.epoch):
+            num_answered, seen = mx.zeros(self._vocab_size), mx.zeros(self._vocab_size, mx.bool_)
+            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), num_answered, seen, 0)
+        end = piece.start + piece.length
+        known = piece.history[counts.num_counted : end]
+        if known:
+            new = np.array(known, np.int64)
+            counts.seen[mx.array(new)] = True
+            answered = new[max(piece.num_prompt_tokens - counts.num_counted, 0) :]
+            if len(answered):
+                counts.num_answered = counts.num_answered.at[mx.array(answered)].add(1.0)
+        if counts.num_counted + len(known) < end:  # sampled in the previous step, not yet known to the scheduler
+            counts.seen[last_token] = True
+            counts.num_answered = counts.num_answered.at[last_token].add(1.0)
+        counts.num_counted = end
+        return counts
+
+
+@dataclass(slots=True)
+class _Counts:
+    owner: tuple[int, int]
+    num_answered: mx.array  # [V]: number of occurrences in the answer
+    seen: mx.array  # [V]: whether the token is in the prompt or the answer
+    num_counted: int
+
+
+def sample(
+    logits: mx.array, rows: Sequence[SeqSlice], penalties: Penalties, last_tokens: mx.array, masks: TokenMasks | None
+) -> Sampled:
+    """Choose one token for each row of logits [S, V] in float32."""
+    is_broken = ~mx.isfinite(logits.max(-1))  # a maximum with a NaN is NaN
+    wanted = tuple(index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None)
+    raw = logits
+    is_blocked = mx.zeros_like(is_broken)
+    if not _is_plain(rows, masks):
+        logits = mx.array(logits)  # changed in place below
+        penalties.apply(logits, rows, last_tokens)
+        _add_bias(logits, rows)
+        _forbid(logits, rows, masks)
+        is_blocked = ~(mx.isfinite(logits.max(-1)) | is_broken)
+    tokens = logits.argmax(-1).astype(mx.int32)
+    drawn = [index for index, piece in enumerate(rows) if not piece.sampling.is_greedy]
+    if len(drawn) == len(rows):
+        tokens = _draw(logits, rows)
+    elif drawn:
+        index = mx.array(drawn, dtype=mx.int32)
+        tokens[index] = _draw(logits[index], [rows[index] for index in drawn])
+    if not wanted:
+        return Sampled(tokens, is_broken, is_blocked, None)
+    counts = tuple(rows[index].sampling.logprobs or 0 for index in wanted)
+    index = mx.array(wanted, dtype=mx.int32)
+    return Sampled(tokens, is_broken, is_blocked, rank(raw[index], tokens[index], wanted, counts))
+
+
+def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
+    """Return whether no row's logits are changed before the draw, which is the common case."""
+    return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
+
+
+def _add_bias(logits: mx.array, rows: Sequence[SeqSlice]) -> None:
+    entries = [
+        (index, token, bias) for index, piece in enumerate(rows) for token, bias in piece.sampling.logit_bias.items()
+    ]
+    if entries:
+        index, token, bias = zip(*entries, strict=True)
+        logits[mx.array(index), mx.array(token)] += mx.array(bias, dtype=mx.float32)
+
+
+def _forbid(logits: mx.array, rows: Sequence[SeqSlice], masks: TokenMasks | None) -> None:
+    forbidden = [
+        (index, token) for index, piece in enumerate(rows) if is_short(piece) for token in piece.sampling.stop_token_ids
+    ]
+    if forbidden:
+        places = mx.array(forbidden, dtype=mx.int32)
+        logits[places[:, 0], places[:, 1]] = _NEVER
+    masked = [index for index, piece in enumerate(rows) if masks and piece.batch_index in masks]
+    if masks and masked:
+        together = b"".join(masks[rows[index].batch_index] for index in masked)
+        packed = mx.array(np.frombuffer(together, np.uint8).reshape(len(masked), -1))
+        bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & 1
+        is_allowed = bits.reshape(len(masked), -1)[:, : logits.shape[1]] == 1
+        index = mx.array(masked, dtype=mx.int32)
+        logits[index] = mx.where(is_allowed, logits[index], _NEVER)
+
+
+def _draw(logits: mx.array, rows: Sequence[SeqSlice]) -> mx.array:
+    params = [piece.sampling for piece in rows]
+    vocab_size = logits.shape[1]
+    logits = logits / mx.array([p.temperature for p in params])[:, None]
+    peak = logits.max(-1, keepdims=True)
+    floor = mx.full(peak.shape, _NEVER)  # tokens below it are cut off
+    if any(p.min_p > 0 for p in params):
+        floor = peak + mx.log(mx.array([p.min_p for p in params]))[:, None]
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    if any(p.top_p < 1 for p in params) or min(top_k) < vocab_size:
+        descending = -mx.sort(-logits, axis=-1)
+        if min(top_k) < vocab_size:  # the k-th largest logit; ties with it are kept
+            kth = mx.take_along_axis(descending, mx.array(top_k)[:, None] - 1, axis=-1)
+            floor = mx.maximum(floor, kth)
+        if any(p.top_p < 1 for p in params):
+            floor = mx.maximum(floor, _top_p_floor(descending, peak, floor, [p.top_p for p in params]))
+    weights = mx.where(logits < floor, 0.0, mx.exp(logits - peak))  # [S, V]
+    cumulative = mx.cumsum(weights, axis=-1)
+    draws = [uniform(piece.sampling.seed, piece.sampling.sample_index, piece.start + piece.length) for piece in rows]
+    targets = mx.array(draws, dtype=mx.float32)[:, None] * cumulative[:, -1:]
+    passed = (cumulative <= targets).sum(-1).astype(mx.int32)
+    # Rounding may place the target behind the last kept token.
+    last = vocab_size - 1 - mx.argmax(weights[:, ::-1] > 0, axis=-1).astype(mx.int32)
+    return mx.minimum(passed, last)
+
+
+def _top_p_floor(descending: mx.array, peak: mx.array, floor: mx.array, top_p: Sequence[float]) -> mx.array:
+    """Return the smallest logit of the smallest set whose share of the kept tokens reaches top_p."""
+    kept = mx.where(descending < floor, 0.0, mx.exp(descending - peak))
+    cumulative = mx.cumsum(kept, axis=-1)
+    share = mx.array(list(top_p))[:, None]
+    before = cumulative - kept
+    last = (before < share * cumulative[:, -1:]).sum(-1, keepdims=True) - 1
+    result = mx.take_along_axis(descending, mx.maximum(last, 0), axis=-1)
+    return mx.where(share < 1, result, _NEVER)
+
+
+def rank(raw: mx.array, chosen: mx.array, rows: tuple[int, ...], counts: tuple[int, ...]) -> Logprobs:
+    """Return logprobs of the chosen tokens [rows] and of the most probable ones, from raw logits [rows, V]."""
+    logprobs = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
+    picked = mx.take_along_axis(logprobs, chosen[:, None], axis=-1)
+    ranks = (logprobs > picked).sum(-1)
+    num_top = min(max(counts), raw.shape[1])
+    if num_top == 0:
+        nothing = mx.zeros((len(rows), 0))
+        return Logprobs(rows, counts, picked[:, 0], ranks, nothing, nothing.astype(mx.int32))
+    order = mx.argsort(-logprobs, axis=-1)[:, :num_top]
+    return Logprobs(rows, counts, picked[:, 0], ranks, mx.take_along_axis(logprobs, order, axis=-1), order)
+
+
+def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+    """Return logprobs by row of S as plain numbers. `tokens`: the chosen token of each row of S."""
+    chosen, ranks = _numbers(logprobs.chosen), _numbers(logprobs.ranks)
+    values, ids = _numbers(logprobs.top_values), _numbers(logprobs.top_tokens)
+    result: dict[int, TokenLogprobs] = {}
+    for place, (row, count) in enumerate(zip(logprobs.rows, logprobs.counts, strict=True)):
+        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
+        result[row] = TokenLogprobs(tokens[row], chosen[place], ranks[place], top)
+    return result
+
+
+def _numbers(array: mx.array) -> list:  # type: ignore[type-arg]
+    values: list = array.tolist()  # type: ignore[type-arg, assignment]
+    return values

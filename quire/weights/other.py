@@ -1,0 +1,223 @@
+"""`ModelSpec` of a model that the native and torch backends do not run: mlx-lm has the equations of many more models.
+
+Such a spec holds what text, server and display need: names, sizes and token ids. Fields that only equations use have
+neutral values. Two kinds of models are described here: architectures that quire does not know, and quantised weights.
+A known architecture with a setting that quire does not know is refused by `spec_from_config`, because mlx-lm ignores
+many of these settings, and would answer nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import UnsupportedModel
+from quire.weights.config import (
+    ALIASES,
+    DTYPES,
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+    QUANTIZED,
+    find_architecture,
+    name_architecture,
+    read_eos,
+    refuse_quantized,
+    spec_from_config,
+)
+from quire.weights.fields import Fields
+from quire.weights.rope import MAX_CONTEXT
+from quire.weights.spec import OTHER, Activation, ModelSpec, RopeSpec
+
+DEFAULT_CONTEXT = 2048
+MAX_LATENT_SIZE = 65_536  # of multi-head latent attention
+MAX_BITS = 16
+MAX_GROUP_SIZE = 65_536
+MAX_METHOD_LENGTH = 40
+
+# Objects of a multimodal config.json that hold the fields of its language model.
+_NESTED = ("text_config", "language_config", "llm_config")
+# The names of each size in the configs of different models; the first that is given counts.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+_HEAD_SIZE = ("head_dim", "kv_channels", "attention_head_dim")
+_VOCAB_SIZE = ("vocab_size", "padded_vocab_size", "num_vocab")
+_MAX_MODEL_LEN = (
+    "max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length", "max_seq_len",
+    "max_context_length", "model_max_length", "block_size",
+)  # fmt: skip
+
+
+def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str) -> ModelSpec:
+    """Make a spec of any model. `quantization` is the type of most weights that are not packed."""
+    reason = find_unsupported(Fields(source, config))
+    if reason:
+        return other_spec(config, generation, source, quantization, reason)
+    return spec_from_config(config, generation, source, quantization)
+
+
+def find_unsupported(config: Fields) -> str:
+    """Return why quire's own equations do not run a model, from its architecture and quantisation; empty: they may."""
+    try:
+        find_architecture(config)
+        refuse_quantized(config)
+    except UnsupportedModel as error:
+        return str(error)
+    return ""
+
+
+def other_spec(
+    config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str, reason: str
+) -> ModelSpec:
+    whole = Fields(source, config)
+    if name_architecture(whole) in ALIASES:
+        spec = spec_from_config(_unquantized(config), generation, source, _known_type(quantization))
+    else:
+        spec = _lenient_spec(whole, generation, quantization, reason)
+    shown = _quantization(whole) or quantization
+    return replace(spec, family=OTHER, quantization=shown, unsupported=reason)
+
+
+def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in config.items() if name not in QUANTIZED}
+    inner = kept.get("text_config")
+    if isinstance(inner, dict):
+        kept["text_config"] = {name: value for name, value in inner.items() if name not in QUANTIZED}
+    return kept
+
+
+def _known_type(quantization: str) -> str:
+    return quantization if quantization in DTYPES else "BF16"
+
+
+# Architectures that quire does not know
+
+
+class _Sizes:
+    """Reads sizes by any of their names, from the language model's fields before those of the whole config."""
+
+    def __init__(self, whole: Fields, reason: str) -> None:
+        nested = [whole.table(name) for name in _NESTED if name in whole]
+        self.holders = [*nested[:1], whole]
+        self._reason = reason
+
+    def find(self, names: Sequence[str], high: int) -> int | None:
+        for holder in self.holders:
+            for name in names:
+                if name in holder:
+                    return _whole_or_largest(holder, name, high)
+        return None
+
+    def read(self, names: Sequence[str], high: int) -> int:
+        found = self.find(names, high)
+        if found is None:
+            raise UnsupportedModel(f"{self._reason}; {self.holders[0].prefix}{names[0]} is missing")
+        return found
+
+
+def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
+    """Return a size. Some models list it by layer, 0 or null for a layer without it: the largest is returned."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        return fields.whole(name, 1, high)
+    if not 1 <= len(value) <= MAX_LAYERS:
+        raise fields.wrong(name, f"not a list of 1 to {MAX_LAYERS} numbers")
+    items = Fields(fields.source, {f"{name}[{i}]": item for i, item in enumerate(value)}, fields.prefix)
+    return max(1, *(items.find_whole(item, 0, high) or 0 for item in items.values))
+
+
+def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: str, reason: str) -> ModelSpec:
+    sizes = _Sizes(whole, reason)
+    num_layers = sizes.read(_NUM_LAYERS, MAX_LAYERS)
+    hidden_size = sizes.read(_HIDDEN_SIZE, MAX_HIDDEN_SIZE)
+    vocab_size = sizes.read(_VOCAB_SIZE, MAX_VOCAB_SIZE)
+    num_heads = sizes.find(_NUM_HEADS, MAX_HEADS) or 1  # state-space models have none
+    num_kv_heads, head_size = _kv_shape(sizes, hidden_size, num_heads)
+    # The outer file takes precedence for these, as in `spec_from_config`.
+    inner = sizes.holders[0]
+    fields = Fields(
+        whole.source, {**inner.values, **{key: one for key, one in whole.values.items() if one is not None}}
+    )
+    return ModelSpec(
+        family=OTHER,
+        architecture=name_architecture(whole),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_size=0,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        vocab_size=vocab_size,
+        max_model_len=sizes.find(_MAX_MODEL_LEN, MAX_CONTEXT) or DEFAULT_CONTEXT,
+        norm_eps=0.0,
+        rope=RopeSpec(theta=0.0, rotary_size=0),
+        local_rope=None,
+        windows=(0,) * num_layers,
+        activation=Activation.SILU,
+        attention_scale=1.0,
+        embedding_scale=1.0,
+        norm_offset=0.0,
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        is_tied=fields.flag("tie_word_embeddings", False),
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        has_post_norms=False,
+        is_fused=False,
+        dtype=_dtype(fields, quantization),
+        quantization=quantization,
+        bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
+        eos_token_ids=read_eos(fields, generation, vocab_size),
+    )
+
+
+def _kv_shape(sizes: _Sizes, hidden_size: int, num_heads: int) -> tuple[int, int]:
+    """Return KV heads and head size such that twice their product is the elements that a token adds to a layer's KV."""
+    latent = sizes.find(("kv_lora_rank",), MAX_LATENT_SIZE)
+    if latent is not None:  # latent attention caches one vector, and the rotated part of the key
+        rotated = sizes.find(("qk_rope_head_dim",), MAX_HEAD_SIZE) or 0
+        return 1, -(-(latent + rotated) // 2)
+    num_kv_heads = sizes.find(_NUM_KV_HEADS, MAX_HEADS) or num_heads
+    head_size = sizes.find(_HEAD_SIZE, MAX_HEAD_SIZE) or max(1, hidden_size // num_heads)
+    return num_kv_heads, head_size
+
+
+def _dtype(fields: Fields, quantization: str) -> str:
+    given = fields.find_text("dtype" if "dtype" in fields else "torch_dtype") or ""
+    name = given.removeprefix("torch.")
+    return name if name in DTYPES.values() else DTYPES[_known_type(quantization)]
+
+
+# Quantisation, for display
+
+
+def _quantization(whole: Fields) -> str:
+    """Return how weights are quantised: "4 bits, groups of 64", "mxfp4"; empty: they are not."""
+    inner = whole.get("text_config")
+    for holder in (whole, Fields(whole.source, inner if isinstance(inner, dict) else {}, "text_config.")):
+        for name in QUANTIZED:
+            if holder.get(name):
+                return _describe(holder.table(name))
+    return ""
+
+
+def _describe(fields: Fields) -> str:
+    """Describe MLX's form (bits, group_size, mode) and that of transformers (quant_method)."""
+    for name in ("mode", "quant_method"):
+        text = fields.find_text(name)
+        if text is not None and text != "affine":
+            if len(text) > MAX_METHOD_LENGTH or not text.isprintable():
+                raise fields.wrong(name, f"not a name of at most {MAX_METHOD_LENGTH} characters")
+            return text
+    bits = fields.find_whole("bits", 1, MAX_BITS)
+    group_size = fields.find_whole("group_size", 1, MAX_GROUP_SIZE)
+    if bits is None:
+        return "quantised"
+    return f"{bits} bits" if group_size is None else f"{bits} bits, groups of {group_size}"

@@ -1,0 +1,549 @@
+"""Loading into models of mlx-lm: results equal those of `transformers` and of the torch backend; errors are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+from torch import Tensor
+
+from quire.backends.base import BackendOptions
+from quire.backends.mlx.evaluation import flat_parameters, num_bytes
+from quire.backends.mlx.gguf_model import UNPACKED
+from quire.backends.mlx.gguf_weights import PACKINGS, pack
+from quire.backends.mlx.loading import LoadedModel, load_from_tensors, load_model
+from quire.backends.mlx.quantization import Layout, quantized_layers
+from quire.engine.llm import as_chat
+from quire.engine.model_text import ModelText
+from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
+from quire.weights.gguf import BLOCKS
+from quire.weights.opening import open_checkpoint
+from quire.weights.quants import to_float32
+from tests.backends.mlx.architectures import DenseReference, write_model
+from tests.backends.mlx.converting import write_mlx_folder
+from tests.backends.torch.families import FAMILIES, Reference
+from tests.backends.torch.rig import Rig, same_rows
+from tests.weights.makers import (
+    FFN,
+    HIDDEN,
+    config,
+    llama_arrays,
+    llama_keys,
+    llama_tensors,
+    make_gguf,
+    tiny_gguf,
+    write_folder,
+)
+from tests.weights.makers import (
+    Tensor as GgufTensor,
+)
+
+FLOAT32 = BackendOptions(dtype="float32")
+BOUND = 5e-5
+BY_NUMBER = {"layer_types": None, "sliding_window": 24}
+TOKENS = [(7919 * i) % 160 for i in range(1, 61)]  # longer than the windows of the small models
+
+
+def load(path: Path, load_format: str = "auto", **options: Any) -> LoadedModel:
+    checkpoint = open_checkpoint(path, load_format)
+    try:
+        return load_model(checkpoint, BackendOptions(**options))
+    finally:
+        checkpoint.close()
+
+
+def logprobs(model: Module, tokens: Sequence[int]) -> Tensor:
+    """Return [len(tokens), V]. The second half is computed after the first, from the cache."""
+    cache, half = make_prompt_cache(model), len(tokens) // 2
+    parts = [model(mx.array([list(part)]), cache=cache)[0] for part in (tokens[:half], tokens[half:])]
+    logits = mx.concatenate(parts).astype(mx.float32)
+    return torch.log_softmax(torch.from_numpy(np.array(logits)), -1)
+
+
+def dtypes(model: Module) -> set[mx.Dtype]:
+    return {array.dtype for _, array in flat_parameters(model)}
+
+
+def change_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+# The families that quire knows, against transformers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_folders_equal_transformers(reference: Reference) -> None:
+    loaded = load(reference.path)
+    assert loaded.dtype == mx.float32
+    assert loaded.description == "float32"
+    assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+
+
+def test_tensors_equal_transformers(reference: Reference) -> None:
+    """The code that reads GGUF files, with the tensors of a folder."""
+    checkpoint = open_checkpoint(reference.path)
+    loaded = load_from_tensors(checkpoint, FLOAT32)
+    assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+
+
+class WithNormsAsInGguf:
+    """A checkpoint whose norm weights include the 1 that Gemma adds, as in GGUF files."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.path, self.tensors, self.generation = checkpoint.path, checkpoint.tensors, checkpoint.generation
+        self.spec = replace(checkpoint.spec, norm_offset=0.0)
+        self.tokenizer_files, self.close = checkpoint.tokenizer_files, checkpoint.close
+
+    def read(self, name: str) -> RawTensor:
+        raw = self._checkpoint.read(name)
+        if not name.endswith("norm.weight"):
+            return raw
+        return raw._replace(data=(to_float32(raw) + 1).view(np.uint8))
+
+
+def test_norms_of_gemma_in_gguf(tmp_path: Path) -> None:
+    reference = Reference("gemma3", tmp_path)
+    loaded = load_from_tensors(WithNormsAsInGguf(open_checkpoint(tmp_path)), FLOAT32)
+    assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+
+
+def test_long_rope_follows_the_longest_context(tmp_path: Path) -> None:
+    """With contexts over the trained length, the long factors replace the short ones, whatever the prompt's length."""
+    Reference("phi3 long rope", tmp_path)
+    change_config(tmp_path, original_max_position_embeddings=256)
+    short, long = (
+        load(tmp_path, max_model_len=length).model.layers[0].self_attn.rope(mx.ones((1, 1, 9, 16)))
+        for length in (256, 512)
+    )
+    assert mx.array_equal(short[0, 0, 0], long[0, 0, 0])
+    assert not mx.array_equal(short[0, 0, 8], long[0, 0, 8])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "every n-th layer"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "logit softcapping"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **BY_NUMBER}, "windows in some layers"),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "activation"),
+    ],
+)
+def test_settings_that_mlx_lm_ignores_are_refused(
+    name: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    Reference(name, tmp_path)
+    change_config(tmp_path, **change)
+    with pytest.raises(UnsupportedModel, match=problem):
+        load(tmp_path)
+
+
+# GGUF
+
+
+def random_matrix(kind: TensorType, num_rows: int = 48, num_columns: int = 512) -> RawTensor:
+    """Make random codes with scales of usual sizes."""
+    rng = np.random.default_rng(1)
+    block = BLOCKS[kind]
+    count = num_rows * num_columns // block.num_elements
+    data = rng.integers(0, 256, (count, block.num_bytes), np.uint8)
+    scales = (rng.standard_normal((count, 2)) * 2e-3).astype("<f2").view(np.uint8)
+    if kind is TensorType.Q6_K:
+        data[:, -2:] = scales[:, :2]
+    else:
+        width = 2 if kind in (TensorType.Q4_0, TensorType.Q5_0, TensorType.Q8_0) else 4
+        data[:, :width] = scales[:, :width]
+    info = TensorInfo("matrix", kind, (num_rows, num_columns), data.nbytes)
+    return RawTensor(info, data.reshape(num_rows, -1))
+
+
+def rms_error(found: mx.array, expected: np.ndarray[Any, Any]) -> float:
+    return float(np.sqrt(np.square(np.array(found) - expected).sum() / np.square(expected).sum()))
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_packed_weights_are_those_of_the_file(kind: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.backends.mlx.gguf_weights.CHUNK_ELEMENTS", 7 * 512)  # several chunks, the last smaller
+    raw = random_matrix(kind)
+    packed, expected = pack(raw), to_float32(raw)
+
+    def unpacked(dtype: mx.Dtype) -> mx.array:
+        scales, biases = (mx.array(one).astype(dtype).astype(mx.float32) for one in (packed.scales, packed.biases))
+        return mx.dequantize(mx.array(packed.weight), scales, biases, group_size=32, bits=PACKINGS[kind].bits)
+
+    assert np.array_equal(np.array(unpacked(mx.float32)), expected)
+    in_float16 = rms_error(unpacked(mx.float16), expected)
+    assert in_float16 < 4e-4 if kind in (TensorType.Q4_K, TensorType.Q5_K) else in_float16 == 0
+    assert rms_error(unpacked(mx.bfloat16), expected) < 3e-3
+
+
+def test_q6_k_is_quantised_again() -> None:
+    expected = to_float32(random_matrix(TensorType.Q6_K))
+    weight = mx.array(expected).astype(mx.float16)
+    parts = mx.quantize(weight, UNPACKED.group_size, UNPACKED.bits)
+    assert rms_error(mx.dequantize(*parts, UNPACKED.group_size, UNPACKED.bits).astype(mx.float32), expected) < 6e-3
+
+
+def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_gguf())
+    loaded = load(path)
+    assert loaded.description == "Q4_0 as 4 bits (affine, groups of 32)"
+    assert loaded.dtype == mx.float32  # on a CPU
+    layers = quantized_layers(loaded.model)
+    assert layers["model.embed_tokens"] == Layout(8, 32)
+    assert layers["model.layers.1.self_attn.q_proj"] == Layout(4, 32)
+    assert "model.layers.0.self_attn.v_proj" not in layers  # F16 in the file
+    assert loaded.num_bytes == num_bytes(loaded.model)
+    half = load(path, dtype="float16")
+    assert half.dtype == mx.float16
+    assert dtypes(half.model) == {mx.float16, mx.uint32}
+    rig = Rig(path)
+    answer = rig.answer(range(40), 3)
+    rig.engine.close()
+    assert same_rows(answer, logprobs(loaded.model, [*range(40), *answer.tokens]), 40) < BOUND
+
+
+def k_quants(head: TensorType) -> bytes:
+    """A GGUF file in K-quants, whose blocks have 256 weights."""
+    numbers = {TensorType.Q4_K: 12, TensorType.Q5_K: 13, TensorType.Q6_K: 14}
+
+    def matrix(kind: TensorType, num_rows: int, num_columns: int = 256) -> GgufTensor:
+        raw = random_matrix(kind, num_rows, num_columns)
+        return GgufTensor((num_columns, num_rows), numbers[kind], raw.data.tobytes())
+
+    norm, last = (GgufTensor((256,), 0, np.full(256, size, np.float32).tobytes()) for size in (1, 0.02))
+    tensors = {"token_embd.weight": matrix(TensorType.Q4_K, 64), "output_norm.weight": last}  # logits are about 1
+    tensors["output.weight"] = matrix(head, 64)
+    for name in ("attn_norm", "ffn_norm"):
+        tensors[f"blk.0.{name}.weight"] = norm
+    for name, num_rows in (("attn_q", 256), ("attn_k", 128), ("attn_v", 128), ("attn_output", 256)):
+        tensors[f"blk.0.{name}.weight"] = matrix(TensorType.Q5_K, num_rows)
+    for name in ("gate", "up", "down"):
+        shape = (256, 512) if name == "down" else (512, 256)
+        tensors[f"blk.0.ffn_{name}.weight"] = matrix(TensorType.Q4_K, *shape)
+    sizes = {"llama.block_count": 1, "llama.embedding_length": 256, "llama.feed_forward_length": 512}
+    return make_gguf(llama_keys(**sizes), list(tensors.items()))
+
+
+@pytest.mark.parametrize(
+    ("head", "others", "bound"),
+    [(TensorType.Q5_K, "", BOUND), (TensorType.Q6_K, ", Q6_K as 8 bits (affine, groups of 32)", 0.05)],
+)
+def test_k_quants(head: TensorType, others: str, bound: float, tmp_path: Path) -> None:
+    path = tmp_path / "k.gguf"
+    path.write_bytes(k_quants(head))
+    loaded = load(path)
+    assert loaded.description == f"Q4_K as 4 bits (affine, groups of 32){others}"
+    rig = Rig(path)
+    answer = rig.answer(range(40), 3)
+    rig.engine.close()
+    assert same_rows(answer, logprobs(loaded.model, [*range(40), *answer.tokens]), 40) < bound
+
+
+def test_quantize_applies_to_what_a_gguf_file_does_not_quantise(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_gguf())
+    layers = quantized_layers(load(path, quantize=8).model)
+    assert layers["model.layers.0.self_attn.v_proj"] == Layout(8, 64)
+    assert layers["model.layers.1.self_attn.q_proj"] == Layout(4, 32)
+
+
+def test_a_quantised_gguf_file_is_not_quantised_again(default_model: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"quantize = 4: .* is quantised already, to Q4_1"):
+        load(default_model, quantize=4)
+
+
+def test_scales_beyond_the_range_of_float16(tmp_path: Path) -> None:
+    """The bias of Q8_0 is -128 times its scale."""
+    tensors = llama_tensors()
+    matrix = tensors["token_embd.weight"]
+    blocks = np.frombuffer(matrix.data, np.uint8).reshape(-1, 34).copy()
+    blocks[:, :2] = np.frombuffer(np.float16(512).tobytes(), np.uint8)
+    tensors["token_embd.weight"] = matrix._replace(data=blocks.tobytes())
+    path = tmp_path / "large.gguf"
+    path.write_bytes(make_gguf(llama_keys(), list(tensors.items())))
+    with pytest.raises(ModelFileError, match=r"embed_tokens.weight has scales that are not finite in float16"):
+        load(path, dtype="float16")
+    assert load(path).description.startswith("Q4_0")
+
+
+# The default model
+
+
+def chat(path: Path) -> tuple[ModelText, list[int]]:
+    text = ModelText.open(path)
+    return text, list(text.encode_chat(as_chat("What is the capital of France?"), text.spec.max_model_len))
+
+
+def greedy(model: Module, prompt: list[int], num_tokens: int) -> list[int]:
+    cache, tokens = make_prompt_cache(model), list[int]()
+    inputs = mx.array([prompt])
+    for _ in range(num_tokens):
+        inputs = mx.argmax(model(inputs, cache=cache)[:, -1], axis=-1)[None]
+        tokens += np.array(inputs)[0].tolist()
+    return tokens
+
+
+def test_default_model_equals_the_torch_backend(default_model: Path) -> None:
+    text, prompt = chat(default_model)
+    seen: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint(default_model)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    loaded = load_model(checkpoint, BackendOptions(), lambda done, total: seen.append((done, total)))
+    peak = mx.get_peak_memory() - before
+    largest = max(array.nbytes for _, array in flat_parameters(loaded.model))
+    assert loaded.num_bytes <= peak < loaded.num_bytes + 2 * largest
+    assert loaded.description == "Q4_1 as 4 bits (affine, groups of 32)"
+    assert seen == sorted(seen)
+    assert len(seen) > 200
+    assert seen[-1][0] == seen[-1][1]
+    rig = Rig(default_model, num_blocks=40)
+    answer = rig.answer(prompt, 8)
+    rig.engine.close()
+    rows = logprobs(loaded.model, [*prompt, *answer.tokens])
+    assert rows[len(prompt) - 1 : -1].argmax(-1).tolist() == answer.tokens
+    assert text.tokenizer.decode(answer.tokens) == "The capital of France is Paris."
+    assert same_rows(answer, rows, len(prompt)) < 5e-4
+    text.close()
+
+
+@pytest.fixture(scope="module")
+def mlx_folder(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mlx_folder(tmp_path_factory.mktemp("mlx") / "smollm2", default_model)
+
+
+def test_default_model_as_an_mlx_folder(mlx_folder: Path) -> None:
+    """The conversion of mlx-lm, with another quantisation for the embedding."""
+    text, prompt = chat(mlx_folder)
+    loaded = load(mlx_folder)
+    assert loaded.description == "4 bits (affine, groups of 32)"
+    assert quantized_layers(loaded.model)["model.embed_tokens"] == Layout(8, 32)
+    assert text.tokenizer.decode(greedy(loaded.model, prompt, 7)) == "The capital of France is Paris."
+    text.close()
+
+
+def test_a_quantised_folder_is_not_quantised_again(mlx_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"quantize = 8: .* to 4 bits \(affine, groups of 32\)"):
+        load(mlx_folder, quantize=8)
+
+
+# Folders
+
+
+def test_mlx_quantisations_are_described(tmp_path: Path) -> None:
+    for name, quantization, expected in (
+        ("qwen3", {"group_size": 32, "bits": 6}, "6 bits (affine, groups of 32)"),
+        ("gpt_oss", {"group_size": 32, "bits": 4, "mode": "mxfp4"}, "mxfp4"),
+        ("llama", {"group_size": 32, "bits": 8, "mode": "mxfp8"}, "mxfp8"),
+    ):
+        assert load(write_model(tmp_path / name, name, quantization=quantization)).description == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantize_a_plain_folder(bits: int, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, arrays={name: one / 8 for name, one in llama_arrays().items()})
+    plain, loaded = load(folder), load(folder, quantize=bits)
+    assert loaded.description == f"{bits} bits (affine, groups of 64)"
+    assert loaded.num_bytes < plain.num_bytes
+    layers = quantized_layers(loaded.model)
+    assert layers["model.embed_tokens"] == layers["lm_head"] == Layout(bits, 64)
+    assert layers["model.layers.0.mlp.down_proj"] == Layout(bits, 32)  # 64 does not divide 96
+    for path, layout in layers.items():
+        layer, before = (_at(one.model, path) for one in (loaded, plain))
+        found = mx.dequantize(layer.weight, layer.scales, layer.biases, layout.group_size, layout.bits)
+        assert mx.abs(found - before.weight).max() < mx.abs(before.weight).max() * 2 / (2**bits - 1)
+
+
+def _at(model: Module, path: str) -> Any:
+    found: Any = model
+    for name in path.split("."):
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    return found
+
+
+def test_a_model_decides_which_layers_are_quantised(tmp_path: Path) -> None:
+    """mlx-lm's gpt_oss keeps 8 bits in groups of 64 for the router."""
+    layers = quantized_layers(load(write_model(tmp_path / "m", "gpt_oss"), quantize=4).model)
+    assert layers["model.layers.0.mlp.router"] == Layout(8, 64)
+    assert layers["model.layers.0.self_attn.q_proj"] == Layout(4, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes(dtype: str, tmp_path: Path) -> None:
+    arrays = {name: one.astype(np.float16) for name, one in llama_arrays().items()}
+    folder = write_folder(tmp_path, config(torch_dtype="float16"), arrays, dtype="F16")
+    own, loaded = load(folder), load(folder, dtype=dtype)
+    assert own.dtype == mx.float16
+    assert dtypes(own.model) == {mx.float16}
+    assert loaded.dtype == getattr(mx, dtype)
+    assert dtypes(loaded.model) == {loaded.dtype}
+    assert loaded.description == dtype
+
+
+def test_an_unknown_dtype(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="dtype = 'int8'"):
+        load(write_folder(tmp_path), dtype="int8")
+
+
+def test_quantising_frees_each_layer_before_the_next(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 512}
+    folder = write_model(tmp_path / "m", "llama", **sizes, head_dim=128)
+    checkpoint = open_checkpoint(folder)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    seen: list[tuple[int, int]] = []
+    loaded = load_model(checkpoint, BackendOptions(quantize=4), lambda done, total: seen.append((done, total)))
+    peak = mx.get_peak_memory() - before
+    largest = 4 * 512 * 1024
+    assert peak < loaded.num_bytes + 3 * largest
+    assert sum(info.num_bytes for info in checkpoint.tensors.values()) > 2 * peak
+    assert seen[-1] == (loaded.num_bytes, loaded.num_bytes)
+    assert len(seen) > 8 * 7
+
+
+def test_the_language_model_of_a_multimodal_gemma(tmp_path: Path) -> None:
+    text: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 4}
+    text |= {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    text |= {"sliding_window": 8, "query_pre_attn_scalar": 16}
+    nested = {**text, "sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    changes: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": nested}
+    for quantization in (None, {"group_size": 32, "bits": 4}):  # the first is read by quire, the second by mlx-lm
+        folder = tmp_path / f"{quantization}"
+        write_model(folder, "llama", quantization=quantization, model_type="gemma3", vocab_size=160, **changes)
+        found = logprobs(load(folder, dtype="float32").model, TOKENS)
+        assert float((found - DenseReference(folder).logprobs(TOKENS)).abs().max()) < BOUND
+
+
+def test_awq_weights(tmp_path: Path) -> None:
+    """AutoAWQ packs eight outputs into a number, in an order of its own; a zero point of 8 is implied."""
+    rng = np.random.default_rng(0)
+    plain, packed = llama_arrays(), dict[str, mx.array]()
+    for name, array in plain.items():
+        if "proj" not in name:
+            packed[name] = mx.array(array).astype(mx.float16)
+            continue
+        codes = rng.integers(0, 16, array.shape[::-1], np.uint32)  # [in, out]
+        eights = codes.reshape(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        scales = np.full((len(codes) // 32, codes.shape[1]), 1 / 64, np.float16)
+        plain[name] = ((codes.T.astype(np.float32) - 8) / 64).astype(np.float32)
+        layer = name.removesuffix(".weight")
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)
+        packed[f"{layer}.qweight"] = mx.array((eights << shifts).sum(-1, dtype=np.uint32).view(np.int32))
+        packed[f"{layer}.scales"] = mx.array(scales)
+    method = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    folder = write_folder(tmp_path / "awq", config(quantization_config=method))
+    mx.save_safetensors(str(folder / "model.safetensors"), packed, {"format": "pt"})
+    loaded = load(folder)
+    assert loaded.description == "4 bits (affine, groups of 32)"
+    rounded = {
+        name: one if "proj" in name else one.astype(np.float16).astype(np.float32) for name, one in plain.items()
+    }
+    expected = load(write_folder(tmp_path / "plain", arrays=rounded))
+    tokens = [one % 64 for one in TOKENS]
+    assert float((logprobs(loaded.model, tokens) - logprobs(expected.model, tokens)).abs().max()) < 1e-3
+
+
+# Errors
+
+
+def test_an_architecture_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
+    folder = change_config(write_model(tmp_path / "m", "olmo2"), model_type="olmo77")
+    with pytest.raises(UnsupportedModel, match=r"mlx-lm \d.* has no model_type 'olmo77'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["cache", "base", "llama-x"])
+def test_a_module_of_mlx_lm_that_is_not_a_model(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=f"has no model_type '{name}'"):
+        load(change_config(write_model(tmp_path / "m", "olmo2"), model_type=name))
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    folder = change_config(write_model(tmp_path / "m", "olmo2"), model_file="model.py")
+    (folder / "model.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UnsupportedModel, match=r"model_file 'model.py' is code in the folder, which is not run"):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_and_unexpected_tensors(tmp_path: Path) -> None:
+    arrays = llama_arrays()
+    del arrays["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(ModelFileError, match=r"tensors missing: 'model.layers.1.mlp.up_proj.weight'$"):
+        load(write_folder(tmp_path / "a", arrays=arrays))
+    extra = {f"model.extra.{i}": np.zeros(4, np.float32) for i in range(9)}
+    with pytest.raises(ModelFileError, match=r"tensors unexpected: 'model.extra.0', .* and 4 more$"):
+        load(write_folder(tmp_path / "b", arrays={**llama_arrays(), **extra}))
+
+
+def test_tensors_of_the_wrong_shape(tmp_path: Path) -> None:
+    arrays = {**llama_arrays(), "model.norm.weight": np.zeros(HIDDEN + 1, np.float32)}
+    with pytest.raises(ModelFileError, match=r"cannot load it: .*model.norm.weight"):
+        load(write_folder(tmp_path, arrays=arrays))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"intermediate_size": "many"},
+        {"hidden_size": None},
+        {"num_attention_heads": 3},
+        {"num_experts": -1},
+        {"rope_scaling": {"type": "yarn"}},
+        {"quantization": {"bits": 4}},
+        {"quantization": {"bits": 77, "group_size": 64}},
+        {"quantization": [1]},
+        {"text_config": 7},
+        {"architectures": [["x"]]},
+    ],
+)
+def test_a_forged_config_is_a_model_file_error(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "olmoe")
+    with pytest.raises((ModelFileError, InvalidRequest)) as raised:
+        load(change_config(folder, **changes))
+    assert len(str(raised.value)) < 1000
+
+
+# Random weights
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "gemma3", "phi3 long rope"])
+def test_dummies(name: str, tmp_path: Path) -> None:
+    Reference(name, tmp_path)
+    first, second = (load(tmp_path, "dummy") for _ in range(2))
+    for (path, array), (_, same) in zip(flat_parameters(first.model), flat_parameters(second.model), strict=True):
+        assert mx.array_equal(array, same)
+        if path.endswith("norm.weight"):
+            assert mx.all(array == (0 if name == "gemma3" else 1))  # mlx-lm's Gemma adds 1
+        else:
+            assert 0 < mx.abs(array).max() < 0.12
+    layers = [layer.self_attn.o_proj.weight for layer in first.model.layers]
+    assert not mx.array_equal(layers[0], layers[1])
+    assert mx.all(mx.isfinite(first.model(mx.array([TOKENS]))))
+
+
+def test_a_quantised_dummy(tmp_path: Path) -> None:
+    write_folder(tmp_path, config(torch_dtype="bfloat16"))
+    loaded = load(tmp_path, "dummy", quantize=4)
+    assert loaded.description == "4 bits (affine, groups of 64)"
+    assert loaded.dtype == mx.float32  # on a CPU
+    assert load(tmp_path, "dummy").dtype == mx.bfloat16
+    assert _at(loaded.model, "model.layers.0.mlp.down_proj").scales.shape == (HIDDEN, FFN // 32)

@@ -1,0 +1,325 @@
+"""The MLX runner: in-place writes, prefix hits without copies, the plans it refuses, and the failures it survives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from quire.backends.mlx.paged_cache import KVStore
+from quire.backends.mlx.runner import MlxRunner
+from quire.backends.sampling import BROKEN
+from quire.core.request import SamplingParams
+from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.engine.composition import EngineConfig, make_runner
+from quire.errors import InvalidRequest, InvariantViolation
+from quire.weights.opening import open_checkpoint
+from tests.backends.contract import VOCAB, Contract, random_prompt
+from tests.backends.mlx.architectures import DenseReference, write_model
+from tests.backends.torch.rig import Rig
+
+NUM_BLOCKS = 64
+TOKENS = [5, 6, 7, 8, 9]
+SETTINGS: dict[str, Any] = {"backend": "mlx", "dtype": "float32", "num_blocks": NUM_BLOCKS}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "m", "llama")
+
+
+def open_runner(path: Path, **settings: Any) -> MlxRunner:
+    checkpoint = open_checkpoint(path)
+    try:
+        runner = make_runner(checkpoint, EngineConfig(**{**SETTINGS, "max_num_seqs": 4, **settings}))
+    finally:
+        checkpoint.close()
+    assert isinstance(runner, MlxRunner)
+    return runner
+
+
+@pytest.fixture
+def runner(model_path: Path) -> Iterator[MlxRunner]:
+    runner = open_runner(model_path)
+    yield runner
+    runner.close()
+
+
+def piece(**changes: Any) -> SeqSlice:
+    made = SeqSlice(
+        request_id=1,
+        epoch=0,
+        batch_index=0,
+        tokens=TOKENS,
+        start=0,
+        length=len(TOKENS),
+        block_table=[1],
+        history=TOKENS,
+        wants_token=True,
+        sampling=SamplingParams(temperature=0.0),
+        num_prompt_tokens=len(TOKENS),
+    )
+    return made._replace(**changes)
+
+
+def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> StepPlan:
+    return StepPlan(slices, copies, ())
+
+
+def run(runner: MlxRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> list[tuple[int, ...]]:
+    runner.forward(plan(*slices, copies=copies))
+    runner.sample(None)
+    result = runner.collect()
+    assert not result.failures
+    return list(result.tokens)
+
+
+def contents(store: KVStore) -> list[np.ndarray[Any, Any]]:
+    return [np.array(array) for array in store.arrays]
+
+
+# Memory
+
+
+def test_steps_write_the_pools_in_place(model_path: Path) -> None:
+    """Prompts, decodes and block copies, with a step in flight: no step takes the memory of one layer's pool."""
+    rig = Rig(model_path, **{**SETTINGS, "num_blocks": 4096})
+    runner = rig.engine.runner
+    assert isinstance(runner, MlxRunner)
+    layer = runner.store.layers[0].keys_pool.nbytes
+    rig.reset(overlap=True, num_blocks=4096, max_chunk_tokens=16)
+    rig.answer(random_prompt(1, 40), 4, logprobs=None)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    head = random_prompt(2, 70)
+    ids = [rig.start([*head, last], 12, logprobs=None, temperature=1.0, seed=last) for last in (3, 4)]
+    ids += [rig.start(random_prompt(5 + i, 20 * i), 12, logprobs=None) for i in (1, 2)]
+    rig.run(*ids)
+    rig.run(rig.start([*head, 3, 5], 5, logprobs=None))
+    assert rig.num_copies
+    assert mx.get_peak_memory() - before < layer
+    rig.engine.close()
+
+
+def test_a_step_is_evaluated_when_the_one_before_it_is_done(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX copies a pool that an unfinished step still reads. The test above is too fast to see it."""
+    rig = Rig(model_path, **SETTINGS)
+    rig.reset(overlap=True)
+    events: list[str] = []
+    for name in ("async_eval", "synchronize"):
+        real = getattr(mx, name)
+
+        def recorded(*args: Any, name: str = name, real: Any = real) -> None:
+            events.append(name)
+            real(*args)
+
+        monkeypatch.setattr(mx, name, recorded)
+    rig.answer(random_prompt(1, 40), 6, logprobs=None)
+    assert events.count("async_eval") >= 6
+    for one, two in pairwise(events):
+        assert (one, two) != ("async_eval", "async_eval")
+    rig.engine.close()
+
+
+def test_a_prefix_hit_shares_blocks_and_copies_nothing(model_path: Path) -> None:
+    rig = Rig(model_path, **SETTINGS)
+    rig.reset(overlap=True)
+    head = random_prompt(2, 64)
+    first = rig.start([*head, 1], 30, logprobs=None)
+    answers = rig.run_some(first, num_steps=5)
+    second = rig.start([*head, 2], 4, logprobs=None)
+    rig.step(answers)
+    requests = [rig.engine.scheduler.get(request_id) for request_id in (first, second)]
+    assert requests[0] is not None
+    assert requests[1] is not None
+    tables = [list(request.block_table) for request in requests if request is not None]
+    assert tables[0][:2] == tables[1][:2]
+    blocks = rig.engine.scheduler.cache.pool.blocks
+    assert [blocks[block].ref_count for block in tables[0][:2]] == [2, 2]
+    assert rig.num_copies == 0
+    rig.finish(answers)
+    rig.engine.close()
+
+
+def test_eight_siblings_compute_a_prompt_once(model_path: Path) -> None:
+    rig = Rig(model_path, **SETTINGS)
+    rig.reset(overlap=True)
+    prompt = random_prompt(3, 100)
+    ids = [rig.start(prompt, 3, seed=number, temperature=1.0) for number in range(8)]
+    answers = rig.run(*ids)
+    assert rig.num_computed < len(prompt) + 8 * 8
+    reference, contract = DenseReference(model_path), Contract()
+    contract.check(reference, prompt, *answers.values())
+    rig.engine.close()
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        plan(piece(tokens=[5, 6, 7, 8, VOCAB])),
+        plan(piece(tokens=[-1, 6, 7, 8, 9])),
+        plan(piece(block_table=[NUM_BLOCKS])),
+        plan(piece(block_table=[-1])),
+        plan(piece(block_table=[])),
+        plan(piece(start=510, block_table=[1] * 17)),
+        plan(piece(batch_index=4)),
+        plan(piece(length=4)),
+        plan(piece(), copies=(BlockCopy(1, NUM_BLOCKS),)),
+        plan(piece(), copies=(BlockCopy(-1, 1),)),
+    ],
+)
+def test_an_out_of_bounds_plan_changes_nothing(runner: MlxRunner, wrong: StepPlan) -> None:
+    expected = run(runner, piece(), piece(batch_index=1, block_table=[NUM_BLOCKS - 1]))
+    before = contents(runner.store)
+    with pytest.raises(InvariantViolation):
+        runner.forward(wrong)
+    runner.abandon()
+    assert all(np.array_equal(one, two) for one, two in zip(contents(runner.store), before, strict=True))
+    assert run(runner, piece()) == expected[:1]
+
+
+def test_calls_in_the_wrong_order(runner: MlxRunner) -> None:
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    with pytest.raises(InvariantViolation):
+        runner.collect()
+    runner.forward(plan(piece()))
+    with pytest.raises(InvariantViolation):
+        runner.forward(plan(piece()))
+    runner.abandon()
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    run(runner, piece())
+
+
+def test_copies_are_whole_blocks_of_every_layer(runner: MlxRunner) -> None:
+    run(runner, piece(), piece(batch_index=1, block_table=[3], tokens=[9, 8, 7, 6, 5]))
+    before = contents(runner.store)
+    mx.eval(runner.store.copy((BlockCopy(1, 7), BlockCopy(3, NUM_BLOCKS - 1))))
+    for now, then in zip(contents(runner.store), before, strict=True):
+        assert np.array_equal(now[7], then[1])
+        assert np.array_equal(now[NUM_BLOCKS - 1], then[3])
+        others = [number for number in range(NUM_BLOCKS) if number not in (7, NUM_BLOCKS - 1)]
+        assert np.array_equal(now[others], then[others])
+
+
+def test_a_step_writes_only_its_own_positions(runner: MlxRunner) -> None:
+    before = contents(runner.store)
+    run(runner, piece(start=30, block_table=[4, 9]))
+    for now, then in zip(contents(runner.store), before, strict=True):
+        places = np.argwhere((now != then).any((2, 3)))
+        assert [tuple(place) for place in places.tolist()] == [(4, 30), (4, 31), (9, 0), (9, 1), (9, 2)]
+
+
+# Failures
+
+POISONED = 50  # a token
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, overlap: bool) -> None:
+    folder = write_model(tmp_path / "m", "llama")
+    reference, contract = DenseReference(folder), Contract()
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    weights["model.embed_tokens.weight"][POISONED, 17] = float("nan")
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    rig = Rig(folder, **{**SETTINGS, "num_blocks": 12})
+
+    def sound(seed: int, length: int) -> list[int]:
+        return [token if token != POISONED else 51 for token in random_prompt(seed, length)]
+
+    never: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
+    for place in (0, 20, 59):
+        bad = sound(12, 60)
+        bad[place] = POISONED
+        rig.reset(max_chunk_tokens=16, overlap=overlap)
+        good = sound(11, 50)
+        ids = rig.start(good, 4, **never), rig.start(bad, 4, **never)
+        answers = rig.run(*ids)
+        assert answers[ids[1]].error == BROKEN
+        assert answers[ids[1]].tokens == []
+        contract.check(reference, good, answers[ids[0]])
+        for number in range(4):  # uses all blocks of the small pool
+            prompt = sound(20 + number, 60)
+            contract.check(reference, prompt, rig.answer(prompt, 4, **never))
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_evaluation_ends_only_the_requests_of_its_step(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """MLX raises where a step is evaluated, which is after it was planned."""
+    rig = Rig(model_path, **SETTINGS)
+    rig.reset(overlap=overlap, enable_prefix_caching=False)
+    prompt = random_prompt(4, 50)
+    expected = rig.answer(prompt, 6)
+    real: Any = mx.async_eval
+    calls: list[int] = []
+
+    def failing(*arrays: Any) -> None:
+        calls.append(len(arrays))
+        if len(calls) == 3:
+            raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
+        real(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", failing)
+    failed = rig.answer(prompt, 6)
+    assert "Unable to allocate" in (failed.error or "")
+    after = rig.answer(prompt, 6)
+    assert after.error is None
+    assert after.tokens == expected.tokens
+    rig.engine.close()
+
+
+# Settings
+
+
+def test_facts_and_capacity(model_path: Path) -> None:
+    runner = open_runner(model_path, max_model_len=200)
+    facts, capacity = runner.facts(), runner.capacity()
+    assert facts.backend.startswith("mlx ")
+    assert (facts.device, facts.num_threads) == ("cpu", 1)
+    assert facts.dtype == "float32"
+    assert facts.kv_bytes == 4 * 2 * NUM_BLOCKS * 32 * 2 * 16 * 4
+    assert facts.weight_bytes > 0
+    assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (NUM_BLOCKS, 32, 4)
+    assert (capacity.max_model_len, capacity.vocab_size) == (200, VOCAB)
+    assert capacity.has_overlap
+    assert runner.prepare() is False
+    runner.use_threads(3)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device": "metal"},
+        {"device": "cuda"},
+        {"dtype": "int8"},
+        {"max_model_len": 513},
+        {"num_blocks": 1 << 40},
+        {"num_blocks": None, "kv_memory": 1},
+    ],
+)
+def test_unsupported_settings_are_refused(model_path: Path, settings: dict[str, Any]) -> None:
+    if settings.get("device") == "metal" and mx.metal.is_available():
+        settings = {"device": "cuda"}
+    with pytest.raises(InvalidRequest, match=next(iter(reversed(settings)))):
+        open_runner(model_path, **settings)
+
+
+def test_the_default_pool_is_bounded(model_path: Path) -> None:
+    runner = open_runner(model_path, num_blocks=None, kv_memory=8 << 20)
+    assert runner.facts().kv_bytes <= 8 << 20
+    assert runner.facts().kv_bytes > 7 << 20
+    runner.close()
