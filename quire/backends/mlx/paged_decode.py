@@ -309,6 +309,22 @@ class PagedDecode:
             array = self._constants[value, dtype] = mx.array([value], dtype)
         return array
 
+    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool:
+        """Whether the kernel can compute this attention and is faster than gather + SDPA.
+
+        queries [B, H, ..]; `num_tokens` is the number of keys of the longest row.
+        """
+        (_, block_size, num_kv_heads, head_size), value_size, dtype = keys.shape, values.shape[-1], queries.dtype
+        is_supported = supports(
+            num_heads=queries.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            value_size=value_size,
+            block_size=block_size,
+            dtype=dtype,
+        )
+        return is_supported and keys.dtype == values.dtype == dtype and pays(batch, num_tokens, self.language.name)
+
     def num_parts(self, num_groups: int, num_keys: int) -> int:
         """Return into how many parts the keys of a row are divided if `num_groups` compute undivided rows."""
         return max(1, min(self.language.num_groups // num_groups, num_keys // MIN_PART, MAX_PARTS))

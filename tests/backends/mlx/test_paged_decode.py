@@ -266,6 +266,17 @@ def test_the_smaller_batch_and_the_longer_context_decide() -> None:
     assert pays(1, 512, "cuda")
 
 
+def test_the_kernel_is_used_where_it_pays_for_shapes_that_it_supports() -> None:
+    kernel = on_cpu(METAL)
+    queries, keys = mx.zeros((4, 8, 1, 64), mx.float16), mx.zeros((3, 32, 2, 64), mx.float16)
+    assert kernel.is_used(queries, keys, keys, 4, 4096)
+    assert not kernel.is_used(queries, keys, keys, 4, 4097)
+    assert not kernel.is_used(queries, keys, keys, 1, 4096)
+    assert not kernel.is_used(queries, keys, keys.astype(mx.float32), 4, 4096)
+    assert not kernel.is_used(queries, keys, keys[..., :40], 4, 4096)
+    assert on_cpu(CUDA).is_used(queries, keys, keys, 1, 4096)
+
+
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=lambda language: language.name)
 def test_the_table_has_no_gaps(language: Language) -> None:
     contexts = {tuple(figures) for figures in PAYS[language.name].values()}
