@@ -13,11 +13,12 @@ import mlx.core as mx
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import available_bytes
-from quire.backends.mlx.attention import install_attention
+from quire.backends.mlx.attention import install_attention, use_kernel
 from quire.backends.mlx.batch import BatchMode, build_passes
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model
 from quire.backends.mlx.paged_cache import KVStore, LayerShape
+from quire.backends.mlx.paged_decode import PagedDecode, check
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -47,6 +48,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         _wire_memory()
     loaded = load_model(checkpoint, options, progress)
     install_attention()
+    use_kernel(_checked_kernel() if is_gpu else None)
     model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
@@ -81,6 +83,19 @@ def _use_device(name: str) -> bool:
         raise InvalidRequest(f"device = {name!r}, but MLX finds only: {found}")
     mx.set_default_device(mx.cpu if name == "cpu" else mx.gpu)
     return name != "cpu"
+
+
+def _checked_kernel() -> PagedDecode | None:
+    """Return the paged-decode kernel if it compiles on this GPU and agrees with MLX's own attention."""
+    try:
+        kernel = PagedDecode()
+        problem = check(kernel)
+    except Exception as error:  # compilers report errors of many types
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return kernel
+    log.warning("the paged-decode kernel is not used, so many clients with long contexts are slower: %s", problem)
+    return None
 
 
 # Memory
