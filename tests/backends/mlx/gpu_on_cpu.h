@@ -6,6 +6,10 @@
 // If threads wait for others that have returned, as when a reduction is called by only some lanes, the program aborts.
 #pragma once
 
+#ifdef __APPLE__
+#define _XOPEN_SOURCE 700  // for ucontext.h
+#endif
+
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -18,11 +22,29 @@ struct uint3 {
     uint x, y, z;
 };
 
-#ifdef __aarch64__
-using float16_t = __fp16;
-#else
-using float16_t = _Float16;
-#endif
+// Written out, because not every C++ compiler has these types.
+struct float16_t {
+    uint16_t bits = 0;
+    float16_t() = default;
+    explicit float16_t(float x) {
+        const uint16_t sign = signbit(x) ? 0x8000 : 0;
+        if (!(fabsf(x) < 65520)) {  // the first number that rounds to infinity
+            bits = sign | (isnan(x) ? 0x7e00 : 0x7c00);
+            return;
+        }
+        int exponent;
+        frexpf(fabsf(x), &exponent);
+        if (exponent < -13 || x == 0) exponent = -13;  // subnormal
+        const int mantissa = int(nearbyintf(ldexpf(fabsf(x), 11 - exponent)));  // ties to even
+        bits = uint16_t(sign | (((exponent + 14) << 10) + mantissa - 1024));
+    }
+    explicit operator float() const {
+        const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+        float x = exponent ? ldexpf(float(1024 + mantissa), exponent - 25) : ldexpf(float(mantissa), -24);
+        if (exponent == 31) x = mantissa ? NAN : INFINITY;
+        return bits & 0x8000 ? -x : x;
+    }
+};
 
 struct bfloat16_t {
     uint16_t bits = 0;

@@ -28,7 +28,7 @@ ATTRIBUTES = {
     "threadgroups_per_grid": ("uint3", "gpu_on_cpu::num_groups"),
 }
 MAX_CONSTANT_SIZE = 8  # smaller arrays are constants in Metal
-WARNINGS = ["-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-local-typedefs"]
+WARNINGS = ["-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-local-typedefs", "-Wno-deprecated-declarations"]
 FLAGS = ["-std=c++17", "-O1", *WARNINGS, "-fPIC", "-shared"]
 
 
