@@ -6,7 +6,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
@@ -15,10 +15,11 @@ from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.attention import install_attention, use_kernel
 from quire.backends.mlx.batch import BatchMode, build_passes
+from quire.backends.mlx.kernel_check import Shape, check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model
 from quire.backends.mlx.paged_cache import KVStore, LayerShape
-from quire.backends.mlx.paged_decode import PagedDecode, check
+from quire.backends.mlx.paged_decode import PagedDecode, supports
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -48,8 +49,8 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         _wire_memory()
     loaded = load_model(checkpoint, options, progress)
     install_attention()
-    use_kernel(_checked_kernel() if is_gpu else None)
     model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
+    use_kernel(_find_kernel(shapes[0], checkpoint.spec.num_heads, options.block_size) if is_gpu else None)
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
     measured = _measure(model, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
@@ -85,15 +86,20 @@ def _use_device(name: str) -> bool:
     return name != "cpu"
 
 
-def _checked_kernel() -> PagedDecode | None:
-    """Return the paged-decode kernel if it compiles on this GPU and agrees with MLX's own attention."""
+def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDecode | None:
+    """Return the paged-decode kernel if it compiles on this GPU, agrees with MLX's own attention, and is faster."""
+    shape = Shape(num_heads, layer.num_heads, layer.key_size, layer.value_size, block_size, layer.dtype)
+    if not supports(**asdict(shape)):
+        return None
     try:
         kernel = PagedDecode()
-        problem = check(kernel)
+        problem = check(kernel, shape)
+        if problem is None:
+            kernel.gains = measure_gains(kernel, shape)
+            log.info("paged-decode kernel, times faster by rows and context: %s", kernel.gains)
+            return kernel
     except Exception as error:  # compilers report errors of many types
         problem = f"{type(error).__name__}: {error}"
-    if problem is None:
-        return kernel
     log.warning("the paged-decode kernel is not used, so many clients with long contexts are slower: %s", problem)
     return None
 

@@ -4,19 +4,16 @@ Without this kernel, a step gathers the blocks of every row into a dense copy an
 reads the blocks where they are. Its body is one text that compiles as Metal (`mx.fast.metal_kernel`) and as CUDA
 (`mx.fast.cuda_kernel`); the two languages differ in a few macros, which `Language` holds.
 
-`check` compares the kernel with gather + SDPA when a server starts; `pays` tells from measured figures whether the
-kernel is the faster of the two for a batch.
+`kernel_check.py` compares the kernel with gather + SDPA when a server starts, and measures where it is the faster.
 """
 
 # B rows, H query heads, K KV heads, D size of a query or key, V size of a value, W blocks in the widest block table
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Protocol, cast
 
 import mlx.core as mx
@@ -278,6 +275,27 @@ def supports(
     return sizes_fit and num_heads % num_kv_heads == 0 and block_size % KEYS == 0 and dtype in TYPES
 
 
+Gains = dict[int, dict[int, float]]
+
+
+def pays(gains: Gains, batch: int, num_tokens: int) -> bool:
+    """Whether the kernel is faster than gather + SDPA for this many rows with contexts up to `num_tokens`.
+
+    Between two measured points, the one where the kernel gains less decides.
+    """
+    if not gains:
+        return False
+    fewer = max((rows for rows in gains if rows <= batch), default=min(gains))
+    more = min((rows for rows in gains if rows >= batch), default=max(gains))
+    return all(min(_around(gains[rows], num_tokens)) > 1 for rows in (fewer, more))
+
+
+def _around(by_context: dict[int, float], num_tokens: int) -> tuple[float, float]:
+    shorter = max((context for context in by_context if context <= num_tokens), default=min(by_context))
+    longer = min((context for context in by_context if context >= num_tokens), default=max(by_context))
+    return by_context[shorter], by_context[longer]
+
+
 class PagedDecode:
     """The kernel, compiled for a shape and type when it is first called with them."""
 
@@ -291,6 +309,8 @@ class PagedDecode:
         )
         self._merge = self._compile("quire_merge_parts", ["parts", "logsums"], ["out"], MERGE)
         self._constants: dict[tuple[float, mx.Dtype], mx.array] = {}
+        # Time of gather + SDPA divided by the kernel's, by number of rows and of keys. Empty: the kernel is not used.
+        self.gains: Gains = {}
 
     def _compile(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> Launch:
         language = self.language
@@ -323,7 +343,7 @@ class PagedDecode:
             block_size=block_size,
             dtype=dtype,
         )
-        return is_supported and keys.dtype == values.dtype == dtype and pays(batch, num_tokens, self.language.name)
+        return is_supported and keys.dtype == values.dtype == dtype and pays(self.gains, batch, num_tokens)
 
     def num_parts(self, num_groups: int, num_keys: int) -> int:
         """Return into how many parts the keys of a row are divided if `num_groups` compute undivided rows."""
@@ -380,196 +400,3 @@ def _heads_per_group(heads_per_kv_head: int, head_size: int, value_size: int) ->
     """Return how many query heads share one read of a KV head: as many as the registers hold, in equal groups."""
     most = max(1, LANE_VALUES * SIMD_WIDTH // (head_size + value_size))
     return math.ceil(heads_per_kv_head / math.ceil(heads_per_kv_head / most))
-
-
-def gather_mask(lengths: mx.array, num_keys: int, window: int = 0) -> mx.array:
-    """Return [B, 1, 1, num_keys]: the keys that count."""
-    positions = mx.arange(num_keys)[None]
-    mask = positions < lengths[:, None]
-    if window:
-        mask = mask & (positions >= lengths[:, None] - window)
-    return mask[:, None, None]
-
-
-def gather_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    tables: mx.array,
-    mask: mx.array,
-    *,
-    scale: float,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Copy the blocks of every row and attend to the copy. The mask is the same for all layers."""
-    dense = [
-        mx.take(pool, tables, axis=0).reshape(tables.shape[0], -1, *pool.shape[2:]).swapaxes(1, 2)
-        for pool in (keys, values)
-    ]  # [B, K, W * block size, D or V]
-    sinks = None if sinks is None else sinks.astype(queries.dtype)
-    return mx.fast.scaled_dot_product_attention(queries[:, :, None], *dense, scale=scale, mask=mask, sinks=sinks)[
-        :, :, 0
-    ]
-
-
-def gather_reference(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    tables: mx.array,
-    lengths: mx.array,
-    *,
-    scale: float,
-    window: int = 0,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Compute what the kernel computes by gather + SDPA."""
-    mask = gather_mask(lengths, tables.shape[1] * keys.shape[1], window)
-    return gather_attention(queries, keys, values, tables, mask, scale=scale, sinks=sinks)
-
-
-# Largest error of a result, relative to the largest number of the reference in float32.
-TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 1e-2}
-
-# Lengths of the rows. MLX compiles a second variant for fewer than 8 rows: Metal gets such arrays as constants. The
-# longest rows are computed in several parts.
-CHECKED_LENGTHS = ((1, 33, 300), (1, 2, 31, 32, 33, 64, 150, 300))
-CHECKED_WINDOW = 70
-UNUSED = 1000.0  # in slots that no row may use
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Arguments of `Attention`."""
-
-    queries: mx.array
-    keys: mx.array
-    values: mx.array
-    tables: mx.array
-    lengths: mx.array
-    sinks: mx.array
-
-
-def check(
-    kernel: Attention,
-    *,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    head_size: int = 64,
-    value_size: int = 64,
-    block_size: int = 32,
-    dtypes: Sequence[mx.Dtype] = TYPES,
-) -> str | None:
-    """Compare the kernel with gather + SDPA on random pools and return the first disagreement.
-
-    Pass the shapes of the model: each shape is compiled on its own. A kernel that does not compile is a disagreement.
-    """
-    for dtype, lengths in itertools.product(dtypes, CHECKED_LENGTHS):
-        example = make_example(
-            lengths,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            value_size=value_size,
-            block_size=block_size,
-            dtype=dtype,
-        )
-        for window, has_sinks in itertools.product((0, CHECKED_WINDOW), (False, True)):
-            case = f"{dtype}, {len(lengths)} rows, {window = }, {has_sinks = }"
-            try:
-                error = find_error(kernel, example, window=window, has_sinks=has_sinks)
-            except (RuntimeError, ValueError) as reason:
-                return f"{case}: the kernel does not run: {reason}"
-            if not error <= TOLERANCES[dtype]:  # also true for NaN
-                return f"{case}: {error = :.2e} exceeds {TOLERANCES[dtype]}"
-    return None
-
-
-def find_error(kernel: Attention, example: Example, *, window: int, has_sinks: bool) -> float:
-    """Return the largest error of a result, relative to the largest number of the reference in float32."""
-    places = (example.tables, example.lengths)
-    pools = (example.queries, example.keys, example.values)
-    scale = example.queries.shape[-1] ** -0.5
-    sinks = example.sinks if has_sinks else None
-    found = kernel(*pools, *places, scale=scale, window=window, sinks=sinks)
-    queries, keys, values = (array.astype(mx.float32) for array in pools)
-    expected = gather_reference(queries, keys, values, *places, scale=scale, window=window, sinks=sinks)
-    if found.shape != expected.shape or found.dtype != example.queries.dtype:
-        raise ValueError(f"the result has the shape {found.shape} and the type {found.dtype}")
-    error = mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()
-    return cast(float, error.item())
-
-
-def make_example(
-    lengths: Sequence[int],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    value_size: int,
-    block_size: int,
-    dtype: mx.Dtype,
-) -> Example:
-    """Return random rows with these lengths.
-
-    Block ids are in random order. The last row shares the first half of its blocks with the row before, as after a
-    prefix hit. Slots behind the end of a row hold large numbers, so that a result shows if they were used.
-    """
-    random = Random(len(lengths))
-    num_blocks = [math.ceil(length / block_size) for length in lengths]
-    ids = random.sample(range(1, sum(num_blocks) + 1), sum(num_blocks))
-    rows = [[ids.pop() for _ in range(count)] for count in num_blocks]
-    shared = min(num_blocks[-2:]) // 2
-    rows[-1][:shared] = rows[-2][:shared]
-    tables = mx.array([row + [0] * (max(num_blocks) - len(row)) for row in rows], mx.int32)
-
-    keys_of_random = iter(mx.random.split(mx.random.key(len(lengths)), 4))
-    pools = []
-    for size in (head_size, value_size):
-        pool = mx.random.normal((sum(num_blocks) + 1, block_size, num_kv_heads, size), key=next(keys_of_random))
-        pool[0] = UNUSED
-        for row, length in zip(rows, lengths, strict=True):
-            if length % block_size:
-                pool[row[-1], length % block_size :] = UNUSED
-        pools.append(pool.astype(dtype))
-    return Example(
-        queries=mx.random.normal((len(lengths), num_heads, head_size), key=next(keys_of_random)).astype(dtype),
-        keys=pools[0],
-        values=pools[1],
-        tables=tables,
-        lengths=mx.array(list(lengths), mx.int32),
-        sinks=mx.random.normal((num_heads,), key=next(keys_of_random)).astype(dtype),
-    )
-
-
-# Time of gather + SDPA divided by the time of the kernel, by rows of the batch and longest context.
-#
-# metal: reported by the project mlxcel for its own fused kernel on an M1 Ultra (its ADR 0001). This kernel has not been
-# measured on Apple hardware; `benchmarks/mlx_decode.py` prints the table of the machine it runs on.
-# cuda: this kernel on an H200, MLX 0.32.4, float16, 32 heads on 8, head size 128 (2026-11-16, that benchmark).
-PAYS: dict[str, dict[int, dict[int, float]]] = {
-    "metal": {
-        1: {4096: 0.50, 16384: 0.39},
-        4: {4096: 1.30, 16384: 0.83},
-        16: {4096: 1.36, 16384: 0.91},
-    },
-    "cuda": {
-        1: {512: 3.48, 1024: 3.41, 4096: 4.92, 16384: 9.53},
-        2: {512: 3.29, 1024: 3.49, 4096: 7.38, 16384: 12.0},
-        4: {512: 3.74, 1024: 5.24, 4096: 9.30, 16384: 12.3},
-        8: {512: 6.03, 1024: 8.02, 4096: 11.93, 16384: 16.14},
-        16: {512: 7.85, 1024: 10.57, 4096: 13.5, 16384: 17.53},
-        32: {512: 9.21, 1024: 11.79, 4096: 16.58, 16384: 20.38},
-    },
-}
-
-
-def pays(batch: int, num_tokens: int, language: str = "metal") -> bool:
-    """Whether the kernel is faster than gather + SDPA for this many rows with contexts up to `num_tokens`.
-
-    Between two measured points, the smaller batch and the longer context decide: the kernel gains least there.
-    """
-    by_rows = PAYS[language]
-    by_context = by_rows[max((rows for rows in by_rows if rows <= batch), default=min(by_rows))]
-    nearest = min((context for context in by_context if context >= num_tokens), default=max(by_context))
-    return by_context[nearest] > 1

@@ -11,7 +11,7 @@ import pytest
 
 from quire.backends.mlx.attention import use_kernel
 from quire.backends.mlx.batch import BatchMode
-from quire.backends.mlx.paged_decode import gather_reference
+from quire.backends.mlx.kernel_check import gather_reference
 from quire.backends.mlx.runner import MlxRunner
 from quire.errors import UnsupportedModel
 from tests.backends.contract import HEAD, Contract, Pair, random_prompt

@@ -12,20 +12,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from quire.backends.mlx import paged_decode
-from quire.backends.mlx.paged_decode import (
-    CUDA,
-    METAL,
-    PAYS,
+from quire.backends.mlx import kernel_check, paged_decode
+from quire.backends.mlx.kernel_check import (
     TOLERANCES,
-    Attention,
     Example,
-    Language,
-    PagedDecode,
+    Shape,
     check,
     find_error,
     gather_reference,
     make_example,
+    measure_gains,
+)
+from quire.backends.mlx.paged_decode import (
+    CUDA,
+    METAL,
+    TYPES,
+    Attention,
+    Gains,
+    Language,
+    PagedDecode,
     pays,
     supports,
 )
@@ -34,6 +39,7 @@ from tests.backends.mlx import gpu_on_cpu
 Arrays = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "mlx_decode.py"
+SHAPE = Shape(8, 2, 64, 64, 32, mx.float16)
 MANY = 10_000  # thread groups: contexts are divided as often as their length allows
 
 
@@ -48,15 +54,7 @@ def example_of(
     block_size: int = 32,
     dtype: mx.Dtype = mx.float32,
 ) -> Example:
-    return make_example(
-        lengths,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_size=sizes[0],
-        value_size=sizes[1],
-        block_size=block_size,
-        dtype=dtype,
-    )
+    return make_example(lengths, Shape(*heads, *sizes, block_size, dtype))
 
 
 def arrays_of(example: Example) -> Arrays:
@@ -95,7 +93,7 @@ def test_the_text_of_the_kernel_agrees_with_gather(
 
 
 def test_the_check_passes_with_the_text_of_the_kernel() -> None:
-    assert check(on_cpu(METAL), num_heads=2, num_kv_heads=1, dtypes=[mx.float16]) is None
+    assert check(on_cpu(METAL), Shape(2, 1, 64, 64, 32, mx.float16)) is None
 
 
 def test_unwritten_memory_is_not_used() -> None:
@@ -103,7 +101,7 @@ def test_unwritten_memory_is_not_used() -> None:
     pools = []
     for pool in (example.keys, example.values):
         array = np.array(pool)
-        array[array == paged_decode.UNUSED] = np.nan
+        array[array == kernel_check.UNUSED] = np.nan
         pools.append(mx.array(array))
     kernel = on_cpu(METAL)
     keys, values = pools
@@ -220,12 +218,12 @@ class DoesNotCompile(Wrong):
     ],
 )
 def test_the_check_describes_the_first_disagreement(kernel: Attention, problem: str) -> None:
-    assert (check(kernel) or "").startswith(problem)
+    assert (check(kernel, SHAPE, TYPES) or "").startswith(problem)
 
 
 def test_the_check_accepts_gather_itself() -> None:
-    assert check(gather_reference) is None
-    assert check(gather_reference, num_heads=6, num_kv_heads=6, head_size=128, value_size=96, block_size=16) is None
+    assert check(gather_reference, SHAPE, TYPES) is None
+    assert check(gather_reference, Shape(6, 6, 128, 96, 16, mx.float32), TYPES) is None
 
 
 def test_rows_of_an_example_share_blocks_and_name_no_other() -> None:
@@ -255,33 +253,40 @@ def test_supported_shapes(change: dict[str, Any], is_supported: bool) -> None:
     assert supports(**{**shapes, "dtype": mx.float16, **change}) is is_supported
 
 
-def test_the_smaller_batch_and_the_longer_context_decide() -> None:
-    assert not pays(1, 4096)
-    assert not pays(3, 512)  # as 1 row
-    assert pays(4, 512)  # as 4096 tokens
-    assert pays(5, 4096)
-    assert not pays(5, 4097)  # as 16384 tokens
-    assert not pays(64, 100_000)
-    assert pays(64, 4096)
-    assert pays(1, 512, "cuda")
+GAINS: Gains = {1: {256: 0.8, 2048: 0.5}, 4: {256: 1.2, 2048: 1.5}, 16: {256: 2.0, 2048: 0.9}}
+
+
+def test_the_smaller_gain_of_the_measured_points_around_decides() -> None:
+    assert not pays(GAINS, 1, 256)
+    assert not pays(GAINS, 3, 256)  # between 0.8 and 1.2
+    assert pays(GAINS, 4, 100)
+    assert pays(GAINS, 4, 1000)
+    assert pays(GAINS, 4, 100_000)
+    assert pays(GAINS, 8, 256)
+    assert not pays(GAINS, 8, 300)  # 16 rows of 2048 tokens: 0.9
+    assert pays(GAINS, 64, 200)
+    assert not pays({}, 4, 256)
 
 
 def test_the_kernel_is_used_where_it_pays_for_shapes_that_it_supports() -> None:
     kernel = on_cpu(METAL)
     queries, keys = mx.zeros((4, 8, 1, 64), mx.float16), mx.zeros((3, 32, 2, 64), mx.float16)
-    assert kernel.is_used(queries, keys, keys, 4, 4096)
-    assert not kernel.is_used(queries, keys, keys, 4, 4097)
-    assert not kernel.is_used(queries, keys, keys, 1, 4096)
-    assert not kernel.is_used(queries, keys, keys.astype(mx.float32), 4, 4096)
-    assert not kernel.is_used(queries, keys, keys[..., :40], 4, 4096)
-    assert on_cpu(CUDA).is_used(queries, keys, keys, 1, 4096)
+    assert not kernel.is_used(queries, keys, keys, 4, 1000)  # not measured
+    kernel.gains = GAINS
+    assert kernel.is_used(queries, keys, keys, 4, 1000)
+    assert not kernel.is_used(queries, keys, keys, 1, 1000)
+    assert not kernel.is_used(queries, keys, keys.astype(mx.float32), 4, 1000)
+    assert not kernel.is_used(queries, keys, keys[..., :40], 4, 1000)
 
 
-@pytest.mark.parametrize("language", [METAL, CUDA], ids=lambda language: language.name)
-def test_the_table_has_no_gaps(language: Language) -> None:
-    contexts = {tuple(figures) for figures in PAYS[language.name].values()}
-    assert len(contexts) == 1
-    assert sorted(*contexts) == list(*contexts)
+def test_gains_are_measured_for_every_point() -> None:
+    found = []
+    gains = measure_gains(
+        gather_reference, Shape(2, 1, 32, 32, 16, mx.float32), (1, 2), (20, 64), lambda *point: found.append(point)
+    )
+    assert {batch: list(by_context) for batch, by_context in gains.items()} == {1: [20, 64], 2: [20, 64]}
+    assert all(gain > 0 for by_context in gains.values() for gain in by_context.values())
+    assert [point[:2] for point in found] == [(1, 20), (1, 64), (2, 20), (2, 64)]
 
 
 def no_gpu() -> Language:
@@ -305,12 +310,11 @@ def test_without_a_gpu_the_benchmark_says_so(
 
 def test_the_benchmark_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(paged_decode, "find_language", lambda: dataclasses.replace(METAL, compile=gpu_on_cpu.kernel))
-    monkeypatch.setattr(paged_decode, "CHECKED_LENGTHS", ((1, 33),))
+    monkeypatch.setattr(kernel_check, "CHECKED_LENGTHS", ((1, 33),))
+    monkeypatch.setattr(kernel_check, "MEASURED_BYTES", 1)
     module = runpy.run_path(str(BENCHMARK))
-    module["measure"].__globals__["MIN_BYTES"] = 1
-    shapes = "--batches 1 2 --contexts 32 --heads 2 --kv-heads 1 --head-size 32 --repeats 1"
+    shapes = "--batches 1 2 --contexts 32 --heads 2 --kv-heads 1 --head-size 32"
     assert module["main"](shapes.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "metal: 2 heads on 1, 32, float16"
     assert [line.split()[:2] for line in lines[2:4]] == [["1", "32"], ["2", "32"]]
-    assert [line[:8] for line in lines[4:]] == ["1: {32: ", "2: {32: "]
