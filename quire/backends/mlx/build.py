@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import mlx.core as mx
+import mlx_lm
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.kv_memory import PoolRequest
@@ -191,7 +191,7 @@ def _facts(loaded: LoadedModel, store: KVStore, is_gpu: bool) -> RunnerFacts:
     name = str(info.get("device_name") or info.get("architecture") or "gpu")
     kind = "Metal" if mx.metal.is_available() else "CUDA"
     return RunnerFacts(
-        backend=f"mlx {importlib.metadata.version('mlx')}, mlx-lm {importlib.metadata.version('mlx-lm')}",
+        backend=f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}",
         device=f"{name} ({kind})" if is_gpu else "cpu",
         dtype=loaded.description,
         num_threads=1,
