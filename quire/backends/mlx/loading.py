@@ -26,6 +26,7 @@ from quire.backends.mlx.quantization import dtype_name, main_layout, quantize_la
 from quire.backends.mlx.spec_model import apply_spec, config_from_spec, file_norm_shift, known_spec
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.config import MAX_LAYERS
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.fields import show
 from quire.weights.gguf import GgufCheckpoint
@@ -163,7 +164,17 @@ def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{checkpoint.path}: model_file {show(config['model_file'])} is code in the folder, which is not run"
         )
+    _check_counts(config, str(checkpoint.path))
     return config
+
+
+def _check_counts(config: dict[str, Any], source: str) -> None:
+    """Raise if a number of layers is absurd, whatever its name: mlx-lm would make modules until the memory is full."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value, source)
+        elif isinstance(value, int | float) and name.endswith(("layer", "layers")) and value > MAX_LAYERS:
+            raise ModelFileError(f"{source}: {show(name)} in config.json is {show(value)}: more than {MAX_LAYERS}")
 
 
 def _fields_of_spec(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:

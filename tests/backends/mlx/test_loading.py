@@ -507,6 +507,7 @@ def test_tensors_of_the_wrong_shape(tmp_path: Path) -> None:
         {"hidden_size": None},
         {"num_attention_heads": 3},
         {"num_experts": -1},
+        {"nested": {"n_layers": 1 << 40}},
         {"rope_scaling": {"type": "yarn"}},
         {"quantization": {"bits": 4}},
         {"quantization": {"bits": 77, "group_size": 64}},
