@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from quire.backends.mlx.kernel_check import Shape, check, measure_gains
-from quire.backends.mlx.paged_decode import PagedDecode
+from quire.backends.mlx.kernel_check import check, measure_gains
+from quire.backends.mlx.paged_decode import PagedDecode, Shape
 
 
 def show(batch: int, context: int, gather_s: float, kernel_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx_lm
@@ -15,11 +15,11 @@ from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.attention import install_attention, use_kernel
 from quire.backends.mlx.batch import BatchMode, build_passes
-from quire.backends.mlx.kernel_check import Shape, check, measure_gains
+from quire.backends.mlx.kernel_check import check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model
 from quire.backends.mlx.paged_cache import KVStore, LayerShape
-from quire.backends.mlx.paged_decode import PagedDecode, supports
+from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -75,7 +75,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 def _use_device(name: str) -> bool:
     """Set MLX's device. Returns whether it is a GPU."""
     is_metal = mx.metal.is_available()
-    is_cuda = not is_metal and mx.is_available(mx.gpu)
+    is_cuda = not is_metal and mx.cuda.is_available()
     has = {"cpu": True, "metal": is_metal, "cuda": is_cuda}
     if name == "auto":
         name = "metal" if is_metal else "cuda" if is_cuda else "cpu"
@@ -89,7 +89,7 @@ def _use_device(name: str) -> bool:
 def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDecode | None:
     """Return the paged-decode kernel if it compiles on this GPU, agrees with MLX's own attention, and is faster."""
     shape = Shape(num_heads, layer.num_heads, layer.key_size, layer.value_size, block_size, layer.dtype)
-    if not supports(**asdict(shape)):
+    if not shape.is_supported:
         return None
     try:
         kernel = PagedDecode()
@@ -191,7 +191,7 @@ def _facts(loaded: LoadedModel, store: KVStore, is_gpu: bool) -> RunnerFacts:
     name = str(info.get("device_name") or info.get("architecture") or "gpu")
     kind = "Metal" if mx.metal.is_available() else "CUDA"
     return RunnerFacts(
-        backend=f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}",
+        backend=f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}",  # type: ignore[attr-defined]
         device=f"{name} ({kind})" if is_gpu else "cpu",
         dtype=loaded.description,
         num_threads=1,

@@ -20,29 +20,13 @@ from typing import cast
 
 import mlx.core as mx
 
-from quire.backends.mlx.paged_decode import Attention, Gains
+from quire.backends.mlx.paged_decode import Attention, Gains, Shape
 
 MEASURED_BATCHES = (1, 4, 16)
 MEASURED_CONTEXTS = (256, 2048)
 MEASURED_BYTES = 128 << 20  # of the pools of a measurement: more than the caches of a GPU hold
 MAX_MEASURED_LAYERS = 16
 REPEATS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model's attention, as the kernel sees it."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int
-    block_size: int
-    dtype: mx.Dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return self.num_kv_heads * (self.head_size + self.value_size) * self.dtype.size
 
 
 def gather_mask(lengths: mx.array, num_keys: int, window: int = 0) -> mx.array:

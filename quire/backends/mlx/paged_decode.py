@@ -267,12 +267,29 @@ class Attention(Protocol):
     ) -> mx.array: ...
 
 
-def supports(
-    *, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, block_size: int, dtype: mx.Dtype
-) -> bool:
-    """Whether the kernel computes attention of these shapes and this type."""
-    sizes_fit = all(size % SIMD_WIDTH == 0 and 0 < size <= MAX_HEAD_SIZE for size in (head_size, value_size))
-    return sizes_fit and num_heads % num_kv_heads == 0 and block_size % KEYS == 0 and dtype in TYPES
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's attention, as the kernel sees it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    block_size: int
+    dtype: mx.Dtype
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernel computes attention of these sizes and this type."""
+        sizes_fit = all(
+            size % SIMD_WIDTH == 0 and 0 < size <= MAX_HEAD_SIZE for size in (self.head_size, self.value_size)
+        )
+        heads_fit = self.num_heads % self.num_kv_heads == 0
+        return sizes_fit and heads_fit and self.block_size % KEYS == 0 and self.dtype in TYPES
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_kv_heads * (self.head_size + self.value_size) * self.dtype.size
 
 
 Gains = dict[int, dict[int, float]]
@@ -335,15 +352,9 @@ class PagedDecode:
         queries [B, H, ..]; `num_tokens` is the number of keys of the longest row.
         """
         (_, block_size, num_kv_heads, head_size), value_size, dtype = keys.shape, values.shape[-1], queries.dtype
-        is_supported = supports(
-            num_heads=queries.shape[1],
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            value_size=value_size,
-            block_size=block_size,
-            dtype=dtype,
-        )
-        return is_supported and keys.dtype == values.dtype == dtype and pays(self.gains, batch, num_tokens)
+        shape = Shape(queries.shape[1], num_kv_heads, head_size, value_size, block_size, dtype)
+        has_one_type = keys.dtype == values.dtype == dtype
+        return has_one_type and shape.is_supported and pays(self.gains, batch, num_tokens)
 
     def num_parts(self, num_groups: int, num_keys: int) -> int:
         """Return into how many parts the keys of a row are divided if `num_groups` compute undivided rows."""

@@ -16,7 +16,6 @@ from quire.backends.mlx import kernel_check, paged_decode
 from quire.backends.mlx.kernel_check import (
     TOLERANCES,
     Example,
-    Shape,
     check,
     find_error,
     gather_reference,
@@ -31,8 +30,8 @@ from quire.backends.mlx.paged_decode import (
     Gains,
     Language,
     PagedDecode,
+    Shape,
     pays,
-    supports,
 )
 from tests.backends.mlx import gpu_on_cpu
 
@@ -249,8 +248,8 @@ def test_rows_of_an_example_share_blocks_and_name_no_other() -> None:
     ],
 )
 def test_supported_shapes(change: dict[str, Any], is_supported: bool) -> None:
-    shapes = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "value_size": 128, "block_size": 32}
-    assert supports(**{**shapes, "dtype": mx.float16, **change}) is is_supported
+    shape = dataclasses.replace(Shape(32, 8, 128, 128, 32, mx.float16), **change)
+    assert shape.is_supported is is_supported
 
 
 GAINS: Gains = {1: {256: 0.8, 2048: 0.5}, 4: {256: 1.2, 2048: 1.5}, 16: {256: 2.0, 2048: 0.9}}
