@@ -383,7 +383,8 @@ class PagedDecode:
             inputs=[
                 *(queries, keys, values, tables, lengths),
                 *(self._constant(scale, mx.float32), self._constant(window, mx.int32)),
-                self._constant(0, mx.float32) if sinks is None else sinks,
+                # MLX compiles a kernel once for its template, whatever the types of its inputs.
+                self._constant(0, mx.float32) if sinks is None else sinks.astype(mx.float32),
             ],
             template=[
                 *(("T", dtype), ("OUT", out_type), ("D", head_size), ("DV", value_size), ("BLOCK", block_size)),
