@@ -326,6 +326,8 @@ class PagedDecode:
         )
         self._merge = self._compile("quire_merge_parts", ["parts", "logsums"], ["out"], MERGE)
         self._constants: dict[tuple[float, mx.Dtype], mx.array] = {}
+        self._last_case: tuple[object, ...] = ()
+        self._is_used = False
         # Time of gather + SDPA divided by the kernel's, by number of rows and of keys. Empty: the kernel is not used.
         self.gains: Gains = {}
 
@@ -351,10 +353,14 @@ class PagedDecode:
 
         queries [B, H, ..]; `num_tokens` is the number of keys of the longest row.
         """
-        (_, block_size, num_kv_heads, head_size), value_size, dtype = keys.shape, values.shape[-1], queries.dtype
-        shape = Shape(queries.shape[1], num_kv_heads, head_size, value_size, block_size, dtype)
-        has_one_type = keys.dtype == values.dtype == dtype
-        return has_one_type and shape.is_supported and pays(self.gains, batch, num_tokens)
+        case = queries.shape[1], keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype, batch, num_tokens
+        if case != self._last_case:  # the layers of a step ask the same question
+            self._last_case = case
+            (_, block_size, num_kv_heads, head_size), value_size = keys.shape, values.shape[-1]
+            shape = Shape(queries.shape[1], num_kv_heads, head_size, value_size, block_size, queries.dtype)
+            has_one_type = keys.dtype == values.dtype == queries.dtype
+            self._is_used = has_one_type and shape.is_supported and pays(self.gains, batch, num_tokens)
+        return self._is_used
 
     def num_parts(self, num_groups: int, num_keys: int) -> int:
         """Return into how many parts the keys of a row are divided if `num_groups` compute undivided rows."""
