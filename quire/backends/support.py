@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import resource
 from pathlib import Path
 
 from quire.backends.machine import is_apple_silicon
@@ -39,8 +40,19 @@ def find_mlx_problem(model_type: object) -> str:
     if isinstance(model_type, str) and re.fullmatch(r"[\w-]{1,100}", model_type, re.ASCII):
         if (Path(package.submodule_search_locations[0]) / "models" / f"{model_type}.py").is_file():
             return ""
+        import_mlx_lm()
         from mlx_lm.utils import MODEL_REMAPPING
 
         if model_type in MODEL_REMAPPING:
             return ""
     return f"mlx-lm has no models of type {show(model_type)}"
+
+
+def import_mlx_lm() -> None:
+    """Import mlx-lm without its side effect: it lowers the limit of open files of the process, for good."""
+    set_limits = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        import mlx_lm.utils  # noqa: F401
+    finally:
+        resource.setrlimit = set_limits

@@ -196,9 +196,10 @@ def choose_backend(config: EngineConfig) -> str:
         return "torch"
     if config.device == "auto" and has_torch and has_nvidia():
         return "torch"
-    if has_torch and (problem := _native_problem()) is not None:
-        log.warning("using the torch backend instead of the native one, which is faster: %s", problem)
-        return "torch"
+    if (has_torch or has_mlx) and (problem := _native_problem()) is not None:
+        other = "torch" if has_torch else "mlx"
+        log.warning("using the %s backend instead of the native one, which is faster: %s", other, problem)
+        return other
     return "native"
 
 

@@ -172,8 +172,9 @@ def _num_blocks(
     largest_step = options.max_num_batched_tokens or MAX_BATCHED_TOKENS
     step_bytes = int(measured.num_bytes * largest_step)
     mx.set_cache_limit(max(step_bytes, MIN_CACHE))
-    free = min(_limit() - mx.get_active_memory(), available_bytes()) - step_bytes
-    num_blocks = pool.num_blocks(free, int(free * GPU_SHARE))
+    free = _limit() - mx.get_active_memory() - step_bytes
+    # By default, memory that other programs use is left to them. macOS moves it away if a larger pool is asked for.
+    num_blocks = pool.num_blocks(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE))
     if longest := mx.device_info().get("max_buffer_length"):
         widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
         num_blocks = min(num_blocks, int(longest) // (widest * options.block_size))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,12 @@ def test_a_device_that_does_not_exist_is_refused(
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidRequest, match="MLX finds only: cpu"):
         start(model_path, device=device, num_blocks=10)
+
+
+def test_importing_the_backend_keeps_the_limit_of_open_files() -> None:
+    """mlx-lm lowers it for the whole process, also the hard limit."""
+    code = (
+        "import resource as r; before = r.getrlimit(r.RLIMIT_NOFILE); import quire.backends.mlx.build;"
+        " assert r.getrlimit(r.RLIMIT_NOFILE) == before; import mlx_lm.utils"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -100,6 +100,27 @@ def test_architectures_in_several_passes(name: str, tmp_path: Path, caplog: pyte
     rig.engine.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3_text"])
+def test_logits_are_computed_only_for_rows_that_sample(name: str, tmp_path: Path) -> None:
+    rig = Rig(write_model(tmp_path / "m", name), **SETTINGS)
+    runner = rig.engine.runner
+    assert isinstance(runner, MlxRunner)
+    model: Any = runner.model.model
+    num_rows: list[int] = []
+    head = model.lm_head
+
+    class Counting(type(head)):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> mx.array:
+            num_rows.append(x.shape[0])
+            return super().__call__(x)  # type: ignore[no-any-return]
+
+    head.__class__ = Counting
+    rig.reset(max_chunk_tokens=16)
+    rig.run(*(rig.start(random_prompt(number, 30), 3, logprobs=None) for number in range(2)))
+    assert max(num_rows) == 2
+    rig.engine.close()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_with_a_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name)
