@@ -72,7 +72,10 @@ class RowSelection:
 
         body.__class__ = SelectingBody
 
-    def _select(self, hidden: mx.array) -> mx.array:
+    def _select(self, hidden: Any) -> Any:
+        if not isinstance(hidden, mx.array):  # not the hidden states alone: logits are selected after the head
+            self.has_body = False
+            return hidden
         self.hidden = hidden.reshape(-1, hidden.shape[-1])
         return hidden if self.rows is None else self.hidden[self.rows][:, None]
 

@@ -163,6 +163,7 @@ class MlxRunner:
         content of other requests is lost too, and every later step fails until the worker is replaced.
         """
         try:
+            mx.synchronize()  # the step before may still run
             mx.eval(self.store.arrays, self._last_samples)
         except Exception as error:
             self._broken = f"the KV cache was lost in a failed step: {error}"
