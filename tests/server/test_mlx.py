@@ -115,20 +115,8 @@ def test_a_model_with_a_state_is_refused_at_the_start(tmp_path: Path) -> None:
 
 def test_bench_prints_the_same_report_as_elsewhere(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "quire", "bench", "--model", str(tiny_model), "--backend", "mlx", "--json"]
-    small = [
-        "--only",
-        "speedup",
-        "--only",
-        "prefix",
-        "--clients",
-        "1,2",
-        "--rounds",
-        "1",
-        "--prompt-tokens",
-        "16",
-        "--output-tokens",
-        "4",
-    ]
+    parts = ["--only", "speedup", "--only", "prefix", "--clients", "1,2", "--rounds", "1"]
+    small = [*parts, "--prompt-tokens", "16", "--output-tokens", "4"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     assert report["setup"]["backend"].startswith("mlx "), done.stderr
