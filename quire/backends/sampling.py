@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from quire.core.step import PromptLogprobs, SeqSlice, TokenLogprobs
+from quire.core.step import PromptLogprobs, SeqSlice, StepResult, TokenLogprobs
 
 PROMPT_ROWS = 128  # positions per pass of prompt logprobs: each is a row as long as the vocabulary
 BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
@@ -26,3 +27,40 @@ def is_short(piece: SeqSlice) -> bool:
 
 def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
     return PromptLogprobs(start, tuple(entry for part in parts for entry in part))
+
+
+class SampledRows(NamedTuple):
+    """Sampled rows of a step as plain numbers, in the order of the logits."""
+
+    indices: Sequence[int]  # slice of each row
+    tokens: Sequence[int]
+    is_broken: Sequence[bool]  # the row's logits are not finite
+    is_blocked: Sequence[bool]  # every token was forbidden
+    logprobs: Mapping[int, TokenLogprobs]  # by row, where requested
+
+
+def make_result(
+    num_slices: int,
+    unsound: Sequence[int],
+    rows: SampledRows | None,
+    prompt_logprobs: Mapping[int, PromptLogprobs],
+) -> StepResult:
+    """Assemble the result of a step. `unsound`: slices whose last hidden state is not finite."""
+    tokens: list[tuple[int, ...]] = [()] * num_slices
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    failures = dict.fromkeys(unsound, BROKEN)
+    for row, index in enumerate(rows.indices if rows is not None else ()):
+        assert rows is not None
+        tokens[index] = (rows.tokens[row],)
+        if row in rows.logprobs:
+            logprobs[index] = (rows.logprobs[row],)
+        if rows.is_broken[row]:
+            failures[index] = BROKEN
+        elif rows.is_blocked[row]:
+            failures.setdefault(index, BLOCKED)
+    return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, BROKEN in failures.values())
+
+
+def broken_slices(result: StepResult) -> list[int]:
+    """Return the slices whose blocks may hold values that are not finite."""
+    return [index for index, why in result.failures.items() if why == BROKEN]

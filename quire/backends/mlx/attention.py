@@ -14,25 +14,13 @@ from mlx_lm.models import base
 
 from quire.backends.mlx.batch import Group
 from quire.backends.mlx.paged_cache import LayerCache, PagedContext, PagedMask, Unpageable
+from quire.backends.mlx.paged_decode import Attention
 
 # T tokens of the pass, B sequences of a group, Q queries of a sequence, H heads, K KV heads, D head size
 
 
-class DecodeKernel(Protocol):
+class DecodeKernel(Attention, Protocol):
     """Attention of one query per sequence, which reads the pools through block tables."""
-
-    def __call__(
-        self,
-        queries: mx.array,  # [B, H, D]
-        keys: mx.array,
-        values: mx.array,
-        tables: mx.array,
-        lengths: mx.array,
-        *,
-        scale: float,
-        window: int = 0,
-        sinks: mx.array | None = None,
-    ) -> mx.array: ...
 
     def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool: ...
 

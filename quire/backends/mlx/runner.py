@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,8 +19,8 @@ from quire.backends.mlx.batch import BatchMode, Pass, build_passes
 from quire.backends.mlx.model import PagedModel
 from quire.backends.mlx.paged_cache import KVStore
 from quire.backends.mlx.sampling import Logprobs, Penalties, Sampled, rank, read_logprobs, sample
-from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
-from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 
@@ -267,32 +268,24 @@ class MlxRunner:
     # Results
 
     def _read(self, step: _Step) -> StepResult:
-        tokens: list[tuple[int, ...]] = [()] * len(step.slices)
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        failures = {index: BROKEN for index, is_sound in enumerate(_flags(step.is_sound)) if not is_sound}
-        if step.sampled is not None:
-            chosen = [int(token) for token in _flags(step.sampled.tokens)]
-            broken, blocked = _flags(step.sampled.is_broken), _flags(step.sampled.is_blocked)
-            ranked = {} if step.sampled.logprobs is None else read_logprobs(step.sampled.logprobs, chosen)
-            for place, index in enumerate(step.sampled_indices):
-                tokens[index] = (chosen[place],)
-                if place in ranked:
-                    logprobs[index] = (ranked[place],)
-                if broken[place]:
-                    failures[index] = BROKEN
-                elif blocked[place]:
-                    failures.setdefault(index, BLOCKED)
-        is_poisoned = BROKEN in failures.values()
-        if is_poisoned:
-            self._purge(step, failures)
+        unsound = [index for index, is_sound in enumerate(_numbers(step.is_sound)) if not is_sound]
         found = {index: _prompt_logprobs(ranks) for index, ranks in step.prompt_ranks.items()}
-        return StepResult(tuple(tokens), logprobs, found, failures, is_poisoned)
-
-    def _purge(self, step: _Step, failures: Mapping[int, str]) -> None:
-        mx.synchronize()  # the next step may already run: its writes come first
-        for index, why in failures.items():
-            if why == BROKEN:
+        result = make_result(len(step.slices), unsound, self._sampled_rows(step), found)
+        if result.is_poisoned:
+            mx.synchronize()  # the next step may already run: its writes come first
+            for index in broken_slices(result):
                 self.store.purge(step.slices[index].block_table)
+        return result
+
+    @staticmethod
+    def _sampled_rows(step: _Step) -> SampledRows | None:
+        sampled = step.sampled
+        if sampled is None:
+            return None
+        tokens = _numbers(sampled.tokens)
+        ranked = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs, tokens)
+        broken, blocked = _numbers(sampled.is_broken), _numbers(sampled.is_blocked)
+        return SampledRows(step.sampled_indices, tokens, broken, blocked, ranked)
 
 
 def _prompt_logprobs(ranks: _PromptRanks) -> PromptLogprobs:
@@ -308,6 +301,6 @@ def _are_finite(hidden: mx.array) -> mx.array:
     return mx.isfinite(hidden.astype(mx.float32).sum(-1))
 
 
-def _flags(array: mx.array) -> list[int]:
-    values: list[int] = array.tolist()  # type: ignore[assignment]
-    return values
+def _numbers(array: mx.array) -> list[Any]:
+    values: Any = array.tolist()
+    return list(values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -235,6 +236,6 @@ def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenL
     return result
 
 
-def _numbers(array: mx.array) -> list:  # type: ignore[type-arg]
-    values: list = array.tolist()  # type: ignore[type-arg, assignment]
-    return values
+def _numbers(array: mx.array) -> list[Any]:
+    values: Any = array.tolist()
+    return list(values)

@@ -14,8 +14,8 @@ from quire.backends.native.batch import Batch, build_batch
 from quire.backends.native.library import Floats, Ints, kernels_in_use
 from quire.backends.native.model import NativeModel
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
-from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
-from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
@@ -110,16 +110,16 @@ class NativeRunner:
         if not self._steps:
             raise InvariantViolation("collect with no step in flight")
         step = self._steps.popleft()
-        forwarded = step.forwarded
-        tokens: list[tuple[int, ...]] = [()] * len(forwarded.slices)
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        failures = dict.fromkeys(np.flatnonzero(~forwarded.is_sound).tolist(), BROKEN)
-        if step.sampled is not None:
-            self._read(step.sampled, forwarded.batch.sampled, tokens, logprobs, failures)
-        is_poisoned = BROKEN in failures.values()
-        for index in [index for index, why in failures.items() if why == BROKEN]:
+        forwarded, sampled = step.forwarded, step.sampled
+        rows = None
+        if sampled is not None:
+            broken, blocked = sampled.is_broken.tolist(), sampled.is_blocked.tolist()
+            rows = SampledRows(forwarded.batch.sampled, sampled.tokens.tolist(), broken, blocked, sampled.logprobs)
+        unsound = np.flatnonzero(~forwarded.is_sound).tolist()
+        result = make_result(len(forwarded.slices), unsound, rows, forwarded.prompt_logprobs)
+        for index in broken_slices(result):
             self.model.purge_blocks(forwarded.batch.tables[index].tolist())  # ids are checked; 0 is the null block
-        return StepResult(tuple(tokens), logprobs, forwarded.prompt_logprobs, failures, is_poisoned)
+        return result
 
     def abandon(self) -> None:
         """Discard a pass that raised, so that the next plan can run."""
@@ -129,24 +129,6 @@ class NativeRunner:
         self._forwarded = None
         self._steps.clear()
         self.model.engine.close()
-
-    @staticmethod
-    def _read(
-        sampled: Sampled,
-        places: tuple[int, ...],
-        tokens: list[tuple[int, ...]],
-        logprobs: dict[int, tuple[TokenLogprobs, ...]],
-        failures: dict[int, str],
-    ) -> None:
-        chosen, broken, blocked = sampled.tokens.tolist(), sampled.is_broken.tolist(), sampled.is_blocked.tolist()
-        for place, index in enumerate(places):
-            tokens[index] = (chosen[place],)
-            if place in sampled.logprobs:
-                logprobs[index] = (sampled.logprobs[place],)
-            if broken[place]:
-                failures[index] = BROKEN
-            elif blocked[place]:
-                failures.setdefault(index, BLOCKED)
 
     def _rank_prompts(self, slices: tuple[SeqSlice, ...], batch: Batch, hidden: Floats) -> dict[int, PromptLogprobs]:
         result: dict[int, PromptLogprobs] = {}

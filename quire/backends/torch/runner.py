@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
-from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
+from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import weight_bytes
 from quire.backends.torch.models.llama import LlamaModel
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
-from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 
@@ -120,34 +120,19 @@ class TorchRunner:
         if not self._steps:
             raise InvariantViolation("collect with no step in flight")
         step = self._steps.popleft()
-        batch = step.forwarded.batch
-        tokens: list[tuple[int, ...]] = [()] * len(batch.slices)
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        failures = {
-            batch.order[row]: BROKEN for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound
-        }
-        if step.sampled is not None:
-            chosen = step.sampled.tokens.tolist()
-            broken, blocked = step.sampled.is_broken.tolist(), step.sampled.is_blocked.tolist()
-            ranked = {} if step.sampled.logprobs is None else read_logprobs(step.sampled.logprobs, chosen)
-            for place, row in enumerate(step.forwarded.rows):
-                index = batch.order[row]
-                tokens[index] = (chosen[place],)
-                if place in ranked:
-                    logprobs[index] = (ranked[place],)
-                if broken[place]:
-                    failures[index] = BROKEN
-                elif blocked[place]:
-                    failures.setdefault(index, BLOCKED)
-        is_poisoned = BROKEN in failures.values()
-        if is_poisoned:
-            self._purge(batch, failures)
-        return StepResult(tuple(tokens), logprobs, step.forwarded.prompt_logprobs, failures, is_poisoned)
-
-    def _purge(self, batch: Batch, failures: Mapping[int, str]) -> None:
-        for row, piece in enumerate(batch.slices):
-            if failures.get(batch.order[row]) == BROKEN:
-                self.store.purge(piece.block_table)
+        batch, sampled = step.forwarded.batch, step.sampled
+        rows = None
+        if sampled is not None:
+            chosen = sampled.tokens.tolist()
+            ranked = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs, chosen)
+            broken, blocked = sampled.is_broken.tolist(), sampled.is_blocked.tolist()
+            indices = [batch.order[row] for row in step.forwarded.rows]
+            rows = SampledRows(indices, chosen, broken, blocked, ranked)
+        unsound = [batch.order[row] for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound]
+        result = make_result(len(batch.slices), unsound, rows, step.forwarded.prompt_logprobs)
+        for index in broken_slices(result):
+            self.store.purge(batch.slices[batch.order.index(index)].block_table)
+        return result
 
     def abandon(self) -> None:
         """Discard a pass that raised, so that the next plan can run."""

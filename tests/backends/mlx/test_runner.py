@@ -14,17 +14,16 @@ import pytest
 from quire.backends.mlx.paged_cache import KVStore
 from quire.backends.mlx.runner import MlxRunner
 from quire.backends.sampling import BROKEN
-from quire.core.request import SamplingParams
-from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.core.step import BlockCopy, StepPlan
 from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.opening import open_checkpoint
 from tests.backends.contract import VOCAB, Contract, random_prompt
 from tests.backends.mlx.architectures import DenseReference, write_model
+from tests.backends.plans import piece, plan, run
 from tests.backends.torch.rig import Rig
 
 NUM_BLOCKS = 64
-TOKENS = [5, 6, 7, 8, 9]
 SETTINGS: dict[str, Any] = {"backend": "mlx", "dtype": "float32", "num_blocks": NUM_BLOCKS}
 
 
@@ -48,35 +47,6 @@ def runner(model_path: Path) -> Iterator[MlxRunner]:
     runner = open_runner(model_path)
     yield runner
     runner.close()
-
-
-def piece(**changes: Any) -> SeqSlice:
-    made = SeqSlice(
-        request_id=1,
-        epoch=0,
-        batch_index=0,
-        tokens=TOKENS,
-        start=0,
-        length=len(TOKENS),
-        block_table=[1],
-        history=TOKENS,
-        wants_token=True,
-        sampling=SamplingParams(temperature=0.0),
-        num_prompt_tokens=len(TOKENS),
-    )
-    return made._replace(**changes)
-
-
-def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> StepPlan:
-    return StepPlan(slices, copies, ())
-
-
-def run(runner: MlxRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> list[tuple[int, ...]]:
-    runner.forward(plan(*slices, copies=copies))
-    runner.sample(None)
-    result = runner.collect()
-    assert not result.failures
-    return list(result.tokens)
 
 
 def contents(store: KVStore) -> list[np.ndarray[Any, Any]]:

@@ -16,8 +16,7 @@ import pytest
 from quire.backends.native.library import Engine, kernels_in_use
 from quire.backends.native.runner import NativeRunner
 from quire.backends.sampling import BROKEN
-from quire.core.request import SamplingParams
-from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.core.step import BlockCopy, StepPlan
 from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.config import spec_from_config
@@ -25,11 +24,11 @@ from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.test_invariance import check_same
+from tests.backends.plans import TOKENS, piece, plan, run
 from tests.backends.torch.rig import Rig
 from tests.weights.makers import VOCAB, config, llama_arrays, write_folder
 
 NUM_BLOCKS = 12
-TOKENS = [5, 6, 7, 8, 9]
 
 
 def arrays_with(name: str = "", place: Any = (), value: float = np.nan) -> dict[str, Any]:
@@ -60,35 +59,6 @@ def runner(model_path: Path) -> Iterator[NativeRunner]:
     runner = open_runner(model_path)
     yield runner
     runner.close()
-
-
-def piece(**changes: Any) -> SeqSlice:
-    made = SeqSlice(
-        request_id=1,
-        epoch=0,
-        batch_index=0,
-        tokens=TOKENS,
-        start=0,
-        length=len(TOKENS),
-        block_table=[1],
-        history=TOKENS,
-        wants_token=True,
-        sampling=SamplingParams(temperature=0.0),
-        num_prompt_tokens=len(TOKENS),
-    )
-    return made._replace(**changes)
-
-
-def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> StepPlan:
-    return StepPlan(slices, copies, ())
-
-
-def run(runner: NativeRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> list[tuple[int, ...]]:
-    runner.forward(plan(*slices, copies=copies))
-    runner.sample(None)
-    result = runner.collect()
-    assert not result.failures
-    return list(result.tokens)
 
 
 # Checks before C
@@ -316,6 +286,7 @@ def test_the_thread_count_can_change_repeatedly(runner: NativeRunner) -> None:
 OUT_OF_MEMORY = """
 import resource, sys
 from pathlib import Path
+from tests.backends.plans import TOKENS, piece, plan, run
 from tests.backends.torch.rig import Rig
 
 rig = Rig(Path(sys.argv[1]), backend="native", num_blocks=200, max_chunk_tokens=4096, max_num_batched_tokens=4096)

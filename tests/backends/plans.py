@@ -1,0 +1,40 @@
+"""Plans of one step, to drive a runner without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.backends.base import Runner
+from quire.core.request import SamplingParams
+from quire.core.step import BlockCopy, SeqSlice, StepPlan
+
+TOKENS = [5, 6, 7, 8, 9]
+
+
+def piece(**changes: Any) -> SeqSlice:
+    made = SeqSlice(
+        request_id=1,
+        epoch=0,
+        batch_index=0,
+        tokens=TOKENS,
+        start=0,
+        length=len(TOKENS),
+        block_table=[1],
+        history=TOKENS,
+        wants_token=True,
+        sampling=SamplingParams(temperature=0.0),
+        num_prompt_tokens=len(TOKENS),
+    )
+    return made._replace(**changes)
+
+
+def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> StepPlan:
+    return StepPlan(slices, copies, ())
+
+
+def run(runner: Runner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> list[tuple[int, ...]]:
+    runner.forward(plan(*slices, copies=copies))
+    runner.sample(None)
+    result = runner.collect()
+    assert not result.failures
+    return list(result.tokens)
