@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SYSTEM  := $(shell uname -s)
 MACHINE := $(shell uname -m)
 # MLX is used on Apple silicon, PyTorch on NVIDIA GPUs, and the native backend on other machines. `make serve BACKEND=torch`
-# installs another one and serves with it.
+# installs PyTorch anyway and serves with it.
 BACKEND ?= $(if $(filter Darwin-arm64,$(SYSTEM)-$(MACHINE)),mlx,$(if $(wildcard /proc/driver/nvidia/version),torch,native))
 RUNTIME := $(VENV)/.runtime-$(BACKEND)
 NATIVE := quire/backends/native
@@ -32,8 +32,8 @@ install: $(STAMP)  ## create .venv; does nothing if it is up to date
 quickly = test -e $@ && echo --no-deps; $(BIN)/python -c 'import scikit_build_core' 2>/dev/null && \
 	command -v cmake >/dev/null && echo --no-build-isolation
 
-# On macOS without the Command Line Tools, `cc` is a stub that opens a dialog; xcode-select tells without one. The C library
-# is then not built (CMakeLists.txt), and MLX does not need it.
+# On macOS without the Command Line Tools, `cc` is a stub that opens a dialog; xcode-select opens none. Without them, the C
+# library is not built (CMakeLists.txt); MLX does not need it.
 without_compiler = $(if $(filter mlx,$(BACKEND)),echo "there is no C compiler: only the mlx backend is installed",\
 	echo "the $(BACKEND) backend needs a C compiler: xcode-select --install"; exit 1)
 

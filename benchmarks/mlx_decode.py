@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/mlx_decode.py
 
 Prints, for batch sizes and contexts, the times of both for one layer, and their ratio: above 1, the kernel is faster.
-A server measures a few of these points when it starts, and uses the kernel where it is the faster. Every figure is the
-median over runs of several layers, whose pools together do not fit in the GPU's cache.
+When a model is loaded, the backend measures a few of these points and uses the kernel where it is faster. Every figure
+is the median over runs of several layers, whose pools together do not fit in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (problem := check(kernel, shape)) is not None:
         print(f"the kernel disagrees with gather + SDPA: {problem}", file=sys.stderr)
         return 1
-    print(f"{kernel.language.name}: {options.heads} heads on {options.kv_heads}, {options.head_size}, {options.dtype}")
+    heads = f"query heads {options.heads}, KV heads {options.kv_heads}, head size {options.head_size}"
+    print(f"{kernel.language.name}: {heads}, {options.dtype}")
     print(f"{'rows':>5} {'context':>8} {'gather us':>10} {'kernel us':>10} {'times faster':>13}")
     measure_gains(kernel, shape, options.batches, options.contexts, show)
     return 0

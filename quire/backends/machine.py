@@ -52,7 +52,7 @@ def is_apple_silicon() -> bool:
 
 
 def has_metal() -> bool:
-    """Return whether models run on the GPU of an Apple chip: MLX and its models are installed. Imports neither."""
+    """Return whether models run on the GPU of an Apple chip: mlx and mlx-lm are installed. Imports neither."""
     return is_apple_silicon() and all(importlib.util.find_spec(name) is not None for name in ("mlx", "mlx_lm"))
 
 
@@ -78,7 +78,7 @@ def metal_limit_bytes(total: int) -> int:
     """Return the bytes that the GPU of an Apple chip may use, of `total` bytes that it shares with the CPU.
 
     macOS reports two thirds on machines up to 32 GiB and three quarters on larger ones, unless the owner has set
-    `iogpu.wired_limit_mb`. The worker asks Metal itself.
+    `iogpu.wired_limit_mb`. The worker process uses the number that Metal reports.
     """
     chosen_mb = read_sysctl("iogpu.wired_limit_mb")
     if chosen_mb.isdecimal() and int(chosen_mb):
@@ -87,12 +87,12 @@ def metal_limit_bytes(total: int) -> int:
 
 
 def read_sysctl(name: str) -> str:
-    """Return a value of `sysctl`, or nothing if there is none."""
+    """Return a value of `sysctl`; an empty string if there is none."""
     return _output((*SYSCTL, name)).strip()
 
 
 def _output(command: Sequence[str]) -> str:
-    """Return the output of a short command; nothing if it fails or does not exist."""
+    """Return the output of a short command; an empty string if it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -20,7 +20,7 @@ def refuse_unsupported(spec: ModelSpec) -> None:
 
 
 def mlx_hint() -> str:
-    """The advice to try the mlx backend, where there is one."""
+    """Return advice to try the mlx backend, on machines that can run it."""
     if importlib.util.find_spec("mlx_lm") is not None:
         return ". The mlx backend may run it: --backend mlx"
     if is_apple_silicon():
@@ -29,7 +29,7 @@ def mlx_hint() -> str:
 
 
 def find_mlx_problem(model_type: object) -> str:
-    """Return why mlx-lm does not run a type of model, which config.json names; empty: it may run it.
+    """Return why mlx-lm does not run a `model_type` of config.json; empty: it may run it.
 
     mlx-lm has a module for each type, and a table of types that use another's module. Importing the table takes
     seconds, so the module is looked for first.
@@ -49,7 +49,7 @@ def find_mlx_problem(model_type: object) -> str:
 
 
 def import_mlx_lm() -> None:
-    """Import mlx-lm without its side effect: it lowers the limit of open files of the process, for good."""
+    """Import mlx-lm without its side effect: it lowers the process's limit of open files for good."""
     set_limits = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:

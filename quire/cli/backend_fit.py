@@ -1,4 +1,4 @@
-"""Whether the backend that this machine chooses runs a model. Commands that load nothing report it."""
+"""Whether the backend that `auto` selects here runs a model, for commands that load nothing."""
 
 from __future__ import annotations
 

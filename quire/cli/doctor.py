@@ -156,9 +156,9 @@ def _mlx() -> dict[str, Any]:
 
 
 def _mlx_device(mx: Any) -> tuple[str, dict[str, Any]]:
-    """The interface to the GPU that MLX uses, empty if it computes on the CPU, and its facts.
+    """The GPU interface that MLX uses, empty if it computes on the CPU, and its device information.
 
-    The names of the facts depend on device and version, and so do the functions.
+    The keys of the information, and the functions that return it, depend on the device and the version of MLX.
     """
     try:
         api = "Metal" if mx.metal.is_available() else "CUDA" if mx.is_available(mx.gpu) else ""
@@ -224,7 +224,7 @@ def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]
         {"name": "native", "dtype": "4 and 8 bits", **runs},
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
         {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": gpu_kernels if has_gpu else ""},
-        {"name": "mlx", "runs": mlx["works"], "dtype": "4 to 16 bits", "kernels": mlx["device"]},
+        {"name": "mlx", "runs": mlx["works"], "dtype": "2 to 16 bits", "kernels": mlx["device"]},
     ]
 
 

@@ -66,7 +66,7 @@ class Fit:
     """Where a model runs: on the GPU, on the CPU, or nowhere."""
 
     device: str  # cuda, metal, cpu, or empty: its weights do not fit
-    num_bytes: int  # bytes of the weights on that device; on Metal or the CPU if they do not fit
+    num_bytes: int  # bytes of the weights on that device; if they do not fit, on Metal or the CPU
     is_free: bool  # whether that much memory is free now
 
     def __str__(self) -> str:

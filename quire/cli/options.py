@@ -167,7 +167,7 @@ def check_memory(engine: EngineConfig) -> None:
 
     memory = read_memory()
     if memory.has_metal and engine.device != "cpu" and engine.backend in ("auto", "mlx"):
-        # macOS compresses and moves memory of other programs, so more than the free memory can be used
+        # macOS compresses or swaps out memory of other programs, so more than the free memory can be used
         if engine.kv_memory > memory.gpu_total:
             wanted, there = compared_sizes(engine.kv_memory, memory.gpu_total)
             raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} that the GPU may use")

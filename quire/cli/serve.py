@@ -323,7 +323,7 @@ def _why(startup: Startup) -> str:
     if on_cpu:
         return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
     if "(Metal)" in facts.device:
-        return "what weights and steps leave of the GPU's share; --kv-memory sets it"
+        return "from the GPU memory that weights and steps leave; --kv-memory sets it"
     return "the memory that steps do not need; --kv-memory sets it"
 
 

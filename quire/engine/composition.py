@@ -171,7 +171,7 @@ def make_engine(
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
     if config.quantize is not None and (name := choose_backend(config)) not in ("mlx", "fake"):
         raise InvalidRequest(
-            f"quantize = {config.quantize}: the {name} backend does not quantise weights while it loads them; mlx does"
+            f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx can"
         )
     backend = import_backend(config)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)

@@ -77,7 +77,7 @@ def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> Mo
 
 
 def _count_parameters(checkpoint: Checkpoint) -> int:
-    """Return the number of weights; 0 for weights that MLX has packed, whose shapes do not say it."""
+    """Return the number of weights; 0 for weights that MLX has packed, because their shapes do not show it."""
     spec = checkpoint.spec
     if not spec.unsupported:
         return sum(map(math.prod, expected_tensors(spec).values()))

@@ -3,7 +3,7 @@
 Such a spec holds what text, server and display need: names, sizes and token ids. Fields that only equations use have
 neutral values. Two kinds of models are described here: architectures that quire does not know, and quantised weights.
 A known architecture with a setting that quire does not know is refused by `spec_from_config`, because mlx-lm ignores
-many of these settings, and would answer nonsense.
+some of these settings, and the answers would be wrong.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: st
 
 
 def _kv_shape(sizes: _Sizes, hidden_size: int, num_heads: int) -> tuple[int, int]:
-    """Return KV heads and head size such that twice their product is the elements that a token adds to a layer's KV."""
+    """Return KV heads and head size. Twice their product is the number of elements per token in a layer's KV."""
     latent = sizes.find(("kv_lora_rank",), MAX_LATENT_SIZE)
     if latent is not None:  # latent attention caches one vector, and the rotated part of the key
         rotated = sizes.find(("qk_rope_head_dim",), MAX_HEAD_SIZE) or 0

@@ -203,7 +203,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _is_described(entry: Any) -> bool:
-    """Whether `_read_entry` can describe a tensor. Packed weights, scalars and empty tensors it cannot."""
+    """Whether `_read_entry` can describe a tensor. It cannot describe packed weights, scalars and empty tensors."""
     shape = entry.get("shape") if isinstance(entry, dict) else None
     return isinstance(shape, list) and shape != [] and all(shape) and entry.get("dtype") in _KNOWN_TYPES
 

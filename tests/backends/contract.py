@@ -1,4 +1,4 @@
-"""What every backend with floating-point arithmetic promises: the distributions of a reference, however a prompt runs.
+"""Tests of every backend with floating-point arithmetic: its distributions equal a reference, however a prompt runs.
 
 A test module subclasses `Contract` and has a fixture `pair`: a reference, and a rig with the same weights. The tests
 run prompts whole, in chunks, in a batch, on shared and forked blocks, preempted, and with masks, seeds and logprobs.

@@ -164,7 +164,7 @@ def test_apple_silicon_with_mlx_needs_nothing_else(mac: Callable[..., None]) -> 
     assert outcome.exit_code == 0, outcome.stdout
     assert "gpu       Apple M3 Max, uses the memory of the machine, up to 48.0 GiB\n" in outcome.stdout
     assert "native      does not run here\n" in outcome.stdout
-    assert "mlx         runs in 4 to 16 bits (Apple M3 Max, Metal)\n" in outcome.stdout
+    assert "mlx         runs in 2 to 16 bits (Apple M3 Max, Metal)\n" in outcome.stdout
     assert "note: the native backend cannot be loaded: why\n" in outcome.stdout
     assert "MISSING" not in outcome.stdout
     report = json.loads(examine("--json").stdout)
@@ -179,7 +179,7 @@ def test_other_facts_of_mlx_do_not_matter(facts: object, mac: Callable[..., None
     mac(facts)
     outcome = examine()
     assert outcome.exit_code == 0, outcome.stdout
-    assert "mlx         runs in 4 to 16 bits" in outcome.stdout
+    assert "mlx         runs in 2 to 16 bits" in outcome.stdout
 
 
 @pytest.mark.usefixtures("default_model")

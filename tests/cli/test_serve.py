@@ -173,7 +173,7 @@ def test_on_a_terminal_the_bar_ends_before_the_address_is_printed(tiny_model: Pa
         ("cpu", None, {}, "40% of free memory, at most 4 GiB; --kv-memory sets it"),
         ("cpu", 8 << 30, {}, "its share of the budget, at most 4 GiB; --kv-memory sets it"),
         ("cuda:0 (H200)", None, {}, "the memory that steps do not need; --kv-memory sets it"),
-        ("Apple M3 Max (Metal)", None, {}, "what weights and steps leave of the GPU's share; --kv-memory sets it"),
+        ("Apple M3 Max (Metal)", None, {}, "from the GPU memory that weights and steps leave; --kv-memory sets it"),
         ("cuda:0 (H200)", 8 << 30, {}, "its share of the budget; --kv-memory sets it"),
         ("cpu", None, {"kv_memory": 1 << 30}, "--kv-memory"),
         ("cpu", None, {"num_blocks": 100}, "--num-blocks"),

@@ -30,7 +30,7 @@ _kernel: DecodeKernel | None = None
 
 
 def install_attention() -> None:
-    """Let mlx-lm's models, those already imported too, call `attend` instead of their own function."""
+    """Make mlx-lm's models, also those already imported, call `attend` instead of their own function."""
     base.scaled_dot_product_attention = attend
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, "scaled_dot_product_attention", None) is _dense:

@@ -88,7 +88,7 @@ class Group:
         return max(len(table) for table in self.tables)
 
     def _view(self, window: int) -> View:
-        """Of one query per sequence: tables start at the first block in the window, and are padded at the end."""
+        """View of one query per sequence: tables start at the first block in the window and are padded at the end."""
         size = self.block_size
         firsts = [max(start + 1 - window, 0) // size if window else 0 for start in self.starts]
         parts = [table[first:] for table, first in zip(self.tables, firsts, strict=True)]

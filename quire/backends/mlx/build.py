@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 GPU_SHARE = 0.85  # of the memory that weights and steps leave, for the KV pool
 CPU_CAP = 1 << 30  # of the pool on a CPU, which is for tests: MLX writes every byte of a new array
-MIN_CACHE = 256 << 20  # bytes of freed buffers that MLX keeps for the next step
+MIN_CACHE = 256 << 20  # lower bound on the bytes of freed buffers that MLX may keep for the next step
 MAX_BATCHED_TOKENS = 2048
 MAX_CHUNK_TOKENS = 512
-MEASURED_TOKENS = 256  # of the step that is timed at the start
+MEASURED_TOKENS = 256  # of the step that is measured when a model is loaded
 MAX_GAP_S = 0.1  # a server's bound on the time that a prompt beside answers adds to a step
 MIN_MIXED_TOKENS = 32
 
@@ -87,7 +87,7 @@ def _use_device(name: str) -> bool:
 
 
 def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDecode | None:
-    """Return the paged-decode kernel if it compiles on this GPU, agrees with MLX's own attention, and is faster."""
+    """Return the paged-decode kernel, with its measured gains, if it compiles and agrees with MLX's own attention."""
     shape = Shape(num_heads, layer.num_heads, layer.key_size, layer.value_size, block_size, layer.dtype)
     if not shape.is_supported:
         return None
@@ -96,11 +96,11 @@ def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDec
         problem = check(kernel, shape)
         if problem is None:
             kernel.gains = measure_gains(kernel, shape)
-            log.info("paged-decode kernel, times faster by rows and context: %s", kernel.gains)
+            log.info("speed of the paged-decode kernel over gather + SDPA, by rows and context: %s", kernel.gains)
             return kernel
     except Exception as error:  # compilers report errors of many types
         problem = f"{type(error).__name__}: {error}"
-    log.warning("the paged-decode kernel is not used, so many clients with long contexts are slower: %s", problem)
+    log.warning("the paged-decode kernel is not used; large batches and long contexts are slower: %s", problem)
     return None
 
 
@@ -117,7 +117,7 @@ def _limit() -> int:
 
 
 def _wire_memory() -> None:
-    """Let macOS keep the model in memory, and MLX free buffers instead of exceeding the limit."""
+    """Set MLX's limits: macOS keeps the model in memory, and MLX frees buffers before it exceeds the limit."""
     limit = _limit()
     mx.set_memory_limit(limit)
     if mx.metal.is_available():
@@ -173,7 +173,7 @@ def _num_blocks(
     step_bytes = int(measured.num_bytes * largest_step)
     mx.set_cache_limit(max(step_bytes, MIN_CACHE))
     free = _limit() - mx.get_active_memory() - step_bytes
-    # By default, memory that other programs use is left to them. macOS moves it away if a larger pool is asked for.
+    # The default leaves memory in use to other programs. If a larger pool is configured, macOS swaps that memory out.
     num_blocks = pool.num_blocks(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE))
     if longest := mx.device_info().get("max_buffer_length"):
         widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)

@@ -1,4 +1,4 @@
-"""Evaluates the parameters of a model piece by piece, and turns what MLX and mlx-lm raise into quire's errors."""
+"""Evaluates the parameters of a model module by module, and converts errors of MLX and mlx-lm to quire's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.weights.fields import show
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Raise `ModelFileError` for whatever a damaged or forged model makes MLX and mlx-lm raise."""
+    """Raise `ModelFileError` instead of the errors of MLX and mlx-lm about a damaged or forged model."""
     try:
         yield
     except (QuireError, MemoryError):
@@ -42,7 +42,7 @@ def num_bytes(model: Module) -> int:
 
 
 def evaluate(model: Module, path: Path, progress: Progress | None) -> None:
-    """Compute every parameter, module by module. What a parameter is computed from is freed before the next module."""
+    """Compute every parameter, module by module. The inputs of a module are freed before the next one."""
     total, done = num_bytes(model), 0
     for _, piece in groupby(flat_parameters(model), key=lambda item: item[0].rpartition(".")[0]):
         arrays = [array for _, array in piece]

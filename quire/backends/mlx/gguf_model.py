@@ -1,8 +1,8 @@
 """Loads a GGUF file into a model of mlx-lm, one tensor at a time.
 
 Quantised matrices stay packed (see `gguf_weights`). Q6_K, whose groups MLX does not have, is quantised again to 8 bits
-in groups of 32. That changes the weights by 0.4 % (root mean square, measured on random blocks), a sixth of what the
-file's own 6 bits have changed them by.
+in groups of 32. That changes the weights by 0.4 % (root mean square, measured on random blocks), a sixth of the error
+of the file's own 6 bits.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _to_array(raw: RawTensor) -> mx.array:
 
 
 def _describe(infos: list[TensorInfo], layouts: Mapping[str, Layout], dtype: mx.Dtype) -> str:
-    """Name what most weights are stored as, and then every type that was quantised again."""
+    """Name the format of most weights, and then every type that was quantised again."""
     num_bytes: Counter[tuple[TensorType, Layout | None]] = Counter()
     for info in infos:
         if len(info.shape) == 2:

@@ -1,7 +1,7 @@
-"""Checks the paged-decode kernel against gather + SDPA when a server starts, and measures where it is faster.
+"""Checks the paged-decode kernel against gather + SDPA when a model is loaded, and measures where it is faster.
 
-The kernel cannot be trusted on a GPU that nobody tested, and its gain differs from GPU to GPU. Both are therefore found
-out on the machine itself, with the shapes of its model, before the kernel is used.
+The kernel may be wrong on a GPU on which it was never tested, and its gain differs from GPU to GPU. Both are therefore
+measured on the machine itself, with the shapes of the model, before the kernel is used.
 """
 
 # B rows, H query heads, K KV heads, D size of a query or key, V size of a value, W blocks in the widest block table
@@ -24,7 +24,7 @@ from quire.backends.mlx.paged_decode import Attention, Gains, Shape
 
 MEASURED_BATCHES = (1, 4, 16)
 MEASURED_CONTEXTS = (256, 2048)
-MEASURED_BYTES = 128 << 20  # of the pools of a measurement: more than the caches of a GPU hold
+MEASURED_BYTES = 128 << 20  # of the pools of a measurement: more than the caches of most GPUs hold
 MAX_MEASURED_LAYERS = 16
 REPEATS = 5
 
@@ -70,7 +70,7 @@ def gather_reference(
     window: int = 0,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Compute what the kernel computes by gather + SDPA."""
+    """Compute the kernel's result by gather + SDPA."""
     mask = gather_mask(lengths, tables.shape[1] * keys.shape[1], window)
     return gather_attention(queries, keys, values, tables, mask, scale=scale, sinks=sinks)
 

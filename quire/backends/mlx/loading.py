@@ -1,8 +1,9 @@
 """Loads any checkpoint into a model of mlx-lm.
 
-A folder is read by mlx-lm, which knows MLX's quantisation and the common others; a GGUF file is read by `gguf_model`.
-Parameters of MLX are computed when they are evaluated. They are evaluated piece by piece, so the peak memory is the
-model and one piece.
+A folder is read by mlx-lm, which reads weights quantised by MLX or by other common tools; a GGUF file is read by
+`gguf_model`.
+Parameters of MLX are computed when they are evaluated. They are evaluated module by module, so the peak memory is the
+model plus one module.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class LoadedModel:
     model: Module  # of mlx_lm.models, with evaluated parameters, in eval mode
     config: dict[str, Any]  # config.json as mlx-lm reads it
     dtype: mx.Dtype  # of the activations and of the KV cache
-    description: str  # of the weights, for people: "bfloat16", "4 bits (affine, groups of 64)", "mxfp4"
+    description: str  # of the weights, for display: "bfloat16", "4 bits (affine, groups of 64)", "mxfp4"
     num_bytes: int  # memory of the parameters
 
 
@@ -105,7 +106,7 @@ def _describe(model: Module, dtype: mx.Dtype) -> str:
 
 
 def load_from_tensors(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
-    """Load a model of quire's own families from the tensors of its checkpoint, of whatever format."""
+    """Load a model of quire's own families from the tensors of its checkpoint, GGUF or safetensors."""
     spec = checkpoint.spec
     dtype = DTYPES[_gguf_dtype(checkpoint, options)]
     with file_errors(checkpoint.path):
@@ -169,7 +170,7 @@ def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_counts(config: dict[str, Any], source: str) -> None:
-    """Raise if a number of layers is absurd, whatever its name: mlx-lm would make modules until the memory is full."""
+    """Raise if a number of layers is too large, whatever its name: mlx-lm would make modules until memory is full."""
     for name, value in config.items():
         if isinstance(value, dict):
             _check_counts(value, source)
@@ -256,7 +257,7 @@ def _cast(model: Module, dtype: mx.Dtype) -> None:
 def _activation_dtype(model: Module) -> mx.Dtype:
     """Return the type of the keys that the first layer with keys caches.
 
-    It follows from types all over the model, so the graph of one token is built. It is not computed. A config with
+    It depends on the types of many parameters, so the graph of one token is built, but not computed. A config with
     shapes that do not fit together fails here.
     """
     cache = make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""The KV pools, and the cache objects that stand in for mlx-lm's own.
+"""The KV pools, and the cache objects that replace mlx-lm's own.
 
 A layer has two pools, [blocks, block size, KV heads, head size]: keys and values. A step writes them with a scatter
 that MLX does in place, because nothing else refers to the array by then (decision 0036). A context is read through its
@@ -111,7 +111,7 @@ class PagedContext:
         return self.layer.keys_pool.dtype
 
     def astype(self, dtype: mx.Dtype) -> PagedContext:
-        """Some models ask for float32 keys. Attention computes in the wider type of queries and keys anyway."""
+        """Return itself. Some models ask for float32 keys; attention uses the wider type of queries and keys anyway."""
         del dtype
         return self
 

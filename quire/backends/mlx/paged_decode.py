@@ -1,10 +1,10 @@
 """Attention of one new token per row over paged keys and values, in one GPU kernel.
 
 Without this kernel, a step gathers the blocks of every row into a dense copy and calls MLX's attention. The kernel
-reads the blocks where they are. Its body is one text that compiles as Metal (`mx.fast.metal_kernel`) and as CUDA
+reads the blocks where they are. Its body is one source that compiles as Metal (`mx.fast.metal_kernel`) and as CUDA
 (`mx.fast.cuda_kernel`); the two languages differ in a few macros, which `Language` holds.
 
-`kernel_check.py` compares the kernel with gather + SDPA when a server starts, and measures where it is the faster.
+`kernel_check.py` compares the kernel with gather + SDPA when a model is loaded, and measures where it is faster.
 """
 
 # B rows, H query heads, K KV heads, D size of a query or key, V size of a value, W blocks in the widest block table
@@ -206,7 +206,7 @@ CUDA_PROLOGUE = """
 
 
 class Launch(Protocol):
-    """What MLX returns for the text of a kernel. The grid is in threads."""
+    """A kernel as MLX returns it. The grid is in threads."""
 
     def __call__(
         self,
@@ -227,8 +227,8 @@ class Language:
     name: str
     compile: Callable[..., object]  # like mx.fast.metal_kernel: returns a `Launch`
     prologue: str  # first lines of the kernels
-    header: str  # text before the kernels
-    num_groups: int  # thread groups that keep the GPU busy: contexts are divided until there are so many
+    header: str  # source before the kernels
+    num_groups: int  # thread groups that keep the GPU busy: contexts are divided until there are this many
 
 
 METAL = Language("metal", mx.fast.metal_kernel, METAL_PROLOGUE, "", num_groups=256)
@@ -269,7 +269,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's attention, as the kernel sees it."""
+    """The sizes and the type of a model's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -298,7 +298,7 @@ Gains = dict[int, dict[int, float]]
 def pays(gains: Gains, batch: int, num_tokens: int) -> bool:
     """Whether the kernel is faster than gather + SDPA for this many rows with contexts up to `num_tokens`.
 
-    Between two measured points, the one where the kernel gains less decides.
+    Between measured points, the smallest gain of the neighbouring points decides.
     """
     if not gains:
         return False
@@ -354,7 +354,7 @@ class PagedDecode:
         queries [B, H, ..]; `num_tokens` is the number of keys of the longest row.
         """
         case = queries.shape[1], keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype, batch, num_tokens
-        if case != self._last_case:  # the layers of a step ask the same question
+        if case != self._last_case:  # all layers of a step with one shape have the same answer
             self._last_case = case
             (_, block_size, num_kv_heads, head_size), value_size = keys.shape, values.shape[-1]
             shape = Shape(queries.shape[1], num_kv_heads, head_size, value_size, block_size, queries.dtype)

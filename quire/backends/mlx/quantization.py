@@ -1,4 +1,4 @@
-"""The quantisation of a model's layers: what a model has, and quantising at load (`--quantize`)."""
+"""The quantisation of a model's layers: how they are stored, and quantising at load (`--quantize`)."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class MlxRunner:
     # Evaluation
 
     def _evaluate(self, step: _Step) -> None:
-        """Start to compute a step. The step before it is done."""
+        """Start to compute a step. The previous step must be done."""
         try:
             if step.read_first:
                 mx.eval(step.read_first)
@@ -158,10 +158,10 @@ class MlxRunner:
             self._recover()
 
     def _recover(self) -> None:
-        """After a failed step: compute the pools, of which some layers may still wait for the step's tokens.
+        """After a failed step, compute the pools: the writes of some layers may not be computed yet.
 
-        The failed step's own blocks may hold anything, and their requests end. If the pools cannot be computed, the
-        content of other requests is lost too, and every later step fails until the worker is replaced.
+        The contents of the failed step's own blocks are undefined, and its requests end. If the pools cannot be
+        computed, the contents of other requests are lost too, and every later step fails until the worker is replaced.
         """
         try:
             mx.synchronize()  # the step before may still run

@@ -1,7 +1,7 @@
 """Sampling for the whole batch at once, in MLX's graph. Implements the definition in `quire.backends.torch.sampling`.
 
-Apple's GPUs have no float64, so cumulative probabilities are float32 here. A draw within rounding of the border between
-two tokens may therefore choose the other one.
+Apple's GPUs have no float64, so cumulative probabilities are float32 here. A draw within a rounding error of the border
+between two tokens may therefore choose the other one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Penalties:
         self._counts.pop(batch_index, None)
 
     def clear(self) -> None:
-        """Forget all counts: they are counted anew from the history."""
+        """Discard all counts. They are computed again from the history."""
         self._counts.clear()
 
     @property

@@ -30,7 +30,7 @@ _ONE_MASK = ("qwen2", "qwen3", "phi3")  # mlx-lm uses one mask for all layers
 def known_spec(spec: ModelSpec, model_type: object) -> ModelSpec | None:
     """Return the spec if its architecture is one of quire's own, also if the weights are quantised; else None.
 
-    `spec` has the family of all models that quire's own equations do not run if the weights are quantised.
+    If the weights are quantised, the family of `spec` is OTHER.
     """
     family = ALIASES.get(spec.architecture)
     return replace(spec, family=family) if family in MODEL_TYPES and model_type in _KNOWN else None
@@ -91,7 +91,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _refuse_other_equations(spec: ModelSpec) -> None:
-    """Raise if mlx-lm's class for the family has no place for something that the spec asks for."""
+    """Raise if mlx-lm's class for the family does not support something that the spec asks for."""
     activation = Activation.GELU_TANH if spec.family == "gemma3" else Activation.SILU
     problems = {
         f"activation {spec.activation}": spec.activation is not activation,
@@ -117,7 +117,7 @@ def _gemma_pattern(spec: ModelSpec) -> int:
 
 
 def apply_spec(model: Module, spec: ModelSpec, max_model_len: int) -> None:
-    """Set what a model of mlx-lm cannot learn from its config: rotary embeddings, scale and windows."""
+    """Set what mlx-lm does not read from a config: rotary embeddings, scale and windows."""
     full = make_rope(spec.rope, max_model_len)
     local = make_rope(spec.local_rope, max_model_len) if spec.local_rope else full
     for layer, window in zip(model.layers, spec.windows, strict=True):

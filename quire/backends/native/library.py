@@ -122,7 +122,8 @@ def load_library() -> ctypes.CDLL:
         name, packages = ("mlx", "mlx mlx-lm") if is_apple_silicon() else ("torch", "torch")
         raise NativeUnavailable(
             f"the native backend's library {path.name} cannot be loaded ({error}). Installing quire from source builds"
-            f" it with gcc or clang; a wheel contains it. The {name} backend works without: {install_command(packages)}"
+            f" it with gcc or clang; a wheel contains it. The {name} backend does not need it:"
+            f" {install_command(packages)}"
         ) from None
     _declare(library)
     if (abi := library.quire_abi()) != ABI:

@@ -24,8 +24,8 @@ def write_mlx_folder(
 ) -> Path:
     """Convert a GGUF file of a llama model. `embedding_bits`: for the embedding, if it has its own quantisation.
 
-    The default keeps nearly all of what the default model's file has: 4 bits in groups of 32, and 8 for the embedding.
-    With groups of 64 this small model forgets the capital of France.
+    The defaults keep nearly all precision of the default model's file: 4 bits in groups of 32, and 8 for the embedding.
+    With groups of 64 this small model no longer answers that Paris is the capital of France.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(source)

@@ -1,8 +1,8 @@
-// Runs a Metal or CUDA kernel on the CPU, to test its text where there is no GPU.
+// Runs a Metal or CUDA kernel on the CPU, to test its source where there is no GPU.
 //
 // Every thread of a thread group is a fiber with a stack of its own. A fiber runs until it waits for others: in a
 // reduction over its SIMD group or at a barrier of the thread group. Thread groups run one after the other, so static
-// variables serve as their shared memory. Address spaces do not exist here: `device` and `constant` are empty words.
+// variables serve as their shared memory. Address spaces do not exist here: `device` and `constant` are empty macros.
 // If threads wait for others that have returned, as when a reduction is called by only some lanes, the program aborts.
 #pragma once
 
@@ -166,7 +166,7 @@ inline void launch(const uint* groups, int threads_per_group, void (*thread)()) 
 
 }  // namespace gpu_on_cpu
 
-// The words of Metal
+// Keywords and functions of Metal
 namespace metal {
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -190,7 +190,7 @@ using namespace metal;
 #define constant
 #define threadgroup static
 
-// The words of CUDA
+// Keywords and functions of CUDA
 #define __device__
 #define __shared__ static
 #define blockIdx gpu_on_cpu::group

@@ -1,7 +1,7 @@
-"""Stands in for `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` on a machine without a GPU.
+"""Replaces `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` on a machine without a GPU.
 
-The kernel's text is compiled as C++ with `gpu_on_cpu.h` and run on the CPU. The function around the text is generated
-as MLX generates it, from the names and types of the arrays and from the attributes that the text mentions.
+The kernel's source is compiled as C++ with `gpu_on_cpu.h` and run on the CPU. The function around it is generated as
+MLX generates it, from the names and types of the arrays and from the attributes that the source mentions.
 """
 
 from __future__ import annotations

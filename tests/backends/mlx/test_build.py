@@ -1,4 +1,4 @@
-"""Starting on a GPU: memory, limits and the kernel's check, with a GPU's answers but computed on the CPU."""
+"""Starting on a GPU: memory, limits and the kernel's check. The GPU is simulated, and the CPU computes."""
 
 from __future__ import annotations
 

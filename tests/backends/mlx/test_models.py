@@ -151,7 +151,7 @@ def test_quantised_checkpoints(name: str, quantization: dict[str, Any], tmp_path
 
 
 class GatheringKernel:
-    """Stands for the GPU kernel, which this machine cannot run: the same interface, computed by gather + SDPA."""
+    """Replaces the GPU kernel, which this machine cannot run: the same interface, computed by gather + SDPA."""
 
     def __init__(self) -> None:
         self.num_calls = 0

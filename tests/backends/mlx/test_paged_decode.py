@@ -1,4 +1,4 @@
-"""The paged-decode kernel: its text runs on the CPU here, through an emulation of the words of Metal and CUDA."""
+"""The paged-decode kernel. Its source runs on the CPU here, with an emulation of Metal and CUDA."""
 
 from __future__ import annotations
 
@@ -316,5 +316,5 @@ def test_the_benchmark_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: p
     shapes = "--batches 1 2 --contexts 32 --heads 2 --kv-heads 1 --head-size 32"
     assert module["main"](shapes.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "metal: 2 heads on 1, 32, float16"
+    assert lines[0] == "metal: query heads 2, KV heads 1, head size 32, float16"
     assert [line.split()[:2] for line in lines[2:4]] == [["1", "32"], ["2", "32"]]

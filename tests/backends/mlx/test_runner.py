@@ -78,7 +78,7 @@ def test_steps_write_the_pools_in_place(model_path: Path) -> None:
 
 
 def test_a_step_is_evaluated_when_the_one_before_it_is_done(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX copies a pool that an unfinished step still reads. The test above is too fast to see it."""
+    """MLX copies a pool that an unfinished step still reads. The test above is too fast to detect it."""
     rig = Rig(model_path, **SETTINGS)
     rig.reset(overlap=True)
     events: list[str] = []

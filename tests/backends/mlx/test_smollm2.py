@@ -1,4 +1,4 @@
-"""The default model on MLX: as a 4-bit folder of mlx-lm it answers a question, and greedy answers ignore batching."""
+"""The default model on MLX, as a 4-bit folder of mlx-lm: a question, and greedy answers with and without batching."""
 
 from __future__ import annotations
 
