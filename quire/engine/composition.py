@@ -185,7 +185,10 @@ def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
 
 
 def choose_backend(config: EngineConfig) -> str:
-    """Resolve `auto`: mlx on Apple silicon, torch for an NVIDIA GPU and settings only torch supports, else native."""
+    """Resolve `auto`: mlx on Apple silicon, torch for an NVIDIA GPU and settings only torch supports, else native.
+
+    Where the native library is missing, torch or mlx is used instead.
+    """
     if config.backend != "auto":
         return config.backend
     has_torch = importlib.util.find_spec("torch") is not None

@@ -175,10 +175,15 @@ def _num_blocks(
     free = _limit() - mx.get_active_memory() - step_bytes
     # The default leaves memory in use to other programs. If a larger pool is configured, macOS swaps that memory out.
     num_blocks = pool.num_blocks(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE))
-    if longest := mx.device_info().get("max_buffer_length"):
-        widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
-        num_blocks = min(num_blocks, int(longest) // (widest * options.block_size))
-    return num_blocks
+    longest = int(mx.device_info().get("max_buffer_length", 0))
+    widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
+    most = longest // (widest * options.block_size) if longest else num_blocks
+    if num_blocks > most and (options.num_blocks is not None or options.kv_memory is not None):
+        name = "num_blocks" if options.num_blocks is not None else "kv_memory"
+        raise InvalidRequest(
+            f"{name}: a pool of {num_blocks} blocks needs a larger buffer than this GPU has; {most} fit"
+        )
+    return min(num_blocks, most)
 
 
 def _max_mixed_tokens(measured: _Measured | None) -> int | None:

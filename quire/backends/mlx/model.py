@@ -1,6 +1,6 @@
 """An mlx-lm model over the paged cache.
 
-mlx-lm has about 115 architectures, and a model file may use its cache in any way. When a model is loaded,
+mlx-lm has more than 100 architectures, and a model file may use its cache in any way. When a model is loaded,
 `adapt_model` therefore runs it on a few tokens in quire's passes and with mlx-lm's own cache, and uses the fastest kind
 of pass that gives the same logits. If no kind of pass gives them, the model is refused.
 """

@@ -85,6 +85,19 @@ def test_a_pool_beyond_the_limit_is_refused(model_path: Path, limits: dict[str, 
         start(model_path, kv_memory=LIMIT)
 
 
+def test_a_pool_beyond_the_longest_buffer_is_refused_if_it_was_asked_for(
+    model_path: Path, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"device_name": "Apple M1", "max_recommended_working_set_size": LIMIT, "max_buffer_length": 1 << 20}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    with pytest.raises(InvalidRequest, match="kv_memory"):
+        start(model_path, kv_memory=64 << 20)
+    runner = start(model_path)
+    assert limits
+    assert runner.store.layers[0].keys_pool.nbytes <= 1 << 20
+    runner.close()
+
+
 def test_the_kernel_is_checked_measured_and_used(model_path: Path, limits: dict[str, int]) -> None:
     start(model_path, kv_memory=64 << 20).close()
     assert limits
