@@ -131,7 +131,7 @@ def test_a_failed_stage_is_reported_and_the_others_run(tmp_path: Path) -> None:
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 1
     assert json.loads((tmp_path / "gpu.json").read_text())["failures"] == ["ready, cold, qwen3-0.6b", "qwen3-0.6b"]
-    assert "device = 'tpu' is not auto, cpu or cuda" in outcome.stdout
+    assert "device = 'tpu' is not auto, cpu, cuda or metal" in outcome.stdout
 
 
 def test_the_gpu_benchmark_does_not_import_packages_missing_on_a_gpu_machine() -> None:

@@ -18,8 +18,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits")
 VM_STAT = ("vm_stat",)
 SYSCTL = ("sysctl", "-n")
-# Pages that macOS can give to a program without writing to the disk. `free` of vm_stat leaves out speculative ones.
-_RECLAIMABLE = ("Pages free", "Pages speculative", "Pages inactive", "Pages purgeable")
+# Pages that macOS can give to a program. `free` of vm_stat leaves out speculative pages; purgeable ones are in others.
+_RECLAIMABLE = ("Pages free", "Pages speculative", "Pages inactive")
 
 
 def default_threads() -> int:

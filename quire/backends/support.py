@@ -53,6 +53,6 @@ def import_mlx_lm() -> None:
     set_limits = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:
-        import mlx_lm.utils  # noqa: F401
+        import mlx_lm  # noqa: F401
     finally:
         resource.setrlimit = set_limits

@@ -136,7 +136,10 @@ def _mlx() -> dict[str, Any]:
     """The device of MLX, or why its packages cannot be imported."""
     try:
         import mlx.core as mx
-        import mlx_lm  # noqa: F401
+
+        from quire.backends.support import import_mlx_lm
+
+        import_mlx_lm()
     except Exception as error:
         is_absent = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("mlx", "mlx_lm")
         return {

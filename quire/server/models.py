@@ -47,6 +47,7 @@ from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 
 HALF_BYTES, FP32_BYTES = 2, 4  # of a KV element: an estimate until a worker reports the size of its pool
+PLAIN_BITS = {"F32": 32, "F16": 16, "BF16": 16}  # of weights that can be quantised while they are loaded
 FINAL_STATS_S = 1.0  # time for the last stats of a worker before it is closed
 UNLOAD_DRAIN_S = 5.0  # time for tokenisation and cut requests to end
 
@@ -152,7 +153,9 @@ class Model:
         self.max_model_len = self.full_context
         engine = self.config.engine
         is_half = engine.backend in ("auto", "native", "mlx") or (engine.device != "cpu" and has_nvidia())
-        element_bytes = HALF_BYTES if is_half else FP32_BYTES
+        element_bytes = HALF_BYTES if is_half and engine.dtype != "float32" else FP32_BYTES
+        if engine.quantize is not None and spec.quantization in PLAIN_BITS:  # with a scale and a bias for 64 weights
+            self._weight_bytes = int(self._weight_bytes * (engine.quantize + 0.5) / PLAIN_BITS[spec.quantization])
         self._token_bytes = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_size * element_bytes
 
     async def load(self, kv_bytes: int | None) -> int:

@@ -69,6 +69,11 @@ class SafetensorsCheckpoint:
             raise
         self.generation = self._folder.generation()
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of weights, all of them checked."""
+        return tuple(shard.path for shard in self._shards)
+
     def read(self, name: str) -> RawTensor:
         import numpy as np
 

@@ -135,7 +135,7 @@ def test_a_broken_promise_is_reported_and_fails(model: str, monkeypatch: pytest.
             ("--only", "fairness", "--prompt-tokens", "9999"),
             "fairness needs 10063 tokens of context, and the model has",
         ),
-        (("--device", "tpu"), "--device 'tpu' is not auto, cpu or cuda"),
+        (("--device", "tpu"), "--device 'tpu' is not auto, cpu, cuda or metal"),
         (("--dtype", "int3"), "--dtype 'int3' is not auto"),
         (("--load-format", "gptq"), "--load-format 'gptq' is not one of auto, dummy"),
         (("--prompt-tokens", "9999"), "speedup needs 10063 tokens of context, and the model has 4096"),

@@ -7,26 +7,18 @@ and prompts, one by one. On a GPU, `paged_decode.py` reads the blocks of decodes
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
 
 from quire.backends.mlx.batch import Group
 from quire.backends.mlx.paged_cache import LayerCache, PagedContext, PagedMask, Unpageable
-from quire.backends.mlx.paged_decode import Attention
 
 # T tokens of the pass, B sequences of a group, Q queries of a sequence, H heads, K KV heads, D head size
 
 
-class DecodeKernel(Attention, Protocol):
-    """Attention of one query per sequence, which reads the pools through block tables."""
-
-    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool: ...
-
-
 _dense = base.scaled_dot_product_attention
-_kernel: DecodeKernel | None = None
 
 
 def install_attention() -> None:
@@ -35,12 +27,6 @@ def install_attention() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, "scaled_dot_product_attention", None) is _dense:
             module.scaled_dot_product_attention = attend  # type: ignore[attr-defined]
-
-
-def use_kernel(kernel: DecodeKernel | None) -> None:
-    """Use this kernel for decodes from now on. The caller has checked it."""
-    global _kernel  # noqa: PLW0603 - models call a plain function, so there is one kernel per process
-    _kernel = kernel
 
 
 def attend(
@@ -58,6 +44,7 @@ def attend(
     if not (mask is None or isinstance(mask, PagedMask)):
         raise Unpageable(f"the model attends with a mask of its own: {type(mask).__name__}")
     layer = keys.layer
+    layer.num_query_heads = queries.shape[1]
     window = (mask.window if mask is not None else 0) or layer.shape.window
     outputs = [
         _attend_group(queries[group.first : group.last], layer, group, scale, window, sinks)
@@ -69,12 +56,13 @@ def attend(
 def _attend_group(
     queries: mx.array, layer: LayerCache, group: Group, scale: float, window: int, sinks: mx.array | None
 ) -> mx.array:
-    if group.num_queries == 1 and _kernel is not None:
+    kernel = layer.kernel
+    if group.num_queries == 1 and kernel is not None:
         num_tokens = min(group.num_tokens, window or group.num_tokens)
         pools = layer.keys_pool, layer.values_pool
-        if _kernel.is_used(queries, *pools, group.num_seqs, num_tokens):
+        if kernel.is_used(queries, *pools, group.num_seqs, num_tokens):
             tables = group.view(0).tables
-            rows = _kernel(
+            rows = kernel(
                 queries[:, :, 0], *pools, tables, group.lengths, scale=scale, window=window, sinks=sinks
             )  # [B, H, D]
             return rows[:, :, None]

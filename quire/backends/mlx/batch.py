@@ -139,22 +139,37 @@ class Pass:
     order: tuple[int, ...]  # index in the plan of each slice
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    block_size: int
+    max_tokens: int  # keys that a group of several sequences gathers, padding included
+
+
 def build_passes(
-    slices: Sequence[SeqSlice], block_size: int, last_samples: mx.array, mode: BatchMode
+    slices: Sequence[SeqSlice], limits: GroupLimits, last_samples: mx.array, mode: BatchMode
 ) -> tuple[Pass, ...]:
     """Divide a plan. `last_samples` is indexed by batch index."""
-    order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], block_size))
+    size = limits.block_size
+    order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], size))
     together: list[list[int]] = []  # indices of each group
+    width = 0  # blocks of the last group's longest sequence
     for index in order:
         is_decode = slices[index].length == 1 and mode is not BatchMode.SINGLE
-        bucket = _bucket(slices[index], block_size)
-        if is_decode and together and _bucket(slices[together[-1][0]], block_size) == bucket:
+        num_blocks = slices[index].start // size + 1
+        width = max(width, num_blocks)
+        if (
+            is_decode
+            and together
+            and _bucket(slices[together[-1][0]], size) == _bucket(slices[index], size)
+            and (len(together[-1]) + 1) * width * size <= limits.max_tokens
+        ):
             together[-1].append(index)
         else:
             together.append([index])
+            width = num_blocks
     if mode is BatchMode.FLAT:
-        return (_build(slices, together, block_size, last_samples, is_flat=True),)
-    return tuple(_build(slices, [indices], block_size, last_samples, is_flat=False) for indices in together)
+        return (_build(slices, together, size, last_samples, is_flat=True),)
+    return tuple(_build(slices, [indices], size, last_samples, is_flat=False) for indices in together)
 
 
 def _bucket(piece: SeqSlice, block_size: int) -> int:

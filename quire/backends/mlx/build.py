@@ -13,12 +13,14 @@ import mlx_lm
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import available_bytes
-from quire.backends.mlx.attention import install_attention, use_kernel
+from quire.backends.mlx.attention import install_attention
 from quire.backends.mlx.batch import BatchMode, build_passes
+from quire.backends.mlx.evaluation import file_errors
 from quire.backends.mlx.kernel_check import check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model
-from quire.backends.mlx.paged_cache import KVStore, LayerShape
+from quire.backends.mlx.own_thread import OwnThread
+from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.request import SamplingParams
@@ -39,6 +41,17 @@ MIN_MIXED_TOKENS = 32
 
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
+    thread = OwnThread()
+    try:
+        return thread.run(_make_runner, thread, checkpoint, options, progress)
+    except BaseException:
+        thread.stop()
+        raise
+
+
+def _make_runner(
+    thread: OwnThread, checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None
+) -> MlxRunner:
     is_gpu = _use_device(options.device)
     max_model_len = options.max_model_len or checkpoint.spec.max_model_len
     if max_model_len > checkpoint.spec.max_model_len:
@@ -46,17 +59,23 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             f"{max_model_len = } is more than the {checkpoint.spec.max_model_len} tokens this model supports"
         )
     if is_gpu:
-        _wire_memory()
+        mx.set_memory_limit(_limit())
+        mx.set_cache_limit(MIN_CACHE)  # what loading frees is not kept
     loaded = load_model(checkpoint, options, progress)
     install_attention()
-    model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
-    use_kernel(_find_kernel(shapes[0], checkpoint.spec.num_heads, options.block_size) if is_gpu else None)
+    with file_errors(checkpoint.path):
+        model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
+    kernel = _find_kernel(shapes[0], model.num_heads, options.block_size) if is_gpu and model.num_heads else None
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
     measured = _measure(model, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
+    mx.clear_cache()
     num_blocks = _num_blocks(options, shapes, max_model_len, measured)
     store = KVStore(shapes, num_blocks, options.block_size)
+    store.use_kernel(kernel)
     mx.eval(store.arrays)
+    if mx.metal.is_available():  # macOS keeps this much in memory
+        mx.set_wired_limit(min(mx.get_active_memory() + mx.get_cache_memory() + MIN_CACHE, _limit()))
     capacity = Capacity(
         num_blocks=num_blocks,
         block_size=options.block_size,
@@ -69,7 +88,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         max_chunk_tokens=max_chunk_tokens,
         max_mixed_tokens=_max_mixed_tokens(measured),
     )
-    return MlxRunner(model, store, capacity, _facts(loaded, store, is_gpu))
+    return MlxRunner(model, store, capacity, _facts(loaded, store, is_gpu), thread)
 
 
 def _use_device(name: str) -> bool:
@@ -95,7 +114,7 @@ def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDec
         kernel = PagedDecode()
         problem = check(kernel, shape)
         if problem is None:
-            kernel.gains = measure_gains(kernel, shape)
+            kernel.shape, kernel.gains = shape, measure_gains(kernel, shape)
             log.info("speed of the paged-decode kernel over gather + SDPA, by rows and context: %s", kernel.gains)
             return kernel
     except Exception as error:  # compilers report errors of many types
@@ -114,14 +133,6 @@ def _limit() -> int:
         if size := info.get(name):
             return int(size)
     return available_bytes()
-
-
-def _wire_memory() -> None:
-    """Set MLX's limits: macOS keeps the model in memory, and MLX frees buffers before it exceeds the limit."""
-    limit = _limit()
-    mx.set_memory_limit(limit)
-    if mx.metal.is_available():
-        mx.set_wired_limit(limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +165,7 @@ def _measure(model: PagedModel, shapes: Sequence[LayerShape], block_size: int, n
         mx.eval(store.arrays)
         mx.reset_peak_memory()
         before, began_s = mx.get_active_memory(), time.monotonic()
-        for step in build_passes([piece], block_size, mx.zeros(1, mx.int32), model.mode):
+        for step in build_passes([piece], store.limits, mx.zeros(1, mx.int32), model.mode):
             logits, hidden = model.forward(step, store, step.last_rows)
             mx.eval(logits, hidden, store.arrays)
         num_bytes = mx.get_peak_memory() - before
@@ -170,7 +181,7 @@ def _num_blocks(
         free = available_bytes()
         return pool.num_blocks(free, min(free // 2, CPU_CAP))
     largest_step = options.max_num_batched_tokens or MAX_BATCHED_TOKENS
-    step_bytes = int(measured.num_bytes * largest_step)
+    step_bytes = int(measured.num_bytes * largest_step) + 2 * GATHER_BYTES  # and a copy of it in another layout
     mx.set_cache_limit(max(step_bytes, MIN_CACHE))
     free = _limit() - mx.get_active_memory() - step_bytes
     # The default leaves memory in use to other programs. If a larger pool is configured, macOS swaps that memory out.

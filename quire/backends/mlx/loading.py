@@ -29,14 +29,18 @@ from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import MAX_LAYERS
 from quire.weights.dummy import DummyCheckpoint
-from quire.weights.fields import show
+from quire.weights.fields import read_json, show
+from quire.weights.folder import member
 from quire.weights.gguf import GgufCheckpoint
+from quire.weights.safetensors import SafetensorsCheckpoint
 from quire.weights.spec import ModelSpec
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 DUMMY_SEED = 0
 DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
 MAX_LISTED = 5
+MAX_EXPERTS = 1024
+QUANT_CONFIG = "hf_quant_config.json"  # of NVIDIA's files, read by mlx-lm
 
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)  # it becomes part of a module's name
 
@@ -166,16 +170,30 @@ def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.path}: model_file {show(config['model_file'])} is code in the folder, which is not run"
         )
     _check_counts(config, str(checkpoint.path))
+    _check_files(checkpoint)
     return config
 
 
+def _check_files(checkpoint: Checkpoint) -> None:
+    """Refuse files that mlx-lm would read and quire has not checked."""
+    checked = {path.name for path in checkpoint.files} if isinstance(checkpoint, SafetensorsCheckpoint) else set()
+    for path in sorted(checkpoint.path.glob("model*.safetensors")):
+        if path.name not in checked:
+            raise ModelFileError(f"{path}: is neither the only file of weights nor in their index: remove it")
+    if (checkpoint.path / QUANT_CONFIG).exists():
+        read_json(member(checkpoint.path, QUANT_CONFIG))
+
+
 def _check_counts(config: dict[str, Any], source: str) -> None:
-    """Raise if a number of layers is too large, whatever its name: mlx-lm would make modules until memory is full."""
+    """Raise if there are too many layers or experts, whatever their names: mlx-lm makes a module for each."""
     for name, value in config.items():
         if isinstance(value, dict):
             _check_counts(value, source)
-        elif isinstance(value, int | float) and name.endswith(("layer", "layers")) and value > MAX_LAYERS:
-            raise ModelFileError(f"{source}: {show(name)} in config.json is {show(value)}: more than {MAX_LAYERS}")
+            continue
+        is_layers, is_experts = name.endswith(("layer", "layers")), "expert" in name and not name.endswith("size")
+        most = MAX_LAYERS if is_layers else MAX_EXPERTS
+        if (is_layers or is_experts) and isinstance(value, int | float) and value > most:
+            raise ModelFileError(f"{source}: {show(name)} in config.json is {show(value)}: more than {most}")
 
 
 def _fields_of_spec(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:

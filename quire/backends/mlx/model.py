@@ -8,6 +8,7 @@ of pass that gives the same logits. If no kind of pass gives them, the model is 
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ TRIAL_LENGTHS = (11, 7)
 TRIAL_BLOCK_SIZE = 4
 # Largest root mean square error of logits, relative to their spread. In 16 bits, passes of other shapes round
 # differently; a wrong position or a wrong key changes the logits completely.
-TRIAL_ERROR = {mx.float32: 1e-3}
+TRIAL_ERROR = 1e-3
 TRIAL_ERROR_16_BITS = 0.15
 
 
@@ -98,6 +99,7 @@ class PagedModel:
         self.model = model
         self.mode = mode
         self.layout = layout
+        self.num_heads = 0  # query heads of the first layer, if it attends in flat passes
         self._selection = selection
 
     def forward(self, step: Pass, store: KVStore, rows: Sequence[int]) -> tuple[mx.array | None, mx.array]:
@@ -120,6 +122,10 @@ class PagedModel:
         hidden, selection.hidden = selection.hidden, None
         assert hidden is not None
         return (logits if rows else None), hidden
+
+    def close(self) -> None:
+        """Free the weights."""
+        del self.model, self._selection
 
     def head(self, hidden: mx.array) -> mx.array:
         return self._selection.head(hidden) if self._selection.has_body else hidden
@@ -198,20 +204,25 @@ def _try_mode(
     cuts.append([(len(prompt) - 1, len(prompt)) for prompt in prompts])
     num_blocks = 2 * -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE) + 1
     store = KVStore(shapes, num_blocks, TRIAL_BLOCK_SIZE)
+    errors: list[float] = []
     try:
         for ranges in cuts:
             slices = [_trial_slice(index, prompts[index], *ranges[index]) for index in range(len(prompts))]
-            for step in build_passes(slices, TRIAL_BLOCK_SIZE, mx.zeros(2, mx.int32), paged.mode):
+            for step in build_passes(slices, store.limits, mx.zeros(2, mx.int32), paged.mode):
                 logits, _ = paged.forward(step, store, step.last_rows)
                 assert logits is not None
                 mx.eval(logits, store.arrays)
                 for row, index in enumerate(step.order):
-                    error = _relative_error(logits[row], expected[index][ranges[index][1] - 1])
-                    if not error <= TRIAL_ERROR.get(shapes[0].dtype, TRIAL_ERROR_16_BITS):
-                        return f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
+                    errors.append(_relative_error(logits[row], expected[index][ranges[index][1] - 1]))
     except Exception as problem:  # a model file may do anything with its cache
         return f"{type(problem).__name__}: {problem}"
-    return None
+    paged.num_heads = store.layers[0].num_query_heads
+    # In 16 bits, rounding may lead a token to other experts, which changes single rows; an error in a pass changes all.
+    is_exact = shapes[0].dtype == mx.float32
+    error = max(errors) if is_exact else statistics.median(errors)
+    if error <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
+        return None
+    return f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
 
 
 def _relative_error(logits: mx.array, expected: mx.array) -> float:

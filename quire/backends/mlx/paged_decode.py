@@ -328,6 +328,7 @@ class PagedDecode:
         self._constants: dict[tuple[float, mx.Dtype], mx.array] = {}
         self._last_case: tuple[object, ...] = ()
         self._is_used = False
+        self.shape: Shape | None = None  # the shape that was checked and measured; the kernel is used for no other
         # Time of gather + SDPA divided by the kernel's, by number of rows and of keys. Empty: the kernel is not used.
         self.gains: Gains = {}
 
@@ -359,7 +360,7 @@ class PagedDecode:
             (_, block_size, num_kv_heads, head_size), value_size = keys.shape, values.shape[-1]
             shape = Shape(queries.shape[1], num_kv_heads, head_size, value_size, block_size, queries.dtype)
             has_one_type = keys.dtype == values.dtype == queries.dtype
-            self._is_used = has_one_type and shape.is_supported and pays(self.gains, batch, num_tokens)
+            self._is_used = has_one_type and shape == self.shape and pays(self.gains, batch, num_tokens)
         return self._is_used
 
     def num_parts(self, num_groups: int, num_keys: int) -> int:

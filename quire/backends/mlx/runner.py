@@ -8,20 +8,23 @@ still reads would be copied instead of being written in place (decision 0036).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
 from quire.backends.mlx.model import PagedModel
+from quire.backends.mlx.own_thread import OwnThread
 from quire.backends.mlx.paged_cache import KVStore
 from quire.backends.mlx.sampling import Logprobs, Penalties, Sampled, rank, read_logprobs, sample
 from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -45,7 +48,6 @@ class _Step:
     prompt_ranks: dict[int, _PromptRanks]  # by slice index
     read_first: list[mx.array] = field(default_factory=list)  # contents of block copies
     sampled: Sampled | None = None
-    is_sampled: bool = False
     error: Exception | None = None  # of the evaluation
 
     @property
@@ -62,7 +64,11 @@ class _Step:
 
 
 class MlxRunner:
-    def __init__(self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts) -> None:
+    """`thread` does all work: it has loaded the model, and computes every step."""
+
+    def __init__(
+        self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts, thread: OwnThread
+    ) -> None:
         self.model = model
         self.store = store
         self._capacity = capacity
@@ -72,6 +78,9 @@ class MlxRunner:
         self._building: _Step | None = None  # forwarded, not sampled
         self._steps: deque[_Step] = deque()
         self._broken = ""
+        self._limits = store.limits
+        self._thread = thread
+        self._is_closed = False
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -86,6 +95,32 @@ class MlxRunner:
         return False
 
     def forward(self, plan: StepPlan) -> None:
+        self._run(self._forward, plan)
+
+    def sample(self, masks: TokenMasks | None) -> None:
+        self._run(self._sample, masks)
+
+    def collect(self) -> StepResult:
+        return self._run(self._collect)
+
+    def abandon(self) -> None:
+        """Discard a pass that raised, so that the next plan can run."""
+        self._run(self._abandon)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._run(self._close)
+            self._is_closed = True
+            self._thread.stop()
+
+    def _run(self, function: Callable[..., Result], *args: Any) -> Result:
+        if self._is_closed:
+            raise InvariantViolation("the runner is closed")
+        return self._thread.run(function, *args)
+
+    # In the runner's thread
+
+    def _forward(self, plan: StepPlan) -> None:
         if self._building is not None:
             raise InvariantViolation("forward before the last step was sampled")
         if self._broken:
@@ -94,14 +129,14 @@ class MlxRunner:
             self._penalties.release(batch_index)
         self._check(plan)
         contents = self.store.copy(plan.copies)
-        passes = build_passes(plan.slices, self.store.block_size, self._last_samples, self.model.mode)
+        passes = build_passes(plan.slices, self._limits, self._last_samples, self.model.mode)
         if self.model.mode is BatchMode.FLAT:
             self._building = self._flat_step(plan.slices, passes[0], contents)
             return
         mx.eval(contents)
         self._building = self._divided_step(plan.slices, passes)
 
-    def sample(self, masks: TokenMasks | None) -> None:
+    def _sample(self, masks: TokenMasks | None) -> None:
         step = self._building
         if step is None:
             raise InvariantViolation("sample without a forward pass")
@@ -112,12 +147,11 @@ class MlxRunner:
             step.sampled = sample(step.logits, pieces, self._penalties, step.last_tokens, masks)
             batch_indices = mx.array([piece.batch_index for piece in pieces], dtype=mx.int32)
             self._last_samples[batch_indices] = step.sampled.tokens
-        step.is_sampled = True
         self._steps.append(step)
         if len(self._steps) == 1:
             self._evaluate(step)
 
-    def collect(self) -> StepResult:
+    def _collect(self) -> StepResult:
         if not self._steps:
             raise InvariantViolation("collect with no step in flight")
         step = self._steps.popleft()
@@ -134,15 +168,19 @@ class MlxRunner:
             raise step.error
         return self._read(step)
 
-    def abandon(self) -> None:
-        """Discard a pass that raised, so that the next plan can run."""
+    def _abandon(self) -> None:
         self._building = None
         self.store.begin(None)
         self._recover()
 
-    def close(self) -> None:
+    def _close(self) -> None:
+        """Free the memory: the engine may still refer to the runner."""
         self._building = None
         self._steps.clear()
+        self._penalties.clear()
+        self.store.layers.clear()
+        self.model.close()
+        mx.clear_cache()
 
     # Evaluation
 

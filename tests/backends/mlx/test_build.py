@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from quire.backends.base import BackendOptions
-from quire.backends.mlx import attention, build, kernel_check, paged_decode
+from quire.backends.mlx import build, kernel_check, paged_decode
 from quire.backends.mlx.paged_decode import METAL
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.block import BLOCK_SIZE
@@ -48,7 +48,6 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(
         build, "measure_gains", lambda kernel, shape: kernel_check.measure_gains(kernel, shape, (1, 2), (32, 64))
     )
-    monkeypatch.setattr(attention, "_kernel", None)
     return found
 
 
@@ -62,7 +61,8 @@ def start(path: Path, **settings: Any) -> MlxRunner:
 
 def test_the_pool_takes_most_of_the_working_set(model_path: Path, limits: dict[str, int]) -> None:
     runner = start(model_path, kv_memory=64 << 20)
-    assert limits["set_wired_limit"] == limits["set_memory_limit"] == LIMIT
+    assert limits["set_memory_limit"] == LIMIT
+    assert 64 << 20 < limits["set_wired_limit"] < LIMIT  # the pool, and not more than this model needs
     assert limits["set_cache_limit"] >= build.MIN_CACHE
     facts, capacity = runner.facts(), runner.capacity()
     assert facts.device == "Apple M3 Max (Metal)"
@@ -74,7 +74,7 @@ def test_the_pool_takes_most_of_the_working_set(model_path: Path, limits: dict[s
     measured = build._Measured(num_bytes=1000, seconds=1e-3)
     num_blocks = build._num_blocks(BackendOptions(), shapes, 512, measured)
     pool_bytes = num_blocks * BLOCK_SIZE * sum(shape.token_bytes for shape in shapes)
-    assert 0.75 * LIMIT < pool_bytes < LIMIT - 1000 * build.MAX_BATCHED_TOKENS
+    assert 0.65 * LIMIT < pool_bytes < LIMIT - 1000 * build.MAX_BATCHED_TOKENS
     assert build._max_mixed_tokens(measured) == 100
     runner.close()
 
@@ -99,9 +99,9 @@ def test_a_pool_beyond_the_longest_buffer_is_refused_if_it_was_asked_for(
 
 
 def test_the_kernel_is_checked_measured_and_used(model_path: Path, limits: dict[str, int]) -> None:
-    start(model_path, kv_memory=64 << 20).close()
+    runner = start(model_path, kv_memory=64 << 20)
     assert limits
-    kernel = attention._kernel
+    kernel = runner.store.layers[0].kernel
     assert isinstance(kernel, paged_decode.PagedDecode)
     assert {batch: set(gains) for batch, gains in kernel.gains.items()} == {1: {32, 64}, 2: {32, 64}}
 
@@ -121,7 +121,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(
         monkeypatch.setattr(paged_decode, "ATTEND", "this is not C++")
     with caplog.at_level(logging.WARNING):
         runner = start(model_path, kv_memory=64 << 20)
-    assert attention._kernel is None
+    assert runner.store.layers[0].kernel is None
     assert "the paged-decode kernel is not used" in caplog.text
     runner.close()
 

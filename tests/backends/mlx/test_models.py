@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from quire.backends.mlx.attention import use_kernel
+from quire.backends.mlx import attention, paged_cache
 from quire.backends.mlx.batch import BatchMode
 from quire.backends.mlx.kernel_check import gather_reference
 from quire.backends.mlx.runner import MlxRunner
@@ -171,10 +171,31 @@ def test_decodes_through_the_kernel(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name)
     rig = Rig(folder, **SETTINGS)
     kernel = GatheringKernel()
-    use_kernel(kernel)
-    try:
-        check_mixed(folder, rig, 1e-4)
-    finally:
-        use_kernel(None)
+    assert isinstance(rig.engine.runner, MlxRunner)
+    rig.engine.runner.store.use_kernel(kernel)
+    check_mixed(folder, rig, 1e-4)
     assert kernel.num_calls
+    rig.engine.close()
+
+
+def test_large_groups_of_decodes_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered contexts take memory, so a group has a bound."""
+    folder = write_model(tmp_path / "m", "llama")
+    monkeypatch.setattr(paged_cache, "GATHER_BYTES", 3 * 64 * 2 * 2 * 16 * 4)  # three rows of two blocks
+    rig = Rig(folder, **SETTINGS)
+    sizes = []
+    real = attention._attend_group
+
+    def recorded(queries: mx.array, layer: Any, group: Any, *rest: Any) -> mx.array:
+        sizes.append(group.num_seqs)
+        return real(queries, layer, group, *rest)
+
+    monkeypatch.setattr(attention, "_attend_group", recorded)
+    reference, contract = DenseReference(folder), Contract()
+    prompts = [random_prompt(50 + number, 40 + number) for number in range(8)]
+    ids = [rig.start(prompt, 4) for prompt in prompts]
+    answers = rig.run(*ids)
+    for prompt, request_id in zip(prompts, ids, strict=True):
+        contract.check(reference, prompt, answers[request_id])
+    assert max(sizes) == 3
     rig.engine.close()

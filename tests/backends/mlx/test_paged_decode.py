@@ -272,8 +272,9 @@ def test_the_kernel_is_used_where_it_pays_for_shapes_that_it_supports() -> None:
     queries, keys = mx.zeros((4, 8, 1, 64), mx.float16), mx.zeros((3, 32, 2, 64), mx.float16)
     assert not kernel.is_used(queries, keys, keys, 4, 1000)  # not measured
     kernel = on_cpu(METAL)
-    kernel.gains = GAINS
+    kernel.shape, kernel.gains = Shape(8, 2, 64, 64, 32, mx.float16), GAINS
     assert kernel.is_used(queries, keys, keys, 4, 1000)
+    assert not kernel.is_used(queries[:, :4], keys, keys, 4, 1000)  # another shape
     assert not kernel.is_used(queries, keys, keys, 1, 1000)
     assert not kernel.is_used(queries, keys, keys.astype(mx.float32), 4, 1000)
     assert not kernel.is_used(queries, keys, keys[..., :40], 4, 1000)

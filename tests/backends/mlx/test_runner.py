@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,17 +12,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from quire.backends.mlx import build
 from quire.backends.mlx.paged_cache import KVStore
 from quire.backends.mlx.runner import MlxRunner
 from quire.backends.sampling import BROKEN
 from quire.core.step import BlockCopy, StepPlan
 from quire.engine.composition import EngineConfig, make_runner
+from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.opening import open_checkpoint
 from tests.backends.contract import VOCAB, Contract, random_prompt
 from tests.backends.mlx.architectures import DenseReference, write_model
 from tests.backends.plans import piece, plan, run
-from tests.backends.torch.rig import Rig
+from tests.backends.torch.rig import Answer, Rig
 
 NUM_BLOCKS = 64
 SETTINGS: dict[str, Any] = {"backend": "mlx", "dtype": "float32", "num_blocks": NUM_BLOCKS}
@@ -251,6 +254,46 @@ def test_a_failed_evaluation_ends_only_the_requests_of_its_step(
     rig.engine.close()
 
 
+def test_a_step_that_can_never_be_evaluated_ends_the_runner(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools wait for the failed step's keys, so their content is lost. The worker is then replaced."""
+    rig = Rig(model_path, **SETTINGS)
+    rig.reset(overlap=True)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "async_eval", failing)
+        patched.setattr(mx, "eval", failing)
+        failed = rig.answer(random_prompt(4, 50), 6)
+    assert "Unable to allocate" in (failed.error or "")
+    with pytest.raises(BrokenRunner, match="the KV cache was lost"):
+        for number in range(MAX_FAILED_STEPS):
+            assert "the KV cache was lost" in (rig.answer(random_prompt(number, 5), 2).error or "")
+    rig.engine.close()
+
+
+def test_a_runner_works_in_any_thread(model_path: Path) -> None:
+    """MLX's streams belong to threads. Each step of this answer is run by another thread."""
+    rig = Rig(model_path, **SETTINGS)
+    rig.reset(overlap=True)
+    prompt = random_prompt(4, 50)
+    expected = rig.answer(prompt, 8)
+    rig.reset(overlap=True)
+    answers = {rig.start(prompt, 8): Answer()}
+    while rig.engine.has_work:
+        thread = threading.Thread(target=rig.step, args=(answers,))
+        thread.start()
+        thread.join()
+    (answer,) = answers.values()
+    assert answer.error is None
+    assert answer.tokens == expected.tokens
+    rig.engine.close()
+    with pytest.raises(InvariantViolation, match="closed"):
+        rig.engine.runner.collect()
+    rig.engine.close()
+
+
 # Settings
 
 
@@ -288,8 +331,9 @@ def test_unsupported_settings_are_refused(model_path: Path, settings: dict[str, 
         open_runner(model_path, **settings)
 
 
-def test_the_default_pool_is_bounded(model_path: Path) -> None:
-    runner = open_runner(model_path, num_blocks=None, kv_memory=8 << 20)
+def test_the_default_pool_is_bounded(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "CPU_CAP", 8 << 20)
+    runner = open_runner(model_path, num_blocks=None)
     assert runner.facts().kv_bytes <= 8 << 20
     assert runner.facts().kv_bytes > 7 << 20
     runner.close()
