@@ -96,9 +96,10 @@ def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
     text = ""
     for line in process.stdout:
         text += line
-        url, threads = re.search(r" at (http://\S+)", text), re.search(r"(\d+) threads?$", text, re.MULTILINE)
-        if url is not None and threads is not None:
-            return ServerProcess(process.pid, url[1], int(threads[1]))
+        url, computes = re.search(r" at (http://\S+)", text), re.search(r"^  computes .*$", text, re.MULTILINE)
+        if url is not None and computes is not None:
+            threads = re.search(r"(\d+) threads?$", computes[0])  # on a CPU only
+            return ServerProcess(process.pid, url[1], int(threads[1]) if threads else 1)
     raise ServerError(f"`quire serve` did not start: it ended with exit code {process.wait()}")
 
 
