@@ -78,7 +78,7 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
                     f"quantize = {options.quantize}: {checkpoint.path} is quantised already, to {layout}"
                 )
             quantize_layers(model, options.quantize)
-        if options.dtype == "auto" and _is_cpu() and main_layout(model) is not None:
+        if options.dtype == "auto" and _is_cpu() and (main_layout(model) is not None or _has_experts(model)):
             _cast(model, mx.float32)
         model.eval()
         dtype = _activation_dtype(model)
@@ -91,6 +91,11 @@ def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
     spec = checkpoint.spec
     is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
     return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+
+
+def _has_experts(model: Module) -> bool:
+    """Whether the model gathers matrices of experts, which MLX computes on a CPU in float32 only."""
+    return any(type(module).__name__ == "SwitchLinear" for module in model.modules())
 
 
 def _is_cpu() -> bool:

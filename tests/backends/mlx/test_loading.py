@@ -548,3 +548,42 @@ def test_a_quantised_dummy(tmp_path: Path) -> None:
     assert loaded.dtype == mx.float32  # on a CPU
     assert load(tmp_path, "dummy").dtype == mx.bfloat16
     assert _at(loaded.model, "model.layers.0.mlp.down_proj").scales.shape == (HIDDEN, FFN // 32)
+
+
+# Files that mlx-lm would read
+
+
+def test_files_of_weights_that_were_not_checked_are_refused(tmp_path: Path) -> None:
+    """mlx-lm reads every model*.safetensors in a folder, and a later file replaces tensors of an earlier one."""
+    folder = write_model(tmp_path / "m", "llama", architectures=["LlamaForCausalLM"], tie_word_embeddings=False)
+    outside = tmp_path / "outside.safetensors"
+    mx.save_safetensors(str(outside), {"model.norm.weight": mx.full((64,), 7.0)})
+    (folder / "model_extra.safetensors").symlink_to(outside)
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(ModelFileError, match="model_extra"):
+        load_model(checkpoint, BackendOptions(dtype="float32"))
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "moe_num_experts"])
+def test_forged_numbers_of_experts_are_refused(name: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "dbrx" if name.startswith("moe") else "qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    (config["ffn_config"] if name.startswith("moe") else config)[name] = 300_000
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(ModelFileError, match=name):
+        load_model(checkpoint, BackendOptions(dtype="float32"))
+    checkpoint.close()
+
+
+def test_experts_in_16_bits_run_on_a_cpu(tmp_path: Path) -> None:
+    """MLX gathers matrices of experts in float32 only there."""
+    folder = write_model(tmp_path / "m", "qwen3_moe")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    half = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), half, {"format": "mlx"})
+    rig = Rig(folder, backend="mlx")
+    assert rig.answer([5, 6, 7], 3).error is None
+    assert rig.engine.runner.facts().dtype == "float32"
+    rig.engine.close()
