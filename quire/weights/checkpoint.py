@@ -30,14 +30,14 @@ class TensorType(StrEnum):
 
 
 class TensorInfo(NamedTuple):
-    name: str  # Hugging Face's name: model.layers.0.self_attn.q_proj.weight
+    name: str  # quire's name, see `quire.weights.tensors`: layers.0.q_proj.weight
     type: TensorType
     shape: tuple[int, ...]  # rows first
     num_bytes: int  # in the file
 
 
 class RawTensor(NamedTuple):
-    """A tensor as stored in the file, with rows in Hugging Face's order."""
+    """A tensor as stored in the file, with rows in the order that `RopeSpec` rotates."""
 
     info: TensorInfo
     data: NDArray[np.uint8]  # [rows, bytes per row] or [bytes]; read-only, mapped from the file where possible

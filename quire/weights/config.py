@@ -9,13 +9,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from quire.errors import UnsupportedModel
+from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
-from quire.weights.rope import MAX_CONTEXT, MAX_THETA, MIN_THETA, scaled_rope
-from quire.weights.spec import Activation, GenerationDefaults, ModelSpec, RopeSpec
+from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_THETA, scaled_rope
+from quire.weights.spec import (
+    Activation,
+    AttentionSpec,
+    ExpertsSpec,
+    GenerationDefaults,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    QueryScaling,
+    RopeSpec,
+)
 
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 131_072
@@ -23,64 +34,12 @@ MAX_FFN_SIZE = 1 << 20
 MAX_HEADS = 4096
 MAX_HEAD_SIZE = 1024
 MAX_VOCAB_SIZE = 4 << 20
+MAX_EXPERTS = 4096
 MAX_TOP_K = (1 << 31) - 1
+MAX_MULTIPLIER = 1e6
 
-# The family whose equations an architecture follows. A new family adds a row here and a file to each backend.
-ALIASES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",  # the language model only; the vision part is ignored
-    "Phi3ForCausalLM": "phi3",
-}
-MODEL_TYPES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "phi3": "Phi3ForCausalLM",
-}
-_GEMMA3: dict[str, Any] = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-# Defaults of transformers for fields that config.json omits. Gemma's files rely on them, even for sizes.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048},
-    "MistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {
-        "max_position_embeddings": 32_768,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "head_dim": 128,
-    },
-    "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3,
-    "Phi3ForCausalLM": {
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    },
-}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+_TEXT_TYPES = {"ministral3": ("mistral",)}  # further values of text_config.model_type
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Fields of config.json that say that the weights are quantised, and the field in them that says how. MLX writes both.
 QUANTIZED = {"quantization": "bits", "quantization_config": "quant_method"}
@@ -158,45 +117,25 @@ def spec_from_config(
     whole = Fields(source, config)
     refuse_quantized(whole)
     architecture = find_architecture(whole)
-    family = ALIASES[architecture]
-    fields = _text_fields(whole, architecture)
-    shape = read_shape(fields, ShapeKeys())
-    rope, local_rope = _ropes(fields, family, shape)
-    is_gemma, is_llama = family == "gemma3", architecture == "LlamaForCausalLM"
-    attention_bias = is_llama and fields.flag("attention_bias", False)
-    if family in ("qwen3", "gemma3"):
-        attention_bias = fields.flag("attention_bias", False)
-    if is_gemma and fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedModel(f"{source}: use_bidirectional_attention is true: only causal models are supported")
-    scale_of = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) if is_gemma else float(shape.head_size)
+    family = BY_ARCHITECTURE[architecture]
+    fields = _text_fields(whole, family, architecture)
+    _refuse_settings(fields, family)
+    shape = read_shape(fields, ShapeKeys(ffn_size=family.ffn_size))
+    is_gemma, scales = family.is_gemma, _multipliers(fields, family)
     return ModelSpec(
-        family=family,
+        family=family.name,
         architecture=architecture,
-        num_layers=shape.num_layers,
+        layers=_layers(fields, family, shape, scales),
         hidden_size=shape.hidden_size,
-        ffn_size=shape.ffn_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
         vocab_size=shape.vocab_size,
         max_model_len=shape.max_model_len,
         norm_eps=shape.norm_eps,
-        rope=rope,
-        local_rope=local_rope,
-        windows=_windows(fields, architecture, shape.num_layers),
-        activation=_activation(fields, "hidden_activation" if is_gemma else "hidden_act"),
-        attention_scale=scale_of**-0.5,
-        embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else 1.0,
-        norm_offset=1.0 if is_gemma else 0.0,
-        attention_softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+        embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else scales.embedding,
+        logit_scale=1 / scales.logits,
         logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+        norm_offset=1.0 if is_gemma else 0.0,
+        rounds_norms_first=family.rounds_norms_first,
         is_tied=fields.flag("tie_word_embeddings", False),
-        has_qkv_bias=family == "qwen2" or attention_bias,
-        has_output_bias=attention_bias,
-        has_mlp_bias=is_llama and fields.flag("mlp_bias", False),
-        has_qk_norm=family in ("qwen3", "gemma3"),
-        has_post_norms=is_gemma,
-        is_fused=family == "phi3",
         dtype=_dtype(fields, whole, quantization),
         quantization=quantization,
         bos_token_id=next(iter(fields.token_ids("bos_token_id", shape.vocab_size)), None),
@@ -204,12 +143,153 @@ def spec_from_config(
     )
 
 
+def _refuse_settings(fields: Fields, family: Family) -> None:
+    """Raise for settings that change the equations and that quire does not know."""
+    if family.is_gemma and fields.flag("use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            f"{fields.source}: use_bidirectional_attention is true: only causal models are supported"
+        )
+    if fields.get("clip_qkv") is not None:
+        raise UnsupportedModel(f"{fields.source}: clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
+    if family.name == "ministral3" and fields.get("model_type") == "ministral3":
+        fields.table("rope_parameters").real("rope_theta", MIN_THETA, MAX_THETA)  # required: its default is not plain
+    if family.name == "granite4":
+        if fields.get("position_embedding_type") != "rope":
+            kind = show(fields.get("position_embedding_type"))
+            raise UnsupportedModel(f"{fields.source}: position_embedding_type {kind} is not supported, only rope")
+        if fields.whole("num_local_experts", 0, MAX_EXPERTS):
+            raise UnsupportedModel(f"{fields.source}: num_local_experts is not 0: only dense Granite 4 is supported")
+        types = fields.get("layer_types")
+        if not isinstance(types, list) or any(one not in ("attention", "full_attention") for one in types):
+            raise UnsupportedModel(
+                f"{fields.source}: layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
+                "the H models have layers with a state"
+            )
+
+
+# Layers
+
+
+def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) -> tuple[LayerSpec, ...]:
+    rope, local_rope = _ropes(fields, family, shape)
+    has_rope = _has_rope(fields, family, shape.num_layers)
+    is_gemma = family.is_gemma
+    scale_of = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) if is_gemma else float(shape.head_size)
+    activation = _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
+    dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
+    experts = _experts(fields, family, activation)
+    is_routed = _routed_layers(fields, family, shape.num_layers)
+    windows = _windows(fields, family, shape.num_layers)
+    attention = {
+        window: AttentionSpec(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            scale=scale_of**-0.5 if scales.attention is None else scales.attention,
+            rope=local_rope if window and local_rope else rope,
+            window=window,
+            softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+            qk_norm=family.qk_norm,
+            query_scaling=_query_scaling(fields, family),
+            has_qkv_bias=_bias(fields, family.qkv_bias),
+            has_output_bias=_bias(fields, family.output_bias),
+        )
+        for window in dict.fromkeys(windows)
+    }
+    return tuple(
+        LayerSpec(
+            attention=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mlp=experts if experts and is_routed[index] else dense,
+            has_pre_norms=family.has_pre_norms,
+            has_post_norms=family.has_post_norms,
+            residual_scale=scales.residual,
+        )
+        for index in range(shape.num_layers)
+    )
+
+
+def _bias(fields: Fields, rule: bool | str) -> bool:
+    return fields.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _has_rope(fields: Fields, family: Family, num_layers: int) -> list[bool]:
+    if not family.no_rope_every:
+        return [True] * num_layers
+    listed = fields.get("no_rope_layers")  # despite its name, 1 is for a layer with positions
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != num_layers or any(one not in (0, 1) for one in listed):
+            raise fields.wrong("no_rope_layers", f"not a list of {num_layers} times 0 or 1")
+        return [bool(one) for one in listed]
+    every = fields.whole("no_rope_layer_interval", 1, MAX_LAYERS, family.no_rope_every)
+    return [(i + 1) % every != 0 for i in range(num_layers)]
+
+
+class _Multipliers(NamedTuple):
+    embedding: float = 1.0
+    attention: float | None = None  # None: one over the root of the head size
+    residual: float = 1.0
+    logits: float = 1.0  # logits are divided by it
+
+
+def _multipliers(fields: Fields, family: Family) -> _Multipliers:
+    if not family.has_multipliers:
+        return _Multipliers()
+
+    def read(name: str) -> float:
+        return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True)
+
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    return _Multipliers(*map(read, names))
+
+
+def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
+    rope = fields.table("rope_parameters")
+    beta = rope.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
+    if not family.has_query_scaling or not beta:
+        return None
+    return QueryScaling(beta, rope.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
+
+
+# Experts
+
+
+def _experts(fields: Fields, family: Family, activation: Activation) -> ExpertsSpec | None:
+    names = family.experts
+    if names is None:
+        return None
+    holder = names.num_experts
+    if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
+        holder = "num_local_experts"  # as transformers 5 writes it
+    num_experts = fields.whole(holder, 1, MAX_EXPERTS)
+    rule = names.renormalizes
+    return ExpertsSpec(
+        num_experts=num_experts,
+        num_chosen=fields.whole("num_experts_per_tok", 1, num_experts),
+        size=fields.whole(names.size, 1, MAX_FFN_SIZE),
+        activation=activation,
+        renormalizes=fields.flag(rule, False) if isinstance(rule, str) else rule,
+    )
+
+
+def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool]:
+    if family.experts is None:
+        return [False] * num_layers
+    every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+        raise fields.wrong("mlp_only_layers", "not a list of layer numbers")
+    return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
+
+
+# Names
+
+
 def name_architecture(config: Fields) -> str:
     """Return the class name in a config, supported or not; the model type if the config has no class name."""
     named = config.get("architectures")
     if named is None or named == []:
         model_type = config.find_text("model_type")
-        name: Any = MODEL_TYPES.get(model_type or "", model_type)
+        name: Any = BY_MODEL_TYPE.get(model_type or "", model_type)
         if name is None:
             raise config.missing("architectures")
     elif isinstance(named, list) and len(named) == 1:
@@ -225,8 +305,10 @@ def name_architecture(config: Fields) -> str:
 def find_architecture(config: Fields) -> str:
     """Return the class name in a config if its equations are supported."""
     name = name_architecture(config)
-    if name not in ALIASES:
-        raise UnsupportedModel(f"{config.source}: {show(name)} is not supported; these run: {', '.join(ALIASES)}")
+    if name not in BY_ARCHITECTURE:
+        raise UnsupportedModel(
+            f"{config.source}: quire has no equations for {show(name)}; it has those of {', '.join(BY_ARCHITECTURE)}"
+        )
     return name
 
 
@@ -244,17 +326,20 @@ def refuse_quantized(config: Fields) -> None:
                 )
 
 
-def _text_fields(config: Fields, architecture: str) -> Fields:
+def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
     """Return the language model's fields with transformers' defaults. The outer file takes precedence."""
     values: Mapping[str, Any] = config.values
     prefix = ""
-    if architecture == "Gemma3ForConditionalGeneration":
+    if architecture in family.nested:
         prefix = "text_config."
         inner = config.table("text_config").values
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
         values = {**inner, **{name: config.get(name) for name in outer if name in config}}
+        kind = values.get("model_type")
+        if kind not in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())):
+            raise UnsupportedModel(f"{config.source}: text_config.model_type {show(kind)} is not {family.name}")
     given = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
-    return Fields(config.source, {**DEFAULTS[architecture], **given}, prefix)
+    return Fields(config.source, {**family.defaults, **given}, prefix)
 
 
 def _activation(fields: Fields, name: str) -> Activation:
@@ -276,48 +361,58 @@ def _dtype(fields: Fields, whole: Fields, quantization: str) -> str:
 # Rotary embeddings
 
 
-def _ropes(fields: Fields, family: str, shape: Shape) -> tuple[RopeSpec, RopeSpec | None]:
+def _ropes(fields: Fields, family: Family, shape: Shape) -> tuple[RopeSpec, RopeSpec | None]:
+    """Return the rope of the layers with full attention, and that of layers with a window if it differs."""
     parameters = fields.table("rope_parameters")
-    if family == "gemma3":
-        flat = [name for name in parameters.values if name not in ("full_attention", "sliding_attention")]
-        if flat:
-            raise parameters.wrong(flat[0], "not under full_attention or sliding_attention")
-        # In the old form `rope_scaling` applies only to the layers with full attention.
-        full = parameters.table("full_attention") if "full_attention" in parameters else fields.table("rope_scaling")
-        local = parameters.table("sliding_attention")
+    by_type = [name for name in ("full_attention", "sliding_attention") if name in parameters]
+    if family.ropes is Ropes.ONE:
+        scaling = fields.table("rope_scaling")
+        scaling = scaling if scaling.values else parameters
+        for name in ("full_attention", "sliding_attention"):
+            if name in scaling:
+                raise UnsupportedModel(
+                    f"{fields.source}: {scaling.prefix}{name}: rotation by layer type is not for {family.name}"
+                )
+        return _rope(fields, scaling, shape, family, "rope_theta", 1e4), None
+    flat = [name for name in parameters.values if name not in ("full_attention", "sliding_attention")]
+    if flat and (by_type or family.ropes is Ropes.LOCAL_BASE):
+        raise parameters.wrong(flat[0], "not under full_attention or sliding_attention")
+    # In the old form `rope_scaling` applies only to the layers with full attention.
+    old = parameters if flat else fields.table("rope_scaling")
+    full = parameters.table("full_attention") if "full_attention" in parameters else old
+    local = parameters.table("sliding_attention")
+    if family.ropes is Ropes.LOCAL_BASE:
         return (
             _rope(fields, full, shape, family, "rope_theta", 1e6),
             _rope(fields, local, shape, family, "rope_local_base_freq", 1e4),
         )
-    scaling = fields.table("rope_scaling")
-    scaling = scaling if scaling.values else parameters
-    for name in ("full_attention", "sliding_attention"):
-        if name in scaling:
-            raise UnsupportedModel(
-                f"{fields.source}: {scaling.prefix}{name}: rotation by layer type is only for gemma3"
-            )
-    return _rope(fields, scaling, shape, family, "rope_theta", 1e4), None
+    wide = _rope(fields, full, shape, family, "rope_theta", 1e4)
+    if local.values:
+        return wide, _rope(fields, local, shape, family, "rope_theta", 1e4)
+    return wide, RopeSpec(wide.theta, wide.rotary_size)
 
 
 def _rope(
-    fields: Fields, scaling: Fields, shape: Shape, family: str, theta_name: str, default_theta: float
+    fields: Fields, scaling: Fields, shape: Shape, family: Family, theta_name: str, default_theta: float
 ) -> RopeSpec:
     theta = fields.real(theta_name, MIN_THETA, MAX_THETA, default_theta)
     theta = scaling.real("rope_theta", MIN_THETA, MAX_THETA, theta)
     values = dict(scaling.values)
     if "original_max_position_embeddings" in fields:  # outside rope_scaling in phi3; takes precedence
         values["original_max_position_embeddings"] = fields.get("original_max_position_embeddings")
-    if family == "phi3" and (values.get("rope_type") or values.get("type")) in ("su", "yarn"):
+    if family.name == "phi3" and (values.get("rope_type") or values.get("type")) in ("su", "yarn"):
         values["rope_type"] = "longrope"  # the old names in phi3's first files
     rotary_size = _rotary_size(fields, scaling, shape, family)
     return scaled_rope(Fields(fields.source, values, scaling.prefix), theta, rotary_size, shape.max_model_len)
 
 
-def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: str) -> int:
+def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: Family) -> int:
     holder = scaling if "partial_rotary_factor" in scaling else fields
     part = holder.real("partial_rotary_factor", 0, 1, 1.0, above_low=True)
-    if part != 1 and family != "phi3":
-        raise UnsupportedModel(f"{fields.source}: {holder.prefix}partial_rotary_factor {part:g} is only for phi3")
+    if part != 1 and not family.has_partial_rotary:
+        raise UnsupportedModel(
+            f"{fields.source}: {holder.prefix}partial_rotary_factor {part:g} is not supported for {family.name}"
+        )
     rotary_size = int(shape.head_size * part)
     if rotary_size < 2 or rotary_size % 2:
         raise holder.wrong("partial_rotary_factor", f"rotates {rotary_size} of {shape.head_size}: not an even number")
@@ -327,29 +422,28 @@ def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: str) -> 
 # Windows
 
 
-def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    if family.windows is Windows.NONE:
+        return (0,) * num_layers
     window = fields.find_whole("sliding_window", 1, MAX_CONTEXT)
-    family = ALIASES[architecture]
-    if architecture == "LlamaForCausalLM" or (family in ("qwen2", "qwen3") and not _uses_window(fields)):
+    if family.window_flag and not fields.flag(family.window_flag, False):
         window = None
     types = fields.get("layer_types")
-    if types is not None and family in ("qwen2", "qwen3", "gemma3"):
-        has_window = [_is_sliding(fields, types, num_layers, i) for i in range(num_layers)]
-    elif family in ("qwen2", "qwen3"):
-        first = fields.whole("max_window_layers", 0, MAX_LAYERS)
-        has_window = [window is not None and i >= first for i in range(num_layers)]
-    elif family == "gemma3":
-        every = fields.whole("sliding_window_pattern", 1, MAX_LAYERS)
-        has_window = [(i + 1) % every != 0 for i in range(num_layers)]
-    else:
+    if family.windows is Windows.ALL:
         has_window = [window is not None] * num_layers
+    elif types is not None:
+        has_window = [_is_sliding(fields, types, num_layers, i) for i in range(num_layers)]
+    elif family.full_every:
+        every = fields.whole("sliding_window_pattern", 1, MAX_LAYERS, family.full_every)
+        has_window = [(i + 1) % every != 0 for i in range(num_layers)]
+    elif family.no_rope_every:
+        has_window = [window is not None and not rotates for rotates in _has_rope(fields, family, num_layers)]
+    else:
+        first = fields.whole("max_window_layers", 0, MAX_LAYERS, 0)
+        has_window = [window is not None and i >= first for i in range(num_layers)]
     if any(has_window) and window is None:
         raise fields.wrong("sliding_window", "layers with a sliding window need it")
     return tuple((window or 0) if one else 0 for one in has_window)
-
-
-def _uses_window(fields: Fields) -> bool:
-    return fields.flag("use_sliding_window", False)
 
 
 def _is_sliding(fields: Fields, types: Any, num_layers: int, layer: int) -> bool:

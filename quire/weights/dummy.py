@@ -12,7 +12,7 @@ from pathlib import Path
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.folder import ModelFolder
-from quire.weights.names import expected_tensors
+from quire.weights.tensors import expected_tensors
 
 TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
 ITEM_BYTES = 2

@@ -12,6 +12,7 @@ from typing import Any
 from quire.errors import ModelFileError
 from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.config import name_architecture, read_generation
+from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.fields import Fields, read_bounded, read_json, show
 from quire.weights.other import find_unsupported, read_spec
 from quire.weights.spec import GenerationDefaults, ModelSpec
@@ -30,6 +31,8 @@ class ModelFolder:
         fields = Fields(str(self._config_path), self.config)
         self.architecture = name_architecture(fields)
         self.unsupported = find_unsupported(fields)  # why quire's own equations do not run it; empty: they may
+        self.family = None if self.unsupported else BY_ARCHITECTURE[self.architecture]  # None: quire has no equations
+        self.is_multimodal = self.family is not None and self.architecture in self.family.nested
         self._generation = self._json("generation_config.json")
 
     def spec(self, quantization: str) -> ModelSpec:

@@ -20,11 +20,12 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.fields import show
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
-from quire.weights.names import from_gguf, is_left_over
+from quire.weights.names import gguf_targets, is_left_over
+from quire.weights.row_order import in_halves
+from quire.weights.tensors import Place, place_tensors
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 MAX_KEYS = 4096
 MAX_TENSORS = 65_536
@@ -56,7 +57,6 @@ _TENSOR_TYPES: dict[int, TensorType] = {
     14: TensorType.Q6_K,
     30: TensorType.BF16,
 }
-_PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.bias")
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
@@ -341,29 +341,26 @@ class GgufCheckpoint:
             facts = {name: one.info for name, (_, one) in tensors.items()}
             self.spec = spec_from_gguf(self._metadata, facts, self._floats(tensors), str(path))
             self.generation = generation_from_gguf(self._metadata, str(path))
-            self._sources: dict[str, tuple[_File, GgufTensor]] = {}
-            for name, source in tensors.items():
-                if not is_left_over(name, family):
-                    self._add(from_gguf(name, family), source)
+            self._file_tensors = tensors
+            self._is_permuted = family.is_permuted_in_gguf
+            kept = {name: info for name, info in facts.items() if not is_left_over(name)}
+            self._places: dict[str, Place] = place_tensors(kept, gguf_targets(kept, family), self.spec, str(path))
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: tensor.info._replace(name=name) for name, (_, tensor) in self._sources.items()
-        }
+        self.tensors: Mapping[str, TensorInfo] = {name: place.info for name, place in self._places.items()}
 
     def read(self, name: str) -> RawTensor:
         import numpy as np
 
-        info = self.tensors[name]
-        file, tensor = self._sources[name]
+        info, file_name, offset = self._places[name]
+        file, tensor = self._file_tensors[file_name]
         if file.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(file.buffer, np.uint8, info.num_bytes, tensor.offset)
+        flat = np.frombuffer(file.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
         data = flat if len(info.shape) == 1 else flat.reshape(-1, _row_bytes(info))
-        if self.spec.family == "llama":
-            data = self._in_halves(info, data)
-        return RawTensor(info, data)
+        raw = RawTensor(info, data)
+        return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw
 
     def tokenizer_files(self) -> TokenizerFiles:
         words = {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.ggml.")}
@@ -389,11 +386,6 @@ class GgufCheckpoint:
             raise ModelFileError(f"{self.path}: split.tensors.count is {show(total)}, but there are {len(merged)}")
         return merged
 
-    def _add(self, name: str, source: tuple[_File, GgufTensor]) -> None:
-        if name in self._sources:
-            raise ModelFileError(f"{self.path}: tensor {show(source[1].info.name)} duplicates {show(name)}")
-        self._sources[name] = source
-
     def _floats(self, tensors: Mapping[str, tuple[_File, GgufTensor]]) -> Callable[[str, int], list[float] | None]:
         """Return a reader of small tables of rotation factors, which does not need numpy."""
 
@@ -407,21 +399,6 @@ class GgufCheckpoint:
             return list(struct.unpack_from(f"<{length}f", file.buffer, tensor.offset))
 
         return read
-
-    def _in_halves(self, info: TensorInfo, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Reorder query and key rows of llama from pairs (0, 1), (2, 3) to Hugging Face's (0, D/2), (1, D/2 + 1).
-
-        Rows are quantised separately, so moving them is exact.
-        """
-        if not info.name.endswith(_PERMUTED):
-            return data
-        heads = self.spec.num_heads if ".q_proj." in info.name else self.spec.num_kv_heads
-        if info.shape[0] % (2 * heads) or (len(info.shape) == 1 and BLOCKS[info.type].num_elements > 1):
-            raise ModelFileError(f"{self.path}: tensor {info.name} is {info.type} {info.shape} for {heads} heads")
-        rows = data.reshape(heads, info.shape[0] // (2 * heads), 2, -1)
-        moved = rows.swapaxes(1, 2).reshape(data.shape)  # a copy
-        moved.flags.writeable = False
-        return moved
 
 
 def _row_bytes(info: TensorInfo) -> int:

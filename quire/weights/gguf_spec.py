@@ -5,17 +5,39 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorInfo
-from quire.weights.config import DTYPES, MAX_LAYERS, Shape, ShapeKeys, read_generation, read_shape
+from quire.weights.config import (
+    DTYPES,
+    MAX_EXPERTS,
+    MAX_FFN_SIZE,
+    MAX_LAYERS,
+    MAX_MULTIPLIER,
+    Shape,
+    ShapeKeys,
+    read_generation,
+    read_shape,
+)
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_FACTOR, MIN_THETA, scaled_rope
-from quire.weights.spec import Activation, GenerationDefaults, ModelSpec, RopeSpec
+from quire.weights.spec import (
+    Activation,
+    AttentionSpec,
+    ExpertsSpec,
+    GenerationDefaults,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    QueryScaling,
+    RopeSpec,
+)
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
-GEMMA3_27B_LAYERS = 62  # the one Gemma whose attention scale does not follow from its head size; its files omit it
+# The Gemmas whose attention scale does not follow from their head size, by number of layers; their files omit it.
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 _KEYS = ShapeKeys(
     num_layers="block_count",
@@ -35,18 +57,34 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+# Fields that change the equations if they are not 0.
+_UNKNOWN_EQUATIONS = (
+    "attention.q_lora_rank",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "nextn_predict_layers",
+)
 ReadFloats = Callable[[str, int], list[float] | None]
 
 
-def find_family(metadata: Mapping[str, Any], source: str) -> str:
+def find_family(metadata: Mapping[str, Any], source: str) -> Family:
+    """Return the family. Several families share the name of an architecture: their fields tell them apart."""
     name = metadata.get("general.architecture")
     if name is None:
         raise ModelFileError(f"{source}: general.architecture is missing")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in GGUF_ARCHITECTURES:
         raise UnsupportedModel(
-            f"{source}: architecture {show(name)} is not supported; these run: {', '.join(FAMILIES)}"
+            f"{source}: architecture {show(name)} is not supported; these run: {', '.join(GGUF_ARCHITECTURES)}"
         )
-    return name
+    has_experts = bool(metadata.get(f"{name}.expert_count"))
+    has_window = bool(metadata.get(f"{name}.attention.sliding_window"))
+    candidates = [row for row in FAMILIES if row.gguf == name and (row.experts is not None) == has_experts]
+    if not candidates:
+        is_wrong = "is" if has_experts else "is not"
+        raise UnsupportedModel(f"{source}: architecture {name} {is_wrong} with experts, which is not supported")
+    if name in ("llama", "olmo2"):  # Mistral's and OLMo 3's differ by their window
+        return candidates[-1] if has_window else candidates[0]
+    return candidates[0]
 
 
 def spec_from_gguf(
@@ -54,50 +92,103 @@ def spec_from_gguf(
 ) -> ModelSpec:
     """Make a spec. `tensors` (by GGUF name) shows what the metadata omits: tied embeddings and biases."""
     family = find_family(metadata, source)
-    values = {key.removeprefix(f"{family}."): value for key, value in metadata.items() if key.startswith(f"{family}.")}
+    prefix = f"{family.gguf}."
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if "token_embd.weight" not in tensors:
         raise ModelFileError(f"{source}: tensor token_embd.weight is missing")
     values["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    fields = Fields(source, values, f"{family}.")
+    fields = Fields(source, values, prefix)
     _refuse_other_shapes(fields)
     shape = read_shape(fields, _KEYS)
-    rope, local_rope = _ropes(fields, family, shape, read_floats)
-    is_gemma = family == "gemma3"
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
+    embedding_scale = _multiplier(fields, family, "embedding_scale")
     return ModelSpec(
-        family=family,
-        architecture=family,
-        num_layers=shape.num_layers,
+        family=family.name,
+        architecture=family.gguf,
+        layers=_layers(fields, family, shape, tensors, read_floats),
         hidden_size=shape.hidden_size,
-        ffn_size=shape.ffn_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
         vocab_size=shape.vocab_size,
         max_model_len=shape.max_model_len,
         norm_eps=shape.norm_eps,
-        rope=rope,
-        local_rope=local_rope,
-        windows=_windows(fields, family, shape.num_layers),
-        activation=Activation.GELU_TANH if is_gemma else Activation.SILU,
-        attention_scale=_attention_scale(fields, is_gemma, shape),
-        embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else 1.0,
+        embedding_scale=math.sqrt(shape.hidden_size) if family.is_gemma else embedding_scale,
+        logit_scale=1 / _multiplier(fields, family, "logit_scale"),
+        logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
         norm_offset=0.0,  # Gemma's offset of 1 is already in the weights
-        attention_softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
-        logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+        rounds_norms_first=family.rounds_norms_first,
         is_tied="output.weight" not in tensors,
-        has_qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in tensors,
-        has_output_bias="blk.0.attn_output.bias" in tensors,
-        has_mlp_bias="blk.0.ffn_down.bias" in tensors,
-        has_qk_norm=family in ("qwen3", "gemma3"),
-        has_post_norms=is_gemma,
-        is_fused=family == "phi3",
         dtype=DTYPES.get(quantization, "float16"),
         quantization=quantization,
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", shape.vocab_size)), None),
         eos_token_ids=_eos(tokens, shape.vocab_size),
     )
+
+
+def _multiplier(fields: Fields, family: Family, name: str) -> float:
+    return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True) if family.has_multipliers else 1.0
+
+
+# Layers
+
+
+def _layers(
+    fields: Fields, family: Family, shape: Shape, tensors: Mapping[str, TensorInfo], read_floats: ReadFloats
+) -> tuple[LayerSpec, ...]:
+    rope, local_rope = _ropes(fields, family, shape, read_floats)
+    windows = _windows(fields, family, shape.num_layers)
+    activation = Activation.GELU_TANH if family.is_gemma else Activation.SILU
+    dense = MlpSpec(shape.ffn_size, activation, has_bias="blk.0.ffn_down.bias" in tensors)
+    experts = _experts(fields, family, shape, activation)
+    attention = {
+        window: AttentionSpec(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            scale=_attention_scale(fields, family, shape),
+            rope=local_rope if window and local_rope else rope,
+            window=window,
+            softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
+            qk_norm=family.qk_norm,
+            query_scaling=_query_scaling(fields, family),
+            has_qkv_bias=family.qkv_bias is True or "blk.0.attn_q.bias" in tensors,
+            has_output_bias="blk.0.attn_output.bias" in tensors,
+        )
+        for window in dict.fromkeys(windows)
+    }
+    has_rope = [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in range(shape.num_layers)]
+    return tuple(
+        LayerSpec(
+            attention=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mlp=experts if experts and f"blk.{index}.ffn_gate_inp.weight" in tensors else dense,
+            has_pre_norms=family.has_pre_norms,
+            has_post_norms=family.has_post_norms,
+            residual_scale=_multiplier(fields, family, "residual_scale"),
+        )
+        for index in range(shape.num_layers)
+    )
+
+
+def _experts(fields: Fields, family: Family, shape: Shape, activation: Activation) -> ExpertsSpec | None:
+    if family.experts is None:
+        return None
+    num_experts = fields.whole("expert_count", 1, MAX_EXPERTS)
+    rule = family.experts.renormalizes
+    return ExpertsSpec(
+        num_experts=num_experts,
+        num_chosen=fields.whole("expert_used_count", 1, num_experts),
+        size=fields.whole("expert_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size),
+        activation=activation,
+        # llama.cpp has it as a constant of the architecture: Qwen 3 renormalises and OLMoE does not.
+        renormalizes=rule if isinstance(rule, bool) else family.name == "qwen3_moe",
+        scale=fields.real("expert_weights_scale", 0, MAX_MULTIPLIER, 1.0) or 1.0,
+    )
+
+
+def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
+    beta = fields.real("attention.temperature_scale", 0, MAX_FACTOR, 0.0) if family.has_query_scaling else 0.0
+    if not beta:
+        return None
+    return QueryScaling(beta, fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT))
 
 
 def most_common_type(tensors: Mapping[str, TensorInfo]) -> str:
@@ -114,17 +205,24 @@ def generation_from_gguf(metadata: Mapping[str, Any], source: str) -> Generation
 
 
 def _refuse_other_shapes(fields: Fields) -> None:
-    for name in ("expert_count", "attention.q_lora_rank"):
+    for name in (
+        "attention.q_lora_rank",
+        "expert_shared_count",
+        "expert_shared_feed_forward_length",
+        "nextn_predict_layers",
+    ):
         if fields.get(name):
             raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported")
+    if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions
+        raise UnsupportedModel(f"{fields.source}: {fields.prefix}rope.scaling.finetuned is false: not supported")
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
         raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.value_length differs from key_length")
 
 
-def _attention_scale(fields: Fields, is_gemma: bool, shape: Shape) -> float:
-    if "attention.scale" in fields:
+def _attention_scale(fields: Fields, family: Family, shape: Shape) -> float:
+    if fields.get("attention.scale"):
         return fields.real("attention.scale", 0, 1e6, above_low=True)
-    is_27b = is_gemma and shape.num_layers == GEMMA3_27B_LAYERS
+    is_27b = GEMMA_27B_LAYERS.get(family.name) == shape.num_layers
     return float((shape.hidden_size / shape.num_heads if is_27b else shape.head_size) ** -0.5)
 
 
@@ -136,12 +234,12 @@ def _eos(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
 # Rotary embeddings
 
 
-def _ropes(fields: Fields, family: str, shape: Shape, read_floats: ReadFloats) -> tuple[RopeSpec, RopeSpec | None]:
+def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats) -> tuple[RopeSpec, RopeSpec | None]:
     rotary_size = fields.whole("rope.dimension_count", 2, shape.head_size, shape.head_size)
-    if rotary_size % 2 or (rotary_size != shape.head_size and family != "phi3"):
+    if rotary_size % 2 or (rotary_size != shape.head_size and not family.has_partial_rotary):
         raise fields.wrong("rope.dimension_count", f"not the size of a head, {shape.head_size}")
     theta = fields.real("rope.freq_base", MIN_THETA, MAX_THETA, 1e4)
-    scaling = _scaling(fields, shape)
+    scaling = _scaling(fields, family, shape)
     for key, name in (("short_factor", "rope_factors_short.weight"), ("long_factor", "rope_factors_long.weight")):
         factors = read_floats(name, rotary_size // 2)
         if factors is not None:
@@ -158,12 +256,13 @@ def _ropes(fields: Fields, family: str, shape: Shape, read_floats: ReadFloats) -
         rope = RopeSpec(
             theta, rotary_size, factors_read.reals("rope_freqs.weight", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
         )
-    if family != "gemma3":
+    if family.ropes is Ropes.ONE:
         return rope, None
-    return rope, RopeSpec(fields.real("rope.freq_base_swa", MIN_THETA, MAX_THETA, 1e4), rotary_size)
+    default = 1e4 if family.ropes is Ropes.LOCAL_BASE else theta
+    return rope, RopeSpec(fields.real("rope.freq_base_swa", MIN_THETA, MAX_THETA, default), rotary_size)
 
 
-def _scaling(fields: Fields, shape: Shape) -> Fields:
+def _scaling(fields: Fields, family: Family, shape: Shape) -> Fields:
     """Return the rope.scaling.* keys in the form of config.json."""
     kind = fields.find_text("rope.scaling.type")
     factor = fields.find_real("rope.scaling.factor", MIN_FACTOR, MAX_FACTOR)
@@ -175,37 +274,48 @@ def _scaling(fields: Fields, shape: Shape) -> Fields:
     context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_model_len)
     values["original_max_position_embeddings"] = context
     if kind == "yarn":
-        values |= _yarn(fields, factor or shape.max_model_len / context)
+        values |= _yarn(fields, family, factor or shape.max_model_len / context)
     return Fields(fields.source, values, f"{fields.prefix}rope.scaling.")
 
 
-def _yarn(fields: Fields, factor: float) -> dict[str, Any]:
-    for name in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"):
-        if fields.get(name) not in (None, 0.0 if name.endswith("multiplier") else 1.0):
-            raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported")
+def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
+    multiplier = fields.real("rope.scaling.yarn_log_multiplier", 0, MAX_FACTOR, 0.0)
+    if multiplier and not family.has_query_scaling:
+        raise UnsupportedModel(
+            f"{fields.source}: {fields.prefix}rope.scaling.yarn_log_multiplier is {multiplier:g}: not supported"
+        )
+    ext_factor = fields.get("rope.scaling.yarn_ext_factor")
+    if ext_factor not in (None, 1.0):
+        raise UnsupportedModel(
+            f"{fields.source}: {fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
+        )
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
     # In llama.cpp this value multiplies the default attention factor; in transformers it replaces the default.
     given = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
-    grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return {
         "beta_fast": fields.find_real("rope.scaling.yarn_beta_fast", MIN_FACTOR, MAX_FACTOR),
         "beta_slow": fields.find_real("rope.scaling.yarn_beta_slow", MIN_FACTOR, MAX_FACTOR),
-        "attention_factor": given * grown,
+        "attention_factor": given * grown(1) / (grown(multiplier) if multiplier else 1),
     }
 
 
 # Windows
 
 
-def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    if family in ("qwen2", "qwen3"):  # the key is present even if the model does not use it
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    if family.windows is Windows.NONE or family.window_flag:  # Qwen's key is present even if the model ignores it
         return (0,) * num_layers
-    window = fields.whole("attention.sliding_window", 0, MAX_CONTEXT, 0)
-    if family != "gemma3":
+    default = int(family.defaults.get("sliding_window") or 0) if family.name == "gemma2" else 0
+    window = fields.whole("attention.sliding_window", 0, MAX_CONTEXT, default)
+    if family.windows is Windows.ALL:
         return (window,) * num_layers
     pattern = fields.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if len(pattern) != num_layers or not all(isinstance(one, bool) for one in pattern):
             raise fields.wrong("attention.sliding_window_pattern", f"not {num_layers} times true or false")
         return tuple(window if one else 0 for one in pattern)
-    every = fields.whole("attention.sliding_window_pattern", 1, MAX_LAYERS, 6)
+    every = fields.whole("attention.sliding_window_pattern", 1, MAX_LAYERS, family.full_every)
     return tuple(window if (i + 1) % every else 0 for i in range(num_layers))

@@ -1,4 +1,4 @@
-"""`ModelSpec` of a model that the native and torch backends do not run: mlx-lm has the equations of many more models.
+"""`ModelSpec` of a model that quire has no equations for: mlx-lm and transformers have those of many more models.
 
 Such a spec holds what text, server and display need: names, sizes and token ids. Fields that only equations use have
 neutral values. Two kinds of models are described here: architectures that quire does not know, and quantised weights.
@@ -14,7 +14,6 @@ from typing import Any
 
 from quire.errors import UnsupportedModel
 from quire.weights.config import (
-    ALIASES,
     DTYPES,
     MAX_HEAD_SIZE,
     MAX_HEADS,
@@ -28,9 +27,10 @@ from quire.weights.config import (
     refuse_quantized,
     spec_from_config,
 )
+from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.fields import Fields
 from quire.weights.rope import MAX_CONTEXT
-from quire.weights.spec import OTHER, Activation, ModelSpec, RopeSpec
+from quire.weights.spec import OTHER, Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
 DEFAULT_CONTEXT = 2048
 MAX_LATENT_SIZE = 65_536  # of multi-head latent attention
@@ -75,7 +75,7 @@ def other_spec(
     config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str, reason: str
 ) -> ModelSpec:
     whole = Fields(source, config)
-    if name_architecture(whole) in ALIASES:
+    if name_architecture(whole) in BY_ARCHITECTURE:
         spec = spec_from_config(_unquantized(config), generation, source, _known_type(quantization))
     else:
         spec = _lenient_spec(whole, generation, quantization, reason)
@@ -143,34 +143,21 @@ def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: st
     fields = Fields(
         whole.source, {**inner.values, **{key: one for key, one in whole.values.items() if one is not None}}
     )
+    attention = AttentionSpec(num_heads, num_kv_heads, head_size, scale=1.0, rope=None)
     return ModelSpec(
         family=OTHER,
         architecture=name_architecture(whole),
-        num_layers=num_layers,
+        layers=(LayerSpec(attention, MlpSpec(0, Activation.SILU)),) * num_layers,
         hidden_size=hidden_size,
-        ffn_size=0,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
         vocab_size=vocab_size,
         max_model_len=sizes.find(_MAX_MODEL_LEN, MAX_CONTEXT) or DEFAULT_CONTEXT,
         norm_eps=0.0,
-        rope=RopeSpec(theta=0.0, rotary_size=0),
-        local_rope=None,
-        windows=(0,) * num_layers,
-        activation=Activation.SILU,
-        attention_scale=1.0,
         embedding_scale=1.0,
-        norm_offset=0.0,
-        attention_softcap=0.0,
+        logit_scale=1.0,
         logit_softcap=0.0,
+        norm_offset=0.0,
+        rounds_norms_first=False,
         is_tied=fields.flag("tie_word_embeddings", False),
-        has_qkv_bias=False,
-        has_output_bias=False,
-        has_mlp_bias=False,
-        has_qk_norm=False,
-        has_post_norms=False,
-        is_fused=False,
         dtype=_dtype(fields, quantization),
         quantization=quantization,
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),

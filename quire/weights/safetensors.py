@@ -20,13 +20,14 @@ from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import from_transformers, is_left_over
+from quire.weights.names import is_left_over, transformers_targets
+from quire.weights.row_order import in_halves
+from quire.weights.tensors import Place, place_tensors
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_SHARDS = 4096
-MAX_TENSORS = 65_536
-MAX_OTHER_TENSORS = 1 << 20  # a mixture of experts has three matrices per expert and layer
+MAX_TENSORS = 1 << 20  # a mixture of experts has three matrices per expert and layer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +43,8 @@ class _Shard(NamedTuple):
     header: Mapping[str, Any]
 
 
-class _Place(NamedTuple):
+class _FileTensor(NamedTuple):
+    info: TensorInfo  # its name is the one in the file
     shard: _Shard
     offset: int  # from the start of the file
 
@@ -54,19 +56,20 @@ class SafetensorsCheckpoint:
         self.path = folder
         self._folder = ModelFolder(folder)
         self._shards: list[_Shard] = []
-        self._places: dict[str, _Place] = {}
-        self._infos: dict[str, TensorInfo] = {}
-        self.tensors: Mapping[str, TensorInfo] = self._infos
+        self._file_tensors: dict[str, _FileTensor] = {}
         try:
             if self._folder.unsupported:
                 self._add_others()
             else:
                 for shard, name in self._listed():
-                    self._add(shard, name, self._folder.architecture)
-            self.spec = self._folder.spec(most_common_type(self.tensors))
+                    self._add(shard, name)
+            found = {name: one.info for name, one in self._file_tensors.items()}
+            self.spec = self._folder.spec(most_common_type(found))
+            self._places = self._find_places(found)
         except BaseException:
             self.close()
             raise
+        self.tensors: Mapping[str, TensorInfo] = {name: place.info for name, place in self._places.items()}
         self.generation = self._folder.generation()
 
     @property
@@ -77,13 +80,15 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> RawTensor:
         import numpy as np
 
-        info, place = self.tensors[name], self._places[name]
-        if place.shard.buffer.closed:
+        info, file_name, offset = self._places[name]
+        tensor = self._file_tensors[file_name]
+        if tensor.shard.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(place.shard.buffer, np.uint8, info.num_bytes, place.offset)
-        if len(info.shape) < 2:
-            return RawTensor(info, flat)
-        return RawTensor(info, flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type]))
+        flat = np.frombuffer(tensor.shard.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
+        data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
+        raw = RawTensor(info, data)
+        family = self._folder.family
+        return in_halves(raw, self.spec, str(self.path)) if family and family.is_interleaved else raw
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()
@@ -112,12 +117,12 @@ class SafetensorsCheckpoint:
             raise ModelFileError(f"{path}: weight_map lists {show(missing[0])}, which is not in the file it names")
 
     def _add_others(self) -> None:
-        """Check the files of a model that only mlx-lm runs, and list the tensors whose type quire can name.
+        """Check the files of a model that quire has no equations for, and list the tensors whose type quire can name.
 
         mlx-lm reads every `model*.safetensors` and ignores the index. Here the index only says which files are missing.
         """
         if (self.path / INDEX).exists():
-            for file in dict.fromkeys(_read_index(member(self.path, INDEX), MAX_OTHER_TENSORS).values()):
+            for file in dict.fromkeys(_read_index(member(self.path, INDEX), MAX_TENSORS).values()):
                 member(self.path, file)
         files = sorted(path.name for path in self.path.glob("model*.safetensors"))
         if len(files) > MAX_SHARDS:
@@ -130,10 +135,9 @@ class SafetensorsCheckpoint:
                     raise ModelFileError(f"{path}: tensor {show(name)} is also in another file of the folder")
                 names.add(name)
                 if _is_described(entry):
-                    self._infos[name], offset = _read_entry(shard, name)
-                    self._places[name] = _Place(shard, offset)
-            if len(names) > MAX_OTHER_TENSORS:
-                raise ModelFileError(f"{self.path}: holds more than {MAX_OTHER_TENSORS} tensors")
+                    self._file_tensors[name] = _read_entry(shard, name)
+            if len(names) > MAX_TENSORS:
+                raise ModelFileError(f"{self.path}: holds more than {MAX_TENSORS} tensors")
 
     def _has(self, name: str, file: str) -> bool:
         return any(shard.path.name == file and name in shard.header for shard in self._shards)
@@ -158,15 +162,16 @@ class SafetensorsCheckpoint:
         self._shards.append(shard)
         return shard
 
-    def _add(self, shard: _Shard, name: str, architecture: str) -> None:
-        canonical = from_transformers(name, architecture)
-        if is_left_over(name, architecture):
-            return
-        if canonical in self._infos:
-            raise ModelFileError(f"{shard.path}: tensor {show(name)} duplicates {show(canonical)}")
-        info, offset = _read_entry(shard, name)
-        self._infos[canonical] = info._replace(name=canonical)
-        self._places[canonical] = _Place(shard, offset)
+    def _add(self, shard: _Shard, name: str) -> None:
+        if not is_left_over(name, is_multimodal=self._folder.is_multimodal):
+            self._file_tensors[name] = _read_entry(shard, name)
+
+    def _find_places(self, found: Mapping[str, TensorInfo]) -> dict[str, Place]:
+        family = self._folder.family
+        if family is None:
+            return {name: Place(info, name, 0) for name, info in found.items()}
+        targets = transformers_targets(found, family, self._folder.architecture)
+        return place_tensors(found, targets, self.spec, str(self.path))
 
 
 def _read_index(path: Path, max_tensors: int) -> dict[str, str]:
@@ -213,7 +218,7 @@ def _is_described(entry: Any) -> bool:
     return isinstance(shape, list) and shape != [] and all(shape) and entry.get("dtype") in _KNOWN_TYPES
 
 
-def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:
+def _read_entry(shard: _Shard, name: str) -> _FileTensor:
     """Return one row of the table. The package has validated it; the offsets are checked once more."""
     field = f"{shard.path}: tensor {show(name)}"
     entry = shard.header[name]
@@ -232,4 +237,4 @@ def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:
         num_bytes *= dim
     if not 0 <= begin <= end <= len(shard.buffer) - shard.start or end - begin != num_bytes:
         raise ModelFileError(f"{field} has {num_bytes} bytes at {begin} to {end}: not in the file")
-    return TensorInfo(name, kind, shape, num_bytes), shard.start + begin
+    return _FileTensor(TensorInfo(name, kind, shape, num_bytes), shard, shard.start + begin)

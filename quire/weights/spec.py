@@ -1,20 +1,30 @@
 """The parameters of a model that its equations need, independent of the file format.
 
-Backends read only these. Scaled rotary embeddings are plain divisors of the frequencies here, so no backend implements
-"llama3" or "yarn" scaling.
+A model is a list of layers, and a layer is data: `LayerSpec` says how it attends and what its MLP is. Backends read
+nothing else. Scaled rotary embeddings are plain divisors of the frequencies here, so no backend implements "llama3" or
+"yarn" scaling.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-OTHER = "other"  # family of the models that only mlx-lm can run
+OTHER = "other"  # family of the models that quire has no equations for: mlx-lm or transformers may run them
 
 
 class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+
+
+class QKNorm(StrEnum):
+    """RMS norm of queries and keys before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by itself, with one weight for all heads
+    WIDTH = "width"  # all heads of a token together (OLMo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +50,113 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    family: str  # family of equations: a key of the backends' MODELS tables, or OTHER
-    architecture: str  # as the file names it
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
+class QueryScaling:
+    """Queries are multiplied by 1 + beta * ln(1 + floor(position / original_context)) (Ministral 3)."""
+
+    beta: float
+    original_context: int
+
+    def factor(self, position: int) -> float:
+        return 1 + self.beta * math.log(1 + position // self.original_context)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    scale: float  # factor of the products of queries and keys
+    rope: RopeSpec | None  # None: positions are not encoded in this layer
+    window: int = 0  # number of tokens a token sees, including itself; 0: all before it
+    softcap: float = 0.0  # 0: none
+    qk_norm: QKNorm = QKNorm.NONE
+    query_scaling: QueryScaling | None = None
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """down(activation(gate(x)) * up(x))."""
+
+    size: int
+    activation: Activation
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A router chooses a few of many MLPs for every token, by softmax over all, and adds up their weighted outputs."""
+
+    num_experts: int
+    num_chosen: int  # per token
+    size: int  # of one expert
+    activation: Activation
+    renormalizes: bool  # the weights of the chosen experts are divided by their sum
+    scale: float = 1.0  # of the sum
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: x + residual_scale * attention(norm(x)), then the same with the MLP."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    has_pre_norms: bool = True  # of the inputs of attention and MLP
+    has_post_norms: bool = False  # of their outputs, before they are added
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str  # name of a row in `quire.weights.families.FAMILIES`, or OTHER
+    architecture: str  # as the file names it
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
     vocab_size: int  # rows of the embedding, padding included
     max_model_len: int
     norm_eps: float
-    rope: RopeSpec
-    local_rope: RopeSpec | None  # of layers with a window, if it differs
-    windows: tuple[int, ...]  # per layer: number of tokens it sees, including the current one; 0: all
-    activation: Activation
-    attention_scale: float  # factor of the products of queries and keys
-    embedding_scale: float  # 1 except for Gemma
-    norm_offset: float  # added to norm weights from the file: 1 for Gemma's safetensors
-    attention_softcap: float  # 0: none
+    embedding_scale: float  # factor of the embeddings
+    logit_scale: float  # factor of the logits
     logit_softcap: float  # 0: none
+    norm_offset: float  # added to norm weights from the file: 1 for Gemma's safetensors
+    rounds_norms_first: bool  # a norm is rounded before its weight as well as after it
     is_tied: bool  # logits come from the embedding matrix
-    has_qkv_bias: bool
-    has_output_bias: bool  # of attention
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    has_post_norms: bool  # norms after attention and after the MLP as well (Gemma)
-    is_fused: bool  # the file holds qkv_proj and gate_up_proj as single tensors (phi3)
     dtype: str  # float32, float16 or bfloat16: the type the file was saved for
     quantization: str  # type of most of the weights, for display: Q4_1, BF16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    unsupported: str = ""  # why the native and torch backends do not run the model; empty: they do
+    unsupported: str = ""  # why quire's own equations do not run the model; empty: they do
 
     @property
-    def rounds_norms_first(self) -> bool:
-        """Whether a norm is rounded before its weight as well as after it. Gemma rounds only the product."""
-        return self.family != "gemma3"
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Attention of the first layer, for display and for families whose layers differ only in window and rope."""
+        return self.layers[0].attention
+
+    @property
+    def mlp(self) -> MlpSpec | ExpertsSpec:
+        """MLP of the last layer: the first layers of some models with experts are dense."""
+        return self.layers[-1].mlp
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)

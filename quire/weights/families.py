@@ -1,0 +1,452 @@
+"""The model families that quire has equations for: one row each.
+
+A row says how a family differs from Llama. `config.py` and `gguf_spec.py` read a file's fields with it, `names.py` its
+tensor names. A family with new equations also needs a switch in `spec.py` and code in the backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from quire.weights.spec import QKNorm
+
+
+class Windows(Enum):
+    """Which layers have a sliding window."""
+
+    NONE = 0
+    ALL = 1  # if the field sliding_window is given
+    SOME = 2  # those that layer_types lists, or all but every n-th
+
+
+class Ropes(Enum):
+    """Which rotary embedding a layer has."""
+
+    ONE = 0
+    LOCAL_BASE = 1  # layers with a window have their own base (Gemma 3)
+    LOCAL_UNSCALED = 2  # layers with a window have the same base, without scaling (OLMo 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFields:
+    """How config.json describes routed experts, by the names of its fields."""
+
+    num_experts: str = "num_experts"
+    size: str = "moe_intermediate_size"
+    renormalizes: str | bool = True  # a field, or a constant
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str
+    architectures: tuple[str, ...]  # class names in config.json
+    model_types: tuple[str, ...]  # model_type in config.json, one for each class
+    gguf: str  # general.architecture in GGUF files
+    models: str  # examples with sizes, for people
+    defaults: Mapping[str, Any]  # of transformers, for fields that config.json omits
+    has_pre_norms: bool = True
+    has_post_norms: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    rounds_norms_first: bool = True
+    # Biases: a constant, or the field that decides. GGUF files are read by their tensors instead.
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    windows: Windows = Windows.NONE
+    window_flag: str = ""  # a field that must be true for windows to be used
+    full_every: int = 0  # every n-th layer has full attention, if layer_types is not given
+    ropes: Ropes = Ropes.ONE
+    has_partial_rotary: bool = False
+    is_interleaved: bool = False  # rotated pairs are neighbours in the files of transformers
+    is_permuted_in_gguf: bool = False  # and in those of llama.cpp
+    no_rope_every: int = 0  # every n-th layer has no positions, if no_rope_layers is not given
+    has_query_scaling: bool = False
+    is_gemma: bool = False  # norm weights are stored minus 1, embeddings are scaled, gelu, soft caps
+    has_multipliers: bool = False  # of embeddings, attention, residuals and logits (Granite)
+    experts: ExpertFields | None = None
+    ffn_size: str = "intermediate_size"
+    # Tensor names that differ from Llama's: the file's name of a layer's tensor, and what it holds.
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gguf_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    nested: tuple[str, ...] = ()  # classes whose language model is described in text_config
+
+
+_FUSED_QKV = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_FUSED_GATE_UP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
+_SANDWICH_NORMS = {  # Gemma's four norms
+    "post_attention_layernorm": ("post_attention_norm",),
+    "pre_feedforward_layernorm": ("mlp_norm",),
+    "post_feedforward_layernorm": ("post_mlp_norm",),
+}
+_GGUF_POST_NORMS = {"post_attention_norm": ("post_attention_norm",), "post_ffw_norm": ("post_mlp_norm",)}
+_QWEN_DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA3: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA2: dict[str, Any] = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llama",
+        architectures=("LlamaForCausalLM",),
+        model_types=("llama",),
+        gguf="llama",
+        models="Llama 2, 3, 3.1, 3.2, 3.3 (1B to 70B), SmolLM2, TinyLlama, DeepSeek-R1 distillations of Llama",
+        defaults={"max_position_embeddings": 2048},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="mistral",
+        architectures=("MistralForCausalLM",),
+        model_types=("mistral",),
+        gguf="llama",
+        models="Mistral 7B, Nemo 12B, Small 22B and 24B, Codestral, Devstral",
+        defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows=Windows.ALL,
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        model_types=("mixtral",),
+        gguf="llama",
+        models="Mixtral 8x7B and 8x22B",
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        windows=Windows.ALL,
+        experts=ExpertFields(num_experts="num_local_experts", size="intermediate_size"),
+        names={
+            "block_sparse_moe.gate": ("router",),
+            "block_sparse_moe.experts.#.w1": ("experts.#.gate_proj",),
+            "block_sparse_moe.experts.#.w3": ("experts.#.up_proj",),
+            "block_sparse_moe.experts.#.w2": ("experts.#.down_proj",),
+        },
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="qwen2",
+        architectures=("Qwen2ForCausalLM",),
+        model_types=("qwen2",),
+        gguf="qwen2",
+        models="Qwen 2, 2.5 and 2.5-Coder (0.5B to 72B), QwQ 32B, DeepSeek-R1 distillations of Qwen",
+        defaults=_QWEN_DEFAULTS,
+        qkv_bias=True,
+        windows=Windows.SOME,
+        window_flag="use_sliding_window",
+    ),
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        model_types=("qwen3",),
+        gguf="qwen3",
+        models="Qwen 3 (0.6B to 32B)",
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        qk_norm=QKNorm.HEAD,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows=Windows.SOME,
+        window_flag="use_sliding_window",
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        model_types=("qwen3_moe",),
+        gguf="qwen3moe",
+        models="Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder",
+        defaults={
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+        qk_norm=QKNorm.HEAD,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows=Windows.ALL,
+        window_flag="use_sliding_window",
+        experts=ExpertFields(renormalizes="norm_topk_prob"),
+    ),
+    Family(
+        name="olmoe",
+        architectures=("OlmoeForCausalLM",),
+        model_types=("olmoe",),
+        gguf="olmoe",
+        models="OLMoE 1B-7B",
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "eos_token_id": 50_279,
+        },
+        qk_norm=QKNorm.WIDTH,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        experts=ExpertFields(size="intermediate_size", renormalizes="norm_topk_prob"),
+    ),
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        model_types=("olmo2",),
+        gguf="olmo2",
+        models="OLMo 2 (1B to 32B)",
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50_279},
+        has_pre_norms=False,
+        has_post_norms=True,
+        qk_norm=QKNorm.WIDTH,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        names={
+            "post_attention_layernorm": ("post_attention_norm",),
+            "post_feedforward_layernorm": ("post_mlp_norm",),
+        },
+        gguf_names=_GGUF_POST_NORMS,
+    ),
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        model_types=("olmo3",),
+        gguf="olmo2",
+        models="OLMo 3 (7B, 32B)",
+        defaults={
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "eos_token_id": 50_279,
+            "rope_theta": 5e5,
+        },
+        has_pre_norms=False,
+        has_post_norms=True,
+        qk_norm=QKNorm.WIDTH,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows=Windows.SOME,
+        full_every=4,
+        ropes=Ropes.LOCAL_UNSCALED,
+        names={
+            "post_attention_layernorm": ("post_attention_norm",),
+            "post_feedforward_layernorm": ("post_mlp_norm",),
+        },
+        gguf_names=_GGUF_POST_NORMS,
+    ),
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        model_types=("smollm3",),
+        gguf="smollm3",
+        models="SmolLM3 3B",
+        defaults={
+            "vocab_size": 128_256,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128_000,
+            "eos_token_id": 128_001,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows=Windows.SOME,
+        window_flag="use_sliding_window",
+        no_rope_every=4,
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        model_types=("granite",),
+        gguf="granite",
+        models="Granite 3.0 to 3.3 (2B, 8B), Granite 4.1 dense",
+        defaults={"max_position_embeddings": 2048},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        has_multipliers=True,
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="granite4",
+        architectures=("GraniteMoeHybridForCausalLM",),
+        model_types=("granitemoehybrid",),
+        gguf="granite",
+        models="Granite 4.0 dense (350M, 1B, Micro 3B); not the H models, whose layers have a state",
+        defaults={"max_position_embeddings": 2048, "shared_intermediate_size": 1024, "num_local_experts": 8},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        has_multipliers=True,
+        ffn_size="shared_intermediate_size",
+        names={
+            "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+            "shared_mlp.output_linear": ("down_proj",),
+        },
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+        model_types=("ministral3", "mistral3"),
+        gguf="mistral3",
+        models="Ministral 3 (3B, 8B, 14B), Mistral Small 3.1 and 3.2 (text only)",
+        defaults={
+            "max_position_embeddings": 262_144,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+        },
+        windows=Windows.ALL,
+        has_query_scaling=True,
+        is_permuted_in_gguf=True,
+        nested=("Mistral3ForConditionalGeneration",),
+    ),
+    Family(
+        name="glm4",
+        architectures=("Glm4ForCausalLM",),
+        model_types=("glm4",),
+        gguf="glm4",
+        models="GLM-4-0414 and GLM-Z1-0414 (9B, 32B)",
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": [151_329, 151_336, 151_338],
+        },
+        has_post_norms=True,
+        qkv_bias="attention_bias",
+        has_partial_rotary=True,
+        is_interleaved=True,
+        names={
+            "post_self_attn_layernorm": ("post_attention_norm",),
+            "post_mlp_layernorm": ("post_mlp_norm",),
+            **_FUSED_GATE_UP,
+        },
+        gguf_names={**_GGUF_POST_NORMS, "ffn_up": ("gate_proj", "up_proj")},
+        is_permuted_in_gguf=True,
+    ),
+    Family(
+        name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
+        model_types=("seed_oss",),
+        gguf="seed_oss",
+        models="Seed-OSS 36B",
+        defaults={
+            "max_position_embeddings": 524_288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        gguf_names={"post_attention_norm": ("mlp_norm",)},
+    ),
+    Family(
+        name="gemma2",
+        architectures=("Gemma2ForCausalLM",),
+        model_types=("gemma2",),
+        gguf="gemma2",
+        models="Gemma 2 (2B, 9B, 27B)",
+        defaults=_GEMMA2,
+        has_post_norms=True,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows=Windows.SOME,
+        full_every=2,
+        is_gemma=True,
+        names=_SANDWICH_NORMS,
+        gguf_names=_GGUF_POST_NORMS,
+    ),
+    Family(
+        name="gemma3",
+        architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        model_types=("gemma3_text", "gemma3"),
+        gguf="gemma3",
+        models="Gemma 3 (270M to 27B, text only)",
+        defaults=_GEMMA3,
+        has_post_norms=True,
+        qk_norm=QKNorm.HEAD,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows=Windows.SOME,
+        full_every=6,
+        ropes=Ropes.LOCAL_BASE,
+        is_gemma=True,
+        names=_SANDWICH_NORMS,
+        gguf_names=_GGUF_POST_NORMS,
+        nested=("Gemma3ForConditionalGeneration",),
+    ),
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        model_types=("phi3",),
+        gguf="phi3",
+        models="Phi-3, Phi-3.5, Phi-4 and Phi-4-mini",
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        windows=Windows.ALL,
+        has_partial_rotary=True,
+        names={**_FUSED_QKV, **_FUSED_GATE_UP},
+        gguf_names={"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")},
+    ),
+)
+
+BY_ARCHITECTURE: Mapping[str, Family] = {name: row for row in FAMILIES for name in row.architectures}
+BY_MODEL_TYPE: Mapping[str, str] = {
+    model_type: name for row in FAMILIES for model_type, name in zip(row.model_types, row.architectures, strict=True)
+}
+BY_NAME: Mapping[str, Family] = {row.name: row for row in FAMILIES}
+GGUF_ARCHITECTURES: tuple[str, ...] = tuple(dict.fromkeys(row.gguf for row in FAMILIES))

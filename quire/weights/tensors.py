@@ -1,0 +1,193 @@
+"""The tensors of a model under quire's own names, and where they lie in a file.
+
+Every tensor is one matrix or vector: `layers.3.q_proj.weight`, `layers.3.experts.17.down_proj.weight`. A file may hold
+several of them in one tensor: q, k and v as rows of one matrix, or an expert's matrices stacked over all experts. Rows
+are stored one after the other in every format, so each of quire's tensors is still a range of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.checkpoint import Checkpoint, TensorInfo
+from quire.weights.fields import show
+from quire.weights.spec import ExpertsSpec, LayerSpec, ModelSpec, QKNorm
+
+MAX_LISTED = 5
+
+Shape = tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """What a tensor of a file holds."""
+
+    names: tuple[str, ...]  # quire's tensors, one below the other; of a stack, with {} for the number of the expert
+    is_stack: bool = False  # [experts, rows, columns]
+
+
+class Place(NamedTuple):
+    """Where one of quire's tensors lies."""
+
+    info: TensorInfo
+    file_name: str  # of the file's tensor that holds it
+    offset: int  # bytes, from the start of that tensor
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Return every tensor the model needs, with its shape, rows first."""
+    expected: dict[str, Shape] = {
+        "embedding.weight": (spec.vocab_size, spec.hidden_size),
+        "norm.weight": (spec.hidden_size,),
+    }
+    if not spec.is_tied:
+        expected["head.weight"] = (spec.vocab_size, spec.hidden_size)
+    for index, layer in enumerate(spec.layers):
+        expected |= {f"layers.{index}.{name}": shape for name, shape in layer_tensors(layer, spec.hidden_size).items()}
+    return expected
+
+
+def layer_tensors(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    return {**_norms(layer, hidden_size), **_attention(layer, hidden_size), **_mlp(layer, hidden_size)}
+
+
+def _norms(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    attention = layer.attention
+    tensors: dict[str, Shape] = {}
+    if layer.has_pre_norms:
+        tensors |= {"input_norm.weight": (hidden_size,), "mlp_norm.weight": (hidden_size,)}
+    if layer.has_post_norms:
+        tensors |= {"post_attention_norm.weight": (hidden_size,), "post_mlp_norm.weight": (hidden_size,)}
+    if attention.qk_norm is QKNorm.HEAD:
+        tensors |= {"q_norm.weight": (attention.head_size,), "k_norm.weight": (attention.head_size,)}
+    elif attention.qk_norm is QKNorm.WIDTH:
+        tensors |= {"q_norm.weight": (attention.q_size,), "k_norm.weight": (attention.kv_size,)}
+    return tensors
+
+
+def _attention(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    attention = layer.attention
+    tensors: dict[str, Shape] = {}
+    for name, size in (("q_proj", attention.q_size), ("k_proj", attention.kv_size), ("v_proj", attention.kv_size)):
+        tensors |= _linear(name, size, hidden_size, has_bias=attention.has_qkv_bias)
+    return tensors | _linear("o_proj", hidden_size, attention.q_size, has_bias=attention.has_output_bias)
+
+
+def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    mlp = layer.mlp
+    if not isinstance(mlp, ExpertsSpec):
+        return _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
+    tensors: dict[str, Shape] = {"router.weight": (mlp.num_experts, hidden_size)}
+    for expert in range(mlp.num_experts):
+        tensors |= _gated(f"experts.{expert}.", mlp.size, hidden_size, has_bias=False)
+    return tensors
+
+
+def _gated(prefix: str, size: int, hidden_size: int, *, has_bias: bool) -> dict[str, Shape]:
+    return {
+        **_linear(f"{prefix}gate_proj", size, hidden_size, has_bias=has_bias),
+        **_linear(f"{prefix}up_proj", size, hidden_size, has_bias=has_bias),
+        **_linear(f"{prefix}down_proj", hidden_size, size, has_bias=has_bias),
+    }
+
+
+def _linear(name: str, num_outputs: int, num_inputs: int, *, has_bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (num_outputs, num_inputs)}
+    return weight | {f"{name}.bias": (num_outputs,)} if has_bias else weight
+
+
+def num_weights(spec: ModelSpec) -> int:
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+def num_active_weights(spec: ModelSpec) -> int:
+    """Return how many weights one token is multiplied by: of the experts, only the chosen ones."""
+    total = num_weights(spec) - (0 if spec.is_tied else spec.vocab_size * spec.hidden_size)
+    for layer in spec.layers:
+        if isinstance(layer.mlp, ExpertsSpec):
+            total -= 3 * (layer.mlp.num_experts - layer.mlp.num_chosen) * layer.mlp.size * spec.hidden_size
+    return total
+
+
+# Where they lie
+
+
+def place_tensors(
+    found: Mapping[str, TensorInfo], targets: Mapping[str, Target], spec: ModelSpec, source: str
+) -> dict[str, Place]:
+    """Return quire's tensors among those of a file. A tensor without a target, or of another shape, is kept whole.
+
+    `check_tensors` refuses the latter.
+    """
+    expected = expected_tensors(spec)
+    places: dict[str, Place] = {}
+    for file_name, info in found.items():
+        target = targets.get(file_name)
+        parts = _divide(info, target, expected) if target else None
+        if parts is None:
+            name = target.names[0] if target else file_name
+            parts = [Place(info._replace(name=name), file_name, 0)]
+        for part in parts:
+            if part.info.name in places:
+                other = places[part.info.name].file_name
+                raise ModelFileError(
+                    f"{source}: tensor {show(file_name)} duplicates {show(part.info.name)}, which {show(other)} holds"
+                )
+            places[part.info.name] = part
+    return places
+
+
+def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape]) -> list[Place] | None:
+    """Return the parts of a file's tensor, or None if it does not have the shape of all of them together."""
+    num_stacked = info.shape[0] if target.is_stack else 1
+    first = [expected.get(name.format(0)) for name in target.names]
+    shapes = [shape for shape in first if shape is not None]
+    if len(shapes) != len(first) or not shapes:
+        return None
+    whole: Shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    if info.shape != ((num_stacked, *whole) if target.is_stack else whole):
+        return None
+    if target.is_stack and target.names[0].format(num_stacked) in expected:
+        return None  # there are more experts than the file holds
+    row_bytes = info.num_bytes // (num_stacked * whole[0])
+    places, offset = [], 0
+    for expert in range(num_stacked):
+        for name, shape in zip(target.names, shapes, strict=True):
+            num_bytes = shape[0] * row_bytes
+            part = TensorInfo(name.format(expert), info.type, shape, num_bytes)
+            places.append(Place(part, info.name, offset))
+            offset += num_bytes
+    return places
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise unless the checkpoint has exactly the tensors of its model, and quire knows its equations."""
+    if checkpoint.spec.unsupported:
+        raise UnsupportedModel(checkpoint.spec.unsupported)
+    expected = expected_tensors(checkpoint.spec)
+    found: Mapping[str, TensorInfo] = checkpoint.tensors
+    unexpected = [name for name in found if name not in expected]
+    if checkpoint.spec.is_tied:  # some files contain the embedding twice
+        unexpected = [name for name in unexpected if name != "head.weight"]
+    misshapen = [
+        f"{name} {found[name].shape} for {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    problems = [
+        _listed("missing", (name for name in expected if name not in found)),
+        _listed("unexpected", (show(name) for name in unexpected)),
+        _listed("of the wrong shape", misshapen),
+    ]
+    if any(problems):
+        raise ModelFileError(f"{checkpoint.path}: tensors {'; '.join(filter(None, problems))}")
+
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    every: Sequence[str] = list(names)
+    if not every:
+        return ""
+    more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
+    return f"{what}: {', '.join(every[:MAX_LISTED])}{more}"
