@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.core.request import SamplingParams
-from quire.weights.names import expected_tensors
+from quire.weights.tensors import expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.weights.config import spec_from_config
-from quire.weights.names import expected_tensors
+from quire.weights.tensors import expected_tensors
 from tests.text.vocabularies import byte_level_json
 from tests.weights.makers import safetensors_bytes
 

@@ -20,8 +20,8 @@ from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit, fit_mlx, read_mem
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
+from quire.weights.families import GGUF_ARCHITECTURES
 from quire.weights.fields import show
-from quire.weights.gguf_spec import FAMILIES
 from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
 from quire.weights.other import read_spec
 from quire.weights.spec import ModelSpec
@@ -137,8 +137,8 @@ def _file_problems(found: Download) -> list[str]:
 def _family_problems(found: Download) -> list[str]:
     if found.name.gguf is not None:
         family = found.gguf.get("architecture")
-        if family is not None and family not in FAMILIES:
-            return [f"architecture {show(family)} is not supported; these run: {', '.join(FAMILIES)}"]
+        if family is not None and family not in GGUF_ARCHITECTURES:
+            return [f"architecture {show(family)} is not supported; these run: {', '.join(GGUF_ARCHITECTURES)}"]
         return []
     try:
         spec = found.spec()

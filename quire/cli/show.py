@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quire.backends.kv_spec import KVSpec
 from quire.cli.backend_fit import find_backend_problem
 from quire.cli.machine_fit import fit, fit_mlx, read_memory
 from quire.cli.models import short_path
@@ -68,10 +69,10 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
+        "num_heads": spec.attention.num_heads,
+        "num_kv_heads": spec.attention.num_kv_heads,
         "vocab_size": spec.vocab_size,
-        "kv_bytes_per_token": 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * KV_BYTES,
+        "kv_bytes_per_token": KVSpec.of(spec).block_bytes(1, KV_BYTES),
         "has_chat_template": checkpoint.tokenizer_files().chat_template is not None,
         "memory_bytes": place.num_bytes,
         "runs_on": None if problem else place.device or None,

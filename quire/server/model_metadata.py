@@ -15,9 +15,9 @@ from quire.text.reasoning import find_reasoning
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
 from quire.weights.hub import NO_DEFAULTS, known_generation, size_of
-from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
+from quire.weights.tensors import num_weights
 
 if TYPE_CHECKING:
     from quire.server.models import Model
@@ -80,7 +80,7 @@ def _count_parameters(checkpoint: Checkpoint) -> int:
     """Return the number of weights; 0 for weights that MLX has packed, because their shapes do not show it."""
     spec = checkpoint.spec
     if not spec.unsupported:
-        return sum(map(math.prod, expected_tensors(spec).values()))
+        return num_weights(spec)
     if spec.quantization not in DTYPES:
         return 0
     return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from quire.backends.base import Progress
+from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
 from quire.engine.composition import check_supported
@@ -156,7 +157,7 @@ class Model:
         element_bytes = HALF_BYTES if is_half and engine.dtype != "float32" else FP32_BYTES
         if engine.quantize is not None and spec.quantization in PLAIN_BITS:  # with a scale and a bias for 64 weights
             self._weight_bytes = int(self._weight_bytes * (engine.quantize + 0.5) / PLAIN_BITS[spec.quantization])
-        self._token_bytes = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_size * element_bytes
+        self._token_bytes = float(KVSpec.of(spec).block_bytes(1, element_bytes))
 
     async def load(self, kv_bytes: int | None) -> int:
         config, began_s = self.config, time.monotonic()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from quire.weights.families import Family
-from quire.weights.tensors import Target
+from quire.weights.families import BY_NAME, Family
+from quire.weights.spec import ModelSpec
+from quire.weights.tensors import Target, expected_tensors
 
 # Of the whole model: Hugging Face, GGUF, quire.
 _WHOLE = (
@@ -129,6 +130,22 @@ def is_left_over(name: str, *, is_multimodal: bool = False) -> bool:
     return is_multimodal and name.startswith(_VISION_PREFIXES)
 
 
-def transformers_names(family: Family) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor of a layer as transformers names it, the tensors of quire it holds. Without endings."""
-    return {name: (own,) for name, _, own in _LAYER} | dict(family.names)
+def transformers_parameters(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return the tensors that transformers' class for a model without experts has, and those of quire each holds."""
+    expected = expected_tensors(spec)
+    layer = {name: (own,) for name, _, own in _LAYER} | dict(BY_NAME[spec.family].names)
+    found: dict[str, tuple[str, ...]] = {}
+    stems: list[tuple[str, tuple[str, ...]]] = [(name, (own,)) for name, _, own in _WHOLE]
+    for index in range(spec.num_layers):
+        stems += [
+            (f"model.layers.{index}.{name}", tuple(f"layers.{index}.{own}" for own in owns))
+            for name, owns in sorted(layer.items(), key=lambda item: -len(item[1]))  # fused ones first
+        ]
+    used: set[str] = set()
+    for name, owns in stems:
+        for ending in ("weight", "bias"):
+            held = tuple(f"{own}.{ending}" for own in owns)
+            if all(one in expected and one not in used for one in held):
+                found[f"{name}.{ending}"] = held
+                used.update(held)
+    return found

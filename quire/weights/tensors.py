@@ -103,7 +103,7 @@ def num_weights(spec: ModelSpec) -> int:
 
 
 def num_active_weights(spec: ModelSpec) -> int:
-    """Return how many weights one token is multiplied by: of the experts, only the chosen ones."""
+    """Return how many weights one token is multiplied by: one embedding matrix, and of the experts the chosen ones."""
     total = num_weights(spec) - (0 if spec.is_tied else spec.vocab_size * spec.hidden_size)
     for layer in spec.layers:
         if isinstance(layer.mlp, ExpertsSpec):

@@ -135,7 +135,7 @@ class Contract:
         rig.reset(overlap=overlap and has_overlap(rig))
         prompts = [random_prompt(30 + i, 20 + i) for i in range(3)]
         ids = [
-            rig.start(prompt, 8, matcher=Alternating(8) if number != 1 else None, temperature=1.0, seed=number)
+            rig.start(prompt, 8, matcher=Alternating(8) if number != 1 else None, temperature=1.0, seed=number + 3)
             for number, prompt in enumerate(prompts)
         ]
         answers = rig.run(*ids)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer
-from quire.weights.names import check_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.tensors import check_tensors
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.weights.makers import config, tiny_gguf, write_folder
 

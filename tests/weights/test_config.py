@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.config import ALIASES, read_generation, spec_from_config
+from quire.weights.config import read_generation, spec_from_config
+from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.spec import Activation, GenerationDefaults, ModelSpec
 from tests.weights.makers import FFN, HEAD, HEADS, HIDDEN, KV_HEADS, SIZES, VOCAB, config
 
@@ -193,5 +194,5 @@ def test_rotations_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
 
 
 def test_every_listed_architecture_is_read() -> None:
-    for architecture, family in ALIASES.items():
-        assert spec(architecture, text_config=dict(SIZES)).family == family
+    for architecture, family in BY_ARCHITECTURE.items():
+        assert spec(architecture, text_config=dict(SIZES)).family == family.name

@@ -12,8 +12,8 @@ from quire.engine.llm import LLM
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, ModelFileError, ModelNotFound
-from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.opening import open_checkpoint
+from quire.weights.tensors import check_tensors, expected_tensors
 from tests.tiny import write_tiny_model
 from tests.weights.makers import config, tiny_gguf, write_folder
 

@@ -18,10 +18,10 @@ from quire.engine.llm import LLM
 from quire.engine.model_text import ModelText
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.fields import Fields
-from quire.weights.names import check_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.other import DEFAULT_CONTEXT, find_unsupported, read_spec
 from quire.weights.spec import OTHER, ModelSpec
+from quire.weights.tensors import check_tensors
 from tests.weights.makers import HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, config, safetensors_bytes, write_folder
 from tests.weights.mlx_folder import write_mlx_model
 

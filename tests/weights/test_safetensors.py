@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.tensors import check_tensors, expected_tensors
 from tests.weights.makers import HIDDEN, VOCAB, config, llama_arrays, safetensors_bytes, tiny_gguf, write_folder
 
 EMBEDDING = "model.embed_tokens.weight"

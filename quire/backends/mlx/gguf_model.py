@@ -21,9 +21,10 @@ from quire.backends.mlx.quantization import Layout, choose_layout, dtype_name, s
 from quire.backends.mlx.spec_model import file_norm_shift
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
-from quire.weights.names import check_tensors, expected_tensors
+from quire.weights.names import transformers_parameters
 from quire.weights.quants import to_float32
 from quire.weights.spec import ModelSpec
+from quire.weights.tensors import check_tensors
 
 UNPACKED = Layout(8, GROUP_SIZE)  # of quantised types without a packing
 
@@ -35,20 +36,35 @@ def load_tensors(
 ) -> str:
     """Fill a model that was made from the checkpoint's spec. Returns a description of the weights."""
     check_tensors(checkpoint)
-    infos = [checkpoint.tensors[name] for name in expected_tensors(checkpoint.spec)]
+    parts = transformers_parameters(checkpoint.spec)  # mlx-lm has the same names
+    infos = [_join(name, [checkpoint.tensors[one] for one in held]) for name, held in parts.items()]
     _check_parameters(model, infos, checkpoint.spec)
     layouts = _choose_layouts(infos, bits, checkpoint)
     set_layouts(model, {_layer_of(name): layout for name, layout in layouts.items()})
     total, done = sum(info.num_bytes for info in infos), 0
     for info in infos:
         with file_errors(checkpoint.path):
-            arrays = _convert(checkpoint, info, layouts.get(info.name), dtype)
+            raw = _read(checkpoint, info, parts[info.name])
+            arrays = _convert(checkpoint, raw, layouts.get(info.name), dtype)
             mx.eval(list(arrays.values()))
             model.load_weights(list(arrays.items()), strict=False)
         done += info.num_bytes
         if progress is not None:
             progress(done, total)
     return _describe(infos, layouts, dtype)
+
+
+def _join(name: str, parts: list[TensorInfo]) -> TensorInfo:
+    """Return the description of tensors one below the other, as mlx-lm's class holds them."""
+    if len({(part.type, part.shape[1:]) for part in parts}) > 1:
+        raise UnsupportedModel(f"mlx-lm holds {name} as one matrix, and the file holds its parts in several types")
+    rows = sum(part.shape[0] for part in parts)
+    return TensorInfo(name, parts[0].type, (rows, *parts[0].shape[1:]), sum(part.num_bytes for part in parts))
+
+
+def _read(checkpoint: Checkpoint, info: TensorInfo, parts: tuple[str, ...]) -> RawTensor:
+    data = [checkpoint.read(name).data for name in parts]
+    return RawTensor(info, data[0] if len(data) == 1 else np.concatenate(data))
 
 
 def _check_parameters(model: Module, infos: list[TensorInfo], spec: ModelSpec) -> None:
@@ -91,9 +107,9 @@ def _layer_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _convert(checkpoint: Checkpoint, info: TensorInfo, layout: Layout | None, dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Return the parameters of one tensor of the file."""
-    raw = checkpoint.read(info.name)
+def _convert(checkpoint: Checkpoint, raw: RawTensor, layout: Layout | None, dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Return the parameters of one tensor."""
+    info = raw.info
     if layout is None:
         array = _to_array(raw)
         if info.name.endswith("norm.weight"):

@@ -16,11 +16,18 @@ from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.cache import RotatingKVCache
 
 from quire.errors import UnsupportedModel
-from quire.weights.config import ALIASES
-from quire.weights.spec import Activation, ModelSpec, RopeSpec
+from quire.weights.families import BY_ARCHITECTURE
+from quire.weights.spec import Activation, MlpSpec, ModelSpec, RopeSpec
 
 # Family -> model_type of mlx-lm.
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "phi3": "phi3"}
+MODEL_TYPES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+}
 # Values of model_type in a config.json that mean one of these families.
 _KNOWN = (None, "llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 _FIXED_HEAD_SIZE = ("qwen2", "phi3")  # mlx-lm computes it from the hidden size
@@ -32,8 +39,10 @@ def known_spec(spec: ModelSpec, model_type: object) -> ModelSpec | None:
 
     If the weights are quantised, the family of `spec` is OTHER.
     """
-    family = ALIASES.get(spec.architecture)
-    return replace(spec, family=family) if family in MODEL_TYPES and model_type in _KNOWN else None
+    family = BY_ARCHITECTURE.get(spec.architecture)
+    if family is None or family.name not in MODEL_TYPES or model_type not in _KNOWN:
+        return None
+    return replace(spec, family=family.name)
 
 
 class ScaledRope(Module):
@@ -60,30 +69,35 @@ def make_rope(rope: RopeSpec, max_model_len: int) -> Module:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Return config.json as mlx-lm's model classes read it. `apply_spec` completes the model made from it."""
+    if spec.family not in MODEL_TYPES:
+        raise UnsupportedModel(
+            f"the mlx backend does not read GGUF files or dummy weights of {spec.family}, only of "
+            f"{', '.join(MODEL_TYPES)}; mlx-lm may run the model from its folder of safetensors"
+        )
     _refuse_other_equations(spec)
     config = {
         "model_type": MODEL_TYPES[spec.family],
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,
-        "intermediate_size": spec.ffn_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_size,
+        "intermediate_size": spec.mlp.size,
+        "num_attention_heads": spec.attention.num_heads,
+        "num_key_value_heads": spec.attention.num_kv_heads,
+        "head_dim": spec.attention.head_size,
         "rms_norm_eps": spec.norm_eps,
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_model_len,
-        "rope_theta": spec.rope.theta,
+        "rope_theta": _ropes(spec)[0].theta,
         "rope_scaling": None,
         "rope_parameters": None,
         "tie_word_embeddings": spec.is_tied,
-        "attention_bias": spec.has_qkv_bias,
-        "mlp_bias": spec.has_mlp_bias,
+        "attention_bias": spec.attention.has_qkv_bias,
+        "mlp_bias": isinstance(spec.mlp, MlpSpec) and spec.mlp.has_bias,
         "layer_types": None,
         "sliding_window": None,
     }
     if spec.family == "gemma3":
         config |= {
-            "query_pre_attn_scalar": spec.attention_scale**-2,
+            "query_pre_attn_scalar": spec.attention.scale**-2,
             "sliding_window": max(spec.windows) or spec.max_model_len,
             "sliding_window_pattern": _gemma_pattern(spec),
         }
@@ -94,17 +108,26 @@ def _refuse_other_equations(spec: ModelSpec) -> None:
     """Raise if mlx-lm's class for the family does not support something that the spec asks for."""
     activation = Activation.GELU_TANH if spec.family == "gemma3" else Activation.SILU
     problems = {
-        f"activation {spec.activation}": spec.activation is not activation,
-        "attention softcapping": spec.attention_softcap != 0,
+        f"activation {spec.mlp.activation}": spec.mlp.activation is not activation,
+        "attention softcapping": spec.attention.softcap != 0,
         "logit softcapping": spec.logit_softcap != 0,
-        f"head size {spec.head_size}": spec.family in _FIXED_HEAD_SIZE
-        and spec.head_size * spec.num_heads != spec.hidden_size,
+        f"head size {spec.attention.head_size}": spec.family in _FIXED_HEAD_SIZE
+        and spec.attention.head_size * spec.attention.num_heads != spec.hidden_size,
         "windows in some layers": spec.family in _ONE_MASK and len(set(spec.windows)) > 1,
         "windows of several sizes": len(set(spec.windows) - {0}) > 1,
     }
     for what, is_wrong in problems.items():
         if is_wrong:
             raise UnsupportedModel(f"mlx-lm does not run {spec.family} with {what}")
+
+
+def _ropes(spec: ModelSpec) -> tuple[RopeSpec, RopeSpec]:
+    """Return the rope of layers with full attention and that of layers with a window; equal if there is only one."""
+    ropes = {bool(layer.attention.window): layer.attention.rope for layer in spec.layers}
+    full, local = ropes.get(False, ropes.get(True)), ropes.get(True, ropes.get(False))
+    if full is None or local is None:
+        raise UnsupportedModel(f"mlx-lm does not run {spec.family} without rotary embeddings")
+    return full, local
 
 
 def _gemma_pattern(spec: ModelSpec) -> int:
@@ -118,17 +141,18 @@ def _gemma_pattern(spec: ModelSpec) -> int:
 
 def apply_spec(model: Module, spec: ModelSpec, max_model_len: int) -> None:
     """Set what mlx-lm does not read from a config: rotary embeddings, scale and windows."""
-    full = make_rope(spec.rope, max_model_len)
-    local = make_rope(spec.local_rope, max_model_len) if spec.local_rope else full
+    full_rope, local_rope = _ropes(spec)
+    full = make_rope(full_rope, max_model_len)
+    local = full if local_rope == full_rope else make_rope(local_rope, max_model_len)
     for layer, window in zip(model.layers, spec.windows, strict=True):
         layer.self_attn.rope = local if window else full
-        layer.self_attn.scale = spec.attention_scale
+        layer.self_attn.scale = spec.attention.scale
     if spec.family != "gemma3" and any(spec.windows):
         _set_windows(model, spec)
 
 
 def _set_windows(model: Module, spec: ModelSpec) -> None:
-    if spec.family == "llama":
+    if MODEL_TYPES[spec.family] == "llama":
         inner = model.model
         inner.sliding_window = max(spec.windows)
         inner.layer_types = ["sliding_attention" if window else "full_attention" for window in spec.windows]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kv_store import Context, KVStore
+from quire.backends.torch.kv_store import Context, HeadShape, KVStore
 from quire.core.step import SeqSlice
 
 MAX_QUERIES = 512  # query rows of one attention call, which bounds the size of its mask
@@ -23,7 +23,7 @@ class AttentionGroup:
     last: int
     num_seqs: int
     num_queries: int  # per sequence
-    context: Context  # keys and values, padded to the longest sequence
+    contexts: Mapping[HeadShape, Context]  # keys and values, padded to the longest sequence
     masks: Mapping[int, Tensor | None]  # by window: added to the scores; None: no key is masked
     is_causal: bool  # the queries are the whole context, so the kernel's causal mask is enough
 
@@ -34,7 +34,7 @@ class Batch:
     order: tuple[int, ...]  # index of each in the plan
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    slot_rows: Tensor  # [T * 2K], see KVStore.slot_rows
+    slot_rows: Mapping[HeadShape, Tensor]  # see KVStore.slot_rows
     groups: tuple[AttentionGroup, ...]
     last_rows: tuple[int, ...]  # row of the last token of each slice
 
@@ -165,8 +165,8 @@ class _Builder:
     ) -> None:
         first = self._num_rows
         self._num_rows += num_seqs * num_queries
-        context = self._store.context(tables, num_keys)
-        self._groups.append(AttentionGroup(first, self._num_rows, num_seqs, num_queries, context, masks, is_causal))
+        contexts = self._store.contexts(tables, num_keys)
+        self._groups.append(AttentionGroup(first, self._num_rows, num_seqs, num_queries, contexts, masks, is_causal))
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

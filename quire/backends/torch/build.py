@@ -11,11 +11,11 @@ from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runn
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
 from quire.backends.support import refuse_unsupported
-from quire.backends.torch.kv_store import KVStore, block_bytes
+from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
-from quire.backends.torch.models import MODELS
+from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.errors import InvalidRequest, UnsupportedModel, install_command
+from quire.errors import InvalidRequest, install_command
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
 
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     refuse_unsupported(spec)
-    if spec.family not in MODELS:
-        raise UnsupportedModel(f"the torch backend does not run model family {spec.family!r}, only {', '.join(MODELS)}")
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
@@ -57,14 +55,14 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
                 )
             compiling.cancel()
         weights = load_weights(checkpoint, dtype, device, progress)
-        model = MODELS[spec.family](spec, weights, max_model_len)
-        pool = PoolRequest(options, block_bytes(spec, options.block_size, dtype), max_model_len)
+        model = DecoderModel(spec, weights, max_model_len)
+        pool = PoolRequest(options, model.kv_spec.block_bytes(options.block_size, dtype.itemsize), max_model_len)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             num_blocks = pool.num_blocks(free, int(free * CUDA_SHARE))
         else:
             num_blocks = pool.num_blocks_on_cpu()
-        store = KVStore(spec, num_blocks, options.block_size, dtype, device)
+        store = KVStore(model.kv_spec, num_blocks, options.block_size, dtype, device)
     return TorchRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
 
 

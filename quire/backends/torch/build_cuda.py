@@ -13,18 +13,19 @@ from triton.backends.compiler import GPUTarget
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
-from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls, launch
-from quire.backends.torch.kv_store import KVStore, block_bytes
+from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls, launch, routed_calls
+from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
-from quire.backends.torch.models import MODELS
-from quire.backends.torch.models.llama import LlamaModel
+from quire.backends.torch.models.base import Model
+from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.planner import MIXED_ANSWERS
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.names import expected_tensors
 from quire.weights.spec import ModelSpec
+from quire.weights.tensors import num_active_weights
 
 STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
 MAX_GAP_S = 0.0024  # prompts in a step with up to 64 answers may delay these by about this much
@@ -45,6 +46,7 @@ def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, 32)  # the same as Triton's driver reports once it runs
     first = first_calls(spec, dtype, block_size, torch.device("meta"))
+    first += routed_calls(spec, dtype, default_step_tokens(spec))
     return Compiling(first, later_calls(spec, dtype, block_size), target)
 
 
@@ -60,8 +62,8 @@ def make_cuda_runner(
     max_model_len: int,
 ) -> CudaRunner:
     clock = [time.monotonic()]
-    weights = load_weights(checkpoint, dtype, device, progress)
-    model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_model_len)
+    weights = load_weights(checkpoint, dtype, device, progress, FusedLinear)
+    model = DecoderModel(checkpoint.spec, weights, max_model_len)
     clock.append(time.monotonic())
     compiling.wait_first()
     clock.append(time.monotonic())
@@ -76,13 +78,13 @@ def make_cuda_runner(
         + _reserved_for_rare(model.spec, max_num_seqs)
     )
     free, total = torch.cuda.mem_get_info(device)
-    pool = PoolRequest(options, block_bytes(model.spec, options.block_size, dtype), max_model_len)
+    pool = PoolRequest(options, model.kv_spec.block_bytes(options.block_size, dtype.itemsize), max_model_len)
     num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
-    store = KVStore(model.spec, num_blocks, options.block_size, dtype, device)
+    store = KVStore(model.kv_spec, num_blocks, options.block_size, dtype, device)
     return CudaRunner(
         model,
         store,
@@ -125,24 +127,24 @@ def default_step_tokens(spec: ModelSpec) -> int:
 
 def _num_tokens_within(seconds: float, spec: ModelSpec) -> int:
     """Return the number of tokens whose products take this long on an H200."""
-    num_weights = sum(math.prod(shape) for name, shape in expected_tensors(spec).items() if "layers" in name)
+    num_weights = num_active_weights(spec) - spec.vocab_size * spec.hidden_size
     return int(seconds * PRODUCT_RATE / (2 * num_weights))
 
 
 def measure_step(
-    model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_num_seqs: int, max_model_len: int
+    model: Model, block_size: int, dtype: torch.dtype, step_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> tuple[int, float]:
     """Return the bytes that the largest step takes, a prompt for each sequence, and its seconds per token.
 
     Runs on its own pool, just large enough, which is freed afterwards. The first step loads libraries, so the second
     is timed.
     """
-    device = model.embedding.device
+    device = model.device
     torch.cuda.synchronize(device)
     base = torch.cuda.memory_allocated(device)
     length = max(min(-(-step_tokens // max_num_seqs), max_model_len), 1)
     table = range(1, 1 - (-length // block_size))  # shared by all rows: the content does not matter
-    store = KVStore(model.spec, len(table) + 1, block_size, dtype, device)
+    store = KVStore(model.kv_spec, len(table) + 1, block_size, dtype, device)
     runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, has_graphs=False)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = (0,) * length

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.kv_spec import LayerKV
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
@@ -30,8 +32,7 @@ from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import weight_bytes
-from quire.backends.torch.models.llama import LlamaModel
+from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Logprobs, read_logprobs
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
@@ -82,7 +83,7 @@ class _InFlight:
 class CudaRunner:
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         store: KVStore,
         *,
         max_num_seqs: int,
@@ -111,11 +112,13 @@ class CudaRunner:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_cores = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
-        narrow, wide = tilings(spec.head_size, store.dtype.itemsize)
-        self._sizes = Sizes(
-            num_kv_heads=spec.num_kv_heads,
+        layers = model.kv_spec.layers
+        self._sizes = Sizes(  # one division of the work for all layers, so for the layer that needs the smallest tiles
+            num_kv_heads=min(layer.num_kv_heads for layer in layers),
             block_size=store.block_size,
-            rows_per_item=rows_per_item(wide, spec.num_heads // spec.num_kv_heads),
+            rows_per_item=min(
+                rows_per_item(tilings(layer.head_size, store.dtype.itemsize)[1], layer.num_groups) for layer in layers
+            ),
             target=num_cores * PROGRAMS,
             wide_target=num_cores * WIDE_PROGRAMS,
             max_parts=max(MIN_PARTS, 4 * max_num_seqs),
@@ -125,8 +128,7 @@ class CudaRunner:
             store=store,
             tables=self._tables.device,
             last_samples=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            parts=Parts.empty(self._sizes.max_parts, spec.num_heads, spec.head_size, device),
-            tilings=(narrow, wide),
+            parts=_parts_for(layers, self._sizes.max_parts, device),
         )
         self._staging = Staging(device)
         self._sampler = DeviceSampler(spec.vocab_size, max_num_seqs, device)
@@ -155,8 +157,8 @@ class CudaRunner:
             device=f"{device} ({torch.cuda.get_device_name(device)})" if self._is_cuda else "cpu, interpreted",
             dtype=str(self.store.dtype).removeprefix("torch."),
             num_threads=1,
-            weight_bytes=weight_bytes(self.model.spec, self.store.dtype),
-            kv_bytes=self.store.pool.nbytes,
+            weight_bytes=self.model.num_bytes,
+            kv_bytes=self.store.num_bytes,
         )
 
     def use_threads(self, num_threads: int) -> None:
@@ -187,7 +189,8 @@ class CudaRunner:
             self._sampler.release(plan.released)
             if plan.copies:
                 pairs = self._upload(np.array(plan.copies, np.int32).T)
-                copy_blocks(self.store.pool, pairs[0], pairs[1])
+                for pool in self.store.pools.values():
+                    copy_blocks(pool, pairs[0], pairs[1])
             indices = tuple(range(len(plan.slices)))
             self._forwarded = self._launch(plan.slices, indices)
 
@@ -432,6 +435,13 @@ class CudaRunner:
     def _upload(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array))
         return (host.pin_memory() if self._is_cuda else host).to(self.store.device, non_blocking=True)
+
+
+def _parts_for(layers: Sequence[LayerKV], num_parts: int, device: torch.device) -> Parts:
+    """Return buffers that hold the parts of any layer."""
+    heads = [(layer.num_kv_heads * layer.num_groups, layer.head_size) for layer in layers]
+    most_heads = max(num_heads for num_heads, _ in heads)
+    return Parts.empty(num_parts, most_heads, max(math.ceil(one * size / most_heads) for one, size in heads), device)
 
 
 def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Sequence[SeqSlice], Sequence[int]]]:

@@ -7,18 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.backends.torch.experts import Experts
 from quire.backends.torch.inputs import StepInputs
-from quire.backends.torch.kernels.attention import Parts, Tiling, attend, merge
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
-from quire.backends.torch.kernels.linear import (
-    THIN,
-    gated_row_product,
-    gated_tile_product,
-    is_small,
-    product_in_parts,
-    row_product,
-    tile_product,
-)
+from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
+from quire.backends.torch.kernels.elementwise import add_norm, embed, norm, norm_columns, step_tokens
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Heads, Linear, RMSNorm
@@ -34,7 +26,6 @@ class DeviceState(NamedTuple):
     tables: Tensor  # [batch_indices, most blocks] int32
     last_samples: Tensor  # [batch_indices] int32
     parts: Parts
-    tilings: tuple[Tiling, Tiling]  # for items of one row, and of many
 
 
 class FusedPass:
@@ -47,38 +38,67 @@ class FusedPass:
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         return embed(self._inputs.tokens, self._inputs.batch_indices, self._state.last_samples, embedding, scale)
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        return add_norm(x, residual, norm.weight, norm.eps)
+    def token_ids(self) -> Tensor:
+        return step_tokens(self._inputs.tokens, self._inputs.batch_indices, self._state.last_samples)
+
+    def positions(self) -> Tensor:
+        positions: Tensor = self._inputs.positions
+        return positions.long()
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        if norm is not None:
+            return add_norm(x, residual, norm.weight, norm.eps, scale)
+        total = x if residual is None else residual.add_(x, alpha=scale)
+        return total, total
 
     def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
         return norm(x, norm_.weight, norm_.eps, self._state.store.dtype)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        inputs, state, layer = self._inputs, self._state, self._state.store.layers[heads.index]
         q_norm, k_norm, eps, rounds_first = None, None, 0.0, False
-        if heads.norm is not None:
+        if heads.norm is not None and heads.norm.is_wide:
+            q_size, kv_size = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+            norm_columns(qkv, 0, q_size, heads.norm.q_weight, heads.norm.eps)
+            norm_columns(qkv, q_size, kv_size, heads.norm.k_weight, heads.norm.eps)
+        elif heads.norm is not None:
             q_norm, k_norm, eps = heads.norm.q_weight, heads.norm.k_weight, heads.norm.eps
             rounds_first = heads.norm.rounds_first
+        inputs, rotary = self._inputs, heads.rotary
         q = rope_store(
             qkv,
             inputs.positions,
             inputs.batch_indices,
-            state.tables,
-            heads.rotary.cosines,
-            heads.rotary.sines,
-            layer,
+            self._state.tables,
+            None if rotary is None else rotary.cosines,
+            None if rotary is None else rotary.sines,
+            self._state.store.layers[heads.index],
             heads.num_heads,
             q_norm,
             k_norm,
             eps,
             rounds_first=rounds_first,
+            query_factors=heads.query_factors,
         )  # [T, H, D]
+        return self._attend(q, heads)
+
+    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+        inputs, state = self._inputs, self._state
+        qkv = torch.cat((q, k, v), 1).view(len(q), -1)
+        layer = state.store.layers[heads.index]
+        tables, rows = state.tables, (inputs.positions, inputs.batch_indices)
+        q = rope_store(qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0)
+        return self._attend(q, heads)
+
+    def _attend(self, q: Tensor, heads: Heads) -> Tensor:
+        inputs, state = self._inputs, self._state
         out = torch.empty_like(q)
-        for items, tiling in zip((inputs.narrow, inputs.wide), self._state.tilings, strict=True):
+        for items, tiling in zip((inputs.narrow, inputs.wide), tilings(heads.head_size, q.itemsize), strict=True):
             if len(items):
                 attend(
                     q,
-                    layer,
+                    state.store.layers[heads.index],
                     state.tables,
                     inputs.positions,
                     items,
@@ -89,26 +109,20 @@ class FusedPass:
                     scale=heads.scale,
                     window=heads.window,
                     cap=heads.cap,
+                    sinks=heads.sinks,
                 )
         if self._num_merged:
-            merge(state.parts, inputs.first_parts, out[: self._num_merged], heads.num_kv_heads)
+            merge(state.parts, inputs.first_parts, out[: self._num_merged], heads.num_kv_heads, heads.sinks)
         return out.view(len(out), -1)
 
     def project(self, x: Tensor, linear: Linear) -> Tensor:
-        if self._is_graph and len(x) == 1:
-            return row_product(x, linear.weight, linear.bias)
-        if self._is_graph and is_small(len(x), linear.weight):
-            return tile_product(x, linear.weight, linear.bias)
-        return linear(x)
+        return linear.project(x, is_graph=self._is_graph)
 
     def project_back(self, x: Tensor, linear: Linear) -> Tensor:
-        if self._is_graph and len(linear.weight) <= THIN and is_small(len(x), linear.weight):
-            return product_in_parts(x, linear.weight, linear.bias)
-        return self.project(x, linear)
+        return linear.project_back(x, is_graph=self._is_graph)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        if self._is_graph and len(x) == 1:
-            return gated_row_product(x, gate_up.weight, gate_up.bias, activation)
-        if self._is_graph and is_small(len(x), gate_up.weight):
-            return gated_tile_product(x, gate_up.weight, gate_up.bias, activation)
-        return gated(gate_up(x), activation)
+        return gate_up.gated(x, activation, is_graph=self._is_graph)
+
+    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
+        return experts.fused(x, router.project(x, is_graph=self._is_graph))

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ from triton.backends.nvidia.driver import CudaLauncher
 from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm, norm_columns
+from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import (
     PARTS,
     THIN,
@@ -44,7 +46,7 @@ from quire.backends.torch.kernels.linear import (
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.loading import NORM_DTYPE
-from quire.weights.spec import ModelSpec
+from quire.weights.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
 
 MAX_PROCESSES = 12
 PATIENCE_S = 60
@@ -203,53 +205,104 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
 
-    num_heads, num_kv_heads, head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
     ints = zeros(16, kind=torch.int32)
     rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
-    tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
+    tables = zeros(2, 16, kind=torch.int32)
     x, weight = zeros(2, spec.hidden_size), zeros(spec.hidden_size, kind=NORM_DTYPE)
-    qkv = zeros(2, (num_heads + 2 * num_kv_heads) * head_size)
-    layer = zeros(2, 2, num_kv_heads, block_size, head_size)
-    angles = zeros(16, spec.rope.rotary_size // 2, kind=torch.float32)
-    head_norm = zeros(head_size, kind=NORM_DTYPE) if spec.has_qk_norm else None
-    rounds_first = spec.has_qk_norm and spec.rounds_norms_first
-    q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     logits, params = zeros(2, spec.vocab_size), zeros(2, NUM_PARAMS, kind=torch.float32)
     out, scratch = zeros(2, 2, kind=torch.int32), Scratch.empty(2, spec.vocab_size, device)
+    factors = dict.fromkeys(layer.residual_scale for layer in spec.layers)
     calls: Calls = [
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=False, is_changed=False
         ),
-        lambda: rope_store(
-            qkv,
-            rows,
-            padding,
-            tables,
-            angles,
-            angles,
-            layer,
-            num_heads,
-            head_norm,
-            head_norm,
-            spec.norm_eps,
-            rounds_first=rounds_first,
-        ),
-        lambda: merge(parts, ints[:3], q, num_kv_heads),
         lambda: add_norm(x, None, weight, spec.norm_eps),
-        lambda: add_norm(x.clone(), x.clone(), weight, spec.norm_eps),
-        lambda: gated(zeros(2, 2 * spec.ffn_size), spec.activation),
+        *(partial(_add_norm, x, weight, spec.norm_eps, factor) for factor in factors),
         lambda: embed(rows, padding, ints, zeros(2, spec.hidden_size), spec.embedding_scale),
         lambda: update_tables(tables, ints[:1], ints[:1]),
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=True, is_changed=False
         ),
     ]
-    fixed = {"scale": spec.attention_scale, "cap": spec.attention_softcap}
-    for window in {min(window, 1) for window in spec.windows}:
-        calls += [
-            partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, tiling=tiling, window=window, **fixed)
-            for tiling in tilings(head_size, dtype.itemsize)
-        ]
+    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
+        if isinstance(mlp, MlpSpec):
+            calls.append(partial(gated, zeros(2, 2 * mlp.size), mlp.activation))
+    for attention in _kinds_of_attention(spec):
+        calls += _attention_calls(attention, spec, dtype, block_size, device)
+    return calls
+
+
+def _add_norm(x: Tensor, weight: Tensor, eps: float, factor: float) -> object:
+    return add_norm(x.clone(), x.clone(), weight, eps, factor)
+
+
+def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
+    """Return one of each kind that needs its own kernels: the size of a window and of the angles does not matter."""
+    kinds = {
+        replace(
+            one,
+            window=min(one.window, 1),
+            rope=one.rope and RopeSpec(1.0, one.rope.rotary_size),
+            query_scaling=one.query_scaling and QueryScaling(1.0, 1),
+        ): None
+        for one in (layer.attention for layer in spec.layers)
+    }
+    return list(kinds)
+
+
+def _attention_calls(
+    attention: AttentionSpec, spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device
+) -> Calls:
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    num_heads, num_kv_heads, head_size = attention.num_heads, attention.num_kv_heads, attention.head_size
+    ints = zeros(16, kind=torch.int32)
+    rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
+    tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
+    qkv = zeros(2, (num_heads + 2 * num_kv_heads) * head_size)
+    layer = zeros(2, 2, num_kv_heads, block_size, head_size)
+    angles = None
+    if attention.rope is not None:
+        angles = zeros(16, attention.rope.rotary_size // 2, kind=torch.float32)
+    is_normed = attention.qk_norm is QKNorm.HEAD
+    norm_weight = zeros(head_size, kind=NORM_DTYPE) if is_normed else None
+    factors = zeros(16, kind=torch.float32) if attention.query_scaling else None
+    q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
+    store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
+    rounds_first = is_normed and spec.rounds_norms_first
+    calls: Calls = [
+        partial(store, spec.norm_eps if is_normed else 0.0, rounds_first=rounds_first, query_factors=factors),
+        partial(merge, parts, ints[:3], q, num_kv_heads),
+    ]
+    if attention.qk_norm is QKNorm.WIDTH:
+        wide = zeros(attention.q_size, kind=NORM_DTYPE)
+        calls.append(partial(norm_columns, qkv, 0, attention.q_size, wide, spec.norm_eps))
+        calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
+    run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q)
+    calls += [
+        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
+        for tiling in tilings(head_size, dtype.itemsize)
+    ]
+    return calls
+
+
+def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
+    """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows."""
+    calls: Calls = []
+    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
+        if isinstance(mlp, ExpertsSpec):
+            gate_up = torch.empty(mlp.num_experts, 2 * mlp.size, spec.hidden_size, dtype=dtype, device="meta")
+            calls += expert_calls(
+                gate_up,
+                torch.empty(mlp.num_experts, spec.hidden_size, mlp.size, dtype=dtype, device="meta"),
+                num_chosen=mlp.num_chosen,
+                activation=mlp.activation,
+                renormalizes=mlp.renormalizes,
+                scale=mlp.scale,
+                logits_dtype=dtype,
+                max_rows=max_rows,
+            )
     return calls
 
 
@@ -259,28 +312,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
-    hidden, heads_size = spec.hidden_size, spec.num_heads * spec.head_size
-    qkv_size = heads_size + 2 * spec.num_kv_heads * spec.head_size
-    qkv, back = meta(qkv_size, hidden), [meta(hidden, heads_size), meta(hidden, spec.ffn_size)]
-    gate_up = meta(2 * spec.ffn_size, hidden)
-    qkv_bias = meta(qkv_size) if spec.has_qkv_bias else None
-    back_biases = [meta(hidden) if has else None for has in (spec.has_output_bias, spec.has_mlp_bias)]
-    gate_up_bias = meta(2 * spec.ffn_size) if spec.has_mlp_bias else None
-    calls: Calls = [
-        partial(row_product, meta(1, hidden), qkv, qkv_bias),
-        partial(gated_row_product, meta(1, hidden), gate_up, gate_up_bias, spec.activation),
-    ]
-    for weight, bias in zip(back, back_biases, strict=True):
-        calls.append(partial(row_product, meta(1, weight.shape[1]), weight, bias))
-    for rows in (16, 32, 64):
-        if is_small(rows, qkv):
-            calls.append(partial(tile_product, meta(rows, hidden), qkv, qkv_bias))
-        if is_small(rows, gate_up):
-            calls.append(partial(gated_tile_product, meta(rows, hidden), gate_up, gate_up_bias, spec.activation))
-        for weight, bias in zip(back, back_biases, strict=True):
-            if is_small(rows, weight):
-                product = product_in_parts if len(weight) <= THIN else tile_product
-                calls.append(partial(product, meta(rows, weight.shape[1]), weight, bias))
+    calls = _product_calls(spec, dtype)
+    hidden = spec.hidden_size
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
     norm_weight = meta(hidden, kind=NORM_DTYPE)
     calls.append(partial(add_norm, parts, residual, norm_weight, spec.norm_eps))
@@ -296,8 +329,52 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
         partial(change, logits, ints[:1], counts, ints[:1], penalties, masks, ints[:1]),
         partial(edit, altered, ints[:1], ints[:1], penalties[:1]),
     ]
-    pool = meta(spec.num_layers, 2, 2, spec.num_kv_heads, block_size, spec.head_size)
-    calls.append(partial(copy_blocks, pool, ints[:1], ints[:1]))
-    if spec.has_post_norms:
+    for attention in _kinds_of_attention(spec):
+        pool = meta(spec.num_layers, 2, 2, attention.num_kv_heads, block_size, attention.head_size)
+        calls.append(partial(copy_blocks, pool, ints[:1], ints[:1]))
+    if any(layer.has_post_norms for layer in spec.layers):
         calls.append(partial(norm, parts, norm_weight, spec.norm_eps, dtype))
+    return calls
+
+
+def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return the products of few rows, each kind of matrix once."""
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def bias(size: int, *, has: bool) -> Tensor | None:
+        return meta(size) if has else None
+
+    hidden = spec.hidden_size
+    inner: dict[tuple[int, bool], None] = {}  # outputs of the products with the hidden state
+    back: dict[tuple[int, bool], None] = {}  # inputs of those to the hidden size
+    gates: dict[MlpSpec, None] = {}
+    for layer in spec.layers:
+        attention, mlp = layer.attention, layer.mlp
+        inner[attention.q_size + 2 * attention.kv_size, attention.has_qkv_bias] = None
+        back[attention.q_size, attention.has_output_bias] = None
+        if isinstance(mlp, MlpSpec):
+            back[mlp.size, mlp.has_bias] = None
+            gates[mlp] = None
+        else:
+            inner[mlp.num_experts, False] = None
+    linears = [(meta(size, hidden), bias(size, has=has)) for size, has in inner]
+    backs = [(meta(hidden, size), bias(hidden, has=has)) for size, has in back]
+    gated_linears = [
+        (meta(2 * mlp.size, hidden), bias(2 * mlp.size, has=mlp.has_bias), mlp.activation) for mlp in gates
+    ]
+    calls: Calls = [partial(row_product, meta(1, one.shape[1]), one, b) for one, b in linears + backs]
+    calls += [partial(gated_row_product, meta(1, hidden), one, b, activation) for one, b, activation in gated_linears]
+    for rows in (16, 32, 64):
+        calls += [partial(tile_product, meta(rows, hidden), one, b) for one, b in linears if is_small(rows, one)]
+        calls += [
+            partial(gated_tile_product, meta(rows, hidden), one, b, activation)
+            for one, b, activation in gated_linears
+            if is_small(rows, one)
+        ]
+        for one, b in backs:
+            if is_small(rows, one):
+                product = product_in_parts if len(one) <= THIN else tile_product
+                calls.append(partial(product, meta(rows, one.shape[1]), one, b))
     return calls

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.weights.spec import Activation, RopeSpec
+from quire.weights.spec import Activation, AttentionSpec, QKNorm, QueryScaling, RopeSpec
+
+if TYPE_CHECKING:
+    from quire.backends.torch.experts import Experts
 
 # T tokens in the batch, I inputs, O outputs, H heads, D head size
 
@@ -35,7 +38,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear:
-    """One matrix, or several with the same input, concatenated along their outputs."""
+    """One matrix, or several with the same input, concatenated along their outputs. Owns its bytes and its product.
+
+    `is_graph`: the product is part of a CUDA graph, for which there are faster kernels on a GPU (`FusedLinear`).
+    """
 
     __slots__ = ("bias", "weight")
 
@@ -43,8 +49,30 @@ class Linear:
         self.weight = weight  # [O, I]
         self.bias = bias  # [O]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
+    @property
+    def num_outputs(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map x [T, I] to [T, O], into `out` if given, which only a matrix without a bias can do."""
+        if out is None:
+            return product(x, self.weight, self.bias)
+        return torch.mm(x, self.weight.t(), out=out)
+
+    def project(self, x: Tensor, *, is_graph: bool) -> Tensor:  # noqa: ARG002
+        return self(x)
+
+    def project_back(self, x: Tensor, *, is_graph: bool) -> Tensor:  # noqa: ARG002
+        """Project to the hidden size before a norm. May return partial sums [parts, T, E] for the norm to add up."""
+        return self(x)
+
+    def gated(self, x: Tensor, activation: Activation, *, is_graph: bool) -> Tensor:  # noqa: ARG002
+        """Return activation(gate) * up [T, F], from the two halves of the product."""
+        return gated(self(x), activation)
 
 
 class RMSNorm:
@@ -119,28 +147,58 @@ class Angles:
 
 
 class HeadNorm:
-    """An RMS norm on every query and key head.
+    """An RMS norm of queries and keys: of every head, or of all heads of a token together.
 
     `rounds_first`: round to the model's type before the weight as well as after it, which is Qwen's order.
     """
 
-    __slots__ = ("_norm", "_num_normed", "_weights", "eps", "k_weight", "q_weight", "rounds_first")
+    __slots__ = (
+        "_norm",
+        "_num_heads",
+        "_num_normed",
+        "_weights",
+        "eps",
+        "is_wide",
+        "k_weight",
+        "q_weight",
+        "rounds_first",
+    )
 
     def __init__(
-        self, q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float, *, rounds_first: bool
+        self, q_weight: Tensor, k_weight: Tensor, attention: AttentionSpec, eps: float, *, rounds_first: bool
     ) -> None:
-        self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # [D] fp32 each
+        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # fp32, [D] each, or [H * D] and [K * D]
+        self.is_wide = attention.qk_norm is QKNorm.WIDTH
         self.rounds_first = rounds_first
-        self._num_normed = num_heads + num_kv_heads
+        self._num_heads, self._num_normed = num_heads, num_heads + num_kv_heads
         # One norm with unit weights, then the weights of each head, so that queries and keys stay one tensor.
-        self._weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))  # [H + K, D]
-        self._norm = RMSNorm(torch.ones_like(q_weight), eps)
+        q, k = q_weight.view(-1, attention.head_size), k_weight.view(-1, attention.head_size)
+        self._weights = torch.cat((q.expand(num_heads, -1), k.expand(num_kv_heads, -1)))  # [H + K, D]
+        self._norm = RMSNorm(torch.ones_like(q[0]), eps)
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Norm qkv [T, H + 2K, D] before rotation. The values are not changed."""
         qk = qkv[:, : self._num_normed]
-        normed = self._norm(qk if self.rounds_first else qk.float()) * self._weights
+        if self.is_wide:
+            normed = torch.cat(
+                (self._norm_wide(qk[:, : self._num_heads]), self._norm_wide(qk[:, self._num_heads :])), 1
+            )
+        else:
+            normed = self._norm(qk if self.rounds_first else qk.float())
+        normed = normed * self._weights
         return torch.cat((normed.to(qkv.dtype), qkv[:, self._num_normed :]), 1)
+
+    def _norm_wide(self, heads: Tensor) -> Tensor:
+        whole = heads.float()
+        normed = whole * torch.rsqrt(whole.square().mean((1, 2), keepdim=True) + self.eps)
+        return normed.to(heads.dtype) if self.rounds_first else normed
+
+
+def query_factors(scaling: QueryScaling, max_model_len: int, device: torch.device) -> Tensor:
+    """Return the factor of the queries at each position [max_model_len], fp32."""
+    positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
+    return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,31 +212,50 @@ class Heads:
     scale: float
     cap: float  # 0: none
     window: int  # 0: none
-    rotary: Rotary
+    rotary: Rotary | None = None  # None: no rotation
     norm: HeadNorm | None = None
+    query_factors: Tensor | None = None  # [positions]: queries are multiplied by it after rotation
+    sinks: Tensor | None = None  # [H]: a score per head that takes part in the softmax and has no value
 
 
 class Pass(Protocol):
     """The operations of one forward pass over its batch, implemented for one kind of device."""
 
+    def token_ids(self) -> Tensor:
+        """Return the step's tokens [T]."""
+
+    def positions(self) -> Tensor:
+        """Return their positions [T]."""
+
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         """Return the embeddings [T, E] of the step's tokens."""
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and the sum for the next call. `residual` may be overwritten."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of scale * x + residual, and the sum for the next call. `residual` may be overwritten.
+
+        Without a residual the sum is x. Without a norm the sum is returned twice.
+        """
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D]."""
 
+    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+        """The same for q [T, H, D], k and v [T, K, D] that are normed and rotated already."""
+
     def project(self, x: Tensor, linear: Linear) -> Tensor: ...
 
     def project_back(self, x: Tensor, linear: Linear) -> Tensor:
-        """Project to the hidden size before a norm. May return partial sums [parts, T, E] for the norm to add up."""
+        """See `Linear.project_back`."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        """Return activation(gate) * up [T, F], from the two halves of the product."""
+        """See `Linear.gated`."""
+
+    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
+        """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row."""
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Progress
+from quire.backends.torch.experts import Experts
 from quire.backends.torch.layers import Linear
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
-from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.quants import to_float32
-from quire.weights.spec import ModelSpec
+from quire.weights.spec import ExpertsSpec, LayerSpec, ModelSpec
+from quire.weights.tensors import check_tensors, expected_tensors, layer_tensors
 
 NORM_DTYPE = torch.float32
 DUMMY_SEED = 0
@@ -28,60 +29,99 @@ _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorT
 
 
 @dataclass(frozen=True, slots=True)
+class MlpWeights:
+    gate_up_proj: Linear  # [2 * F, E]
+    down_proj: Linear  # [E, F]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedWeights:
+    router: Linear  # [experts, E]
+    experts: Experts
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     qkv_proj: Linear  # [(H + 2K) * D, E]
     o_proj: Linear  # [E, H * D]
-    gate_up_proj: Linear  # [2 * F, E]
-    down_proj: Linear  # [E, F]
-    norms: dict[str, Tensor]  # fp32, by name in the file
+    mlp: MlpWeights | RoutedWeights
+    norms: dict[str, Tensor]  # fp32, by name: input_norm, q_norm
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding: Tensor  # [V, E]
-    head: Tensor  # [V, E]; the embedding itself if they are tied
+    head: Linear  # [V, E]; the embedding itself if they are tied
     norm: Tensor  # [E] fp32
     layers: list[LayerWeights]
+    num_bytes: int
 
 
 def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    linear: type[Linear] = Linear,
 ) -> ModelWeights:
+    """Load a model whose matrices are of class `linear`."""
     check_tensors(checkpoint)
-    loader = _Loader(checkpoint, dtype, device, progress)
+    loader = _Loader(checkpoint, dtype, device, progress, linear)
     spec = checkpoint.spec
-    embedding = loader.matrix("model.embed_tokens.weight")
-    layers = [_load_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers)]
-    norm = loader.norm("model.norm.weight")
-    head = embedding if spec.is_tied else loader.matrix("lm_head.weight")
-    return ModelWeights(embedding, head, norm, layers)
+    embedding = loader.matrix("embedding.weight")
+    layers = [_load_layer(loader, layer, f"layers.{i}.", spec.hidden_size) for i, layer in enumerate(spec.layers)]
+    norm = loader.norm("norm.weight")
+    head = linear(embedding) if spec.is_tied else loader.linear(["head"], has_bias=False)
+    return ModelWeights(embedding, head, norm, layers, weight_bytes(spec, dtype))
 
 
-def _load_layer(loader: _Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = ["qkv_proj"] if spec.is_fused else ["q_proj", "k_proj", "v_proj"]
-    gate_up = ["gate_up_proj"] if spec.is_fused else ["gate_proj", "up_proj"]
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if spec.has_post_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    if spec.has_qk_norm:
-        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int) -> LayerWeights:
+    attention = spec.attention
+    qkv = [f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    norms = [name for name in layer_tensors(spec, hidden_size) if _is_norm(name)]
     return LayerWeights(
-        qkv_proj=loader.linear([attention + name for name in qkv], has_bias=spec.has_qkv_bias),
-        o_proj=loader.linear([f"{attention}o_proj"], has_bias=spec.has_output_bias),
-        gate_up_proj=loader.linear([mlp + name for name in gate_up], has_bias=spec.has_mlp_bias),
-        down_proj=loader.linear([f"{mlp}down_proj"], has_bias=spec.has_mlp_bias),
-        norms={name: loader.norm(f"{prefix}{name}.weight") for name in norms},
+        qkv_proj=loader.linear(qkv, has_bias=attention.has_qkv_bias),
+        o_proj=loader.linear([f"{prefix}o_proj"], has_bias=attention.has_output_bias),
+        mlp=_load_mlp(loader, spec, prefix),
+        norms={name.removesuffix(".weight"): loader.norm(f"{prefix}{name}") for name in norms},
     )
+
+
+def _load_mlp(loader: _Loader, spec: LayerSpec, prefix: str) -> MlpWeights | RoutedWeights:
+    mlp = spec.mlp
+    if not isinstance(mlp, ExpertsSpec):
+        return MlpWeights(
+            gate_up_proj=loader.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], has_bias=mlp.has_bias),
+            down_proj=loader.linear([f"{prefix}down_proj"], has_bias=mlp.has_bias),
+        )
+    router = loader.linear([f"{prefix}router"], has_bias=False)
+    experts = [f"{prefix}experts.{i}." for i in range(mlp.num_experts)]
+    gate_up = loader.stack([[f"{one}gate_proj.weight", f"{one}up_proj.weight"] for one in experts])
+    down = loader.stack([[f"{one}down_proj.weight"] for one in experts])
+    routed = Experts(
+        gate_up,
+        down,
+        num_chosen=mlp.num_chosen,
+        activation=mlp.activation,
+        renormalizes=mlp.renormalizes,
+        scale=mlp.scale,
+    )
+    return RoutedWeights(router, routed)
 
 
 class _Loader:
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        linear: type[Linear],
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._linear = linear
         self._random = torch.Generator(device).manual_seed(DUMMY_SEED)
         self._progress = progress
         self._num_done = 0
@@ -90,10 +130,15 @@ class _Loader:
     def linear(self, names: list[str], *, has_bias: bool) -> Linear:
         """Load matrices with the same input, stacked along their outputs."""
         weight = self._stack([f"{name}.weight" for name in names])
-        return Linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
+        return self._linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
 
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
+
+    def stack(self, groups: list[list[str]]) -> Tensor:
+        """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns]."""
+        whole = self._stack([name for group in groups for name in group])
+        return whole.view(len(groups), -1, whole.shape[-1])
 
     def norm(self, name: str) -> Tensor:
         """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and in bf16 the 1 would absorb w."""
@@ -105,15 +150,16 @@ class _Loader:
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
-            self._fill(out[first : first + shape[0]], name)
+            if not isinstance(self._checkpoint, DummyCheckpoint):
+                out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
             first += shape[0]
             self._report(self._checkpoint.tensors[name].num_bytes)
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            self._invent(out, names[0])
         return out
 
-    def _fill(self, out: Tensor, name: str) -> None:
-        if not isinstance(self._checkpoint, DummyCheckpoint):
-            out.copy_(_to_tensor(self._checkpoint.read(name)))
-        elif _is_norm(name):
+    def _invent(self, out: Tensor, name: str) -> None:
+        if _is_norm(name):
             out.fill_(1 - self._checkpoint.spec.norm_offset)
         else:
             out.normal_(0, DUMMY_STD, generator=self._random)  # on the device, which makes 8 billion numbers per second

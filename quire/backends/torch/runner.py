@@ -14,8 +14,7 @@ from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, joi
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import weight_bytes
-from quire.backends.torch.models.llama import LlamaModel
+from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
@@ -41,7 +40,7 @@ class _Step:
 
 
 class TorchRunner:
-    def __init__(self, model: LlamaModel, store: KVStore, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: Model, store: KVStore, *, max_num_seqs: int, max_model_len: int) -> None:
         spec = model.spec
         self.model = model
         self.store = store
@@ -70,8 +69,8 @@ class TorchRunner:
             device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
             dtype=dtype,
             num_threads=torch.get_num_threads() if is_cpu else 1,
-            weight_bytes=weight_bytes(self.model.spec, self.store.dtype),
-            kv_bytes=sum(layer.nbytes for layer in self.store.layers),
+            weight_bytes=self.model.num_bytes,
+            kv_bytes=self.store.num_bytes,
         )
 
     def use_threads(self, num_threads: int) -> None:
@@ -88,7 +87,7 @@ class TorchRunner:
         for batch_index in plan.released:
             self._penalties.release(batch_index)
         self.store.copy(plan.copies)
-        batch = build_batch(plan.slices, self.store, self.model.spec.windows, self._last_samples)
+        batch = build_batch(plan.slices, self.store, self.model.kv_spec.windows, self._last_samples)
         hidden = self.model.forward(ReferencePass(batch, self.store))  # [T, E]
         rows = tuple(row for row, piece in enumerate(batch.slices) if piece.wants_token)
         logits = None

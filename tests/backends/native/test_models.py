@@ -21,9 +21,9 @@ from quire.backends.native.model import NativeModel, may_attend_in_halves
 from quire.backends.native.packing import pack_model
 from quire.backends.native.runner import NativeRunner
 from quire.weights.config import spec_from_config
-from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import Activation
+from quire.weights.tensors import expected_tensors
 from tests.backends.native.matrices import floats
 from tests.backends.native.references import RoundedReference
 from tests.backends.torch.families import FAMILIES

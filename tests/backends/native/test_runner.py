@@ -20,8 +20,8 @@ from quire.core.step import BlockCopy, StepPlan
 from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.config import spec_from_config
-from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
+from quire.weights.tensors import expected_tensors
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.test_invariance import check_same
 from tests.backends.plans import TOKENS, piece, plan, run

@@ -78,6 +78,60 @@ def _phi3(**settings: Any) -> Any:
     return Phi3Config(**{**SIZES, **settings})
 
 
+def _config(model_type: str, **settings: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**{**SIZES, **settings})
+
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+OLMO3_ROPE = {
+    "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+
+# Families that share most of Llama's equations, and routed experts.
+MORE_FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: _config("qwen3_moe", head_dim=32, norm_topk_prob=True, **EXPERTS),
+    "qwen3_moe with a dense layer": lambda: _config("qwen3_moe", head_dim=32, mlp_only_layers=[0], **EXPERTS),
+    "mixtral": lambda: _config("mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "olmoe": lambda: _config("olmoe", num_experts=6, num_experts_per_tok=3),
+    "smollm3": lambda: _config("smollm3", no_rope_layers=[1, 0, 1]),
+    "olmo2": lambda: _config("olmo2"),
+    "olmo3": lambda: _config("olmo3", rope_parameters=OLMO3_ROPE, **WINDOWS),
+    "granite": lambda: _config("granite", **GRANITE),
+    "granite4": lambda: _config(
+        "granitemoehybrid",
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        layer_types=["attention"] * 3,
+        **GRANITE,
+    ),
+    "ministral3": lambda: _config("ministral3", head_dim=32, rope_parameters=MINISTRAL_ROPE),
+    "glm4": lambda: _config("glm4", head_dim=32),
+    "gemma2": lambda: _config("gemma2", head_dim=32, query_pre_attn_scalar=24, sliding_window=24),
+    "seed_oss": lambda: _config("seed_oss", head_dim=32, mlp_bias=True),
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "llama tied": lambda: _llama(tie_word_embeddings=True),
@@ -92,6 +146,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "phi3 long rope": lambda: _phi3(rope_parameters=LONG_ROPE),
+    **MORE_FAMILIES,
 }
 
 

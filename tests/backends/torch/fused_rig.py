@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
-from quire.backends.torch.models import MODELS
+from quire.backends.torch.models.decoder import DecoderModel
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
@@ -34,9 +35,9 @@ def fused_runner(
     checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, dtype, device)
-        model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, checkpoint.spec.max_model_len)
-        store = KVStore(checkpoint.spec, num_blocks, block_size, dtype, device)
+        weights = load_weights(checkpoint, dtype, device, linear=FusedLinear)
+        model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
+        store = KVStore(model.kv_spec, num_blocks, block_size, dtype, device)
         return CudaRunner(
             model,
             store,

@@ -39,7 +39,7 @@ ROW_BYTES = 256  # largest key for these tilings; larger ones would not fit the 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _attend(
-    q, layer, tables, positions, items, first_parts, out, parts, lse,
+    q, layer, tables, positions, items, first_parts, out, parts, lse, sinks,
     scale, cap, window, stride_q, stride_table, num_heads,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -91,10 +91,16 @@ def _attend(
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = higher
-    total = tl.where(total == 0.0, 1.0, total)  # no key was seen: `merge` recognises that by the peak
-    mixed = mixed / total[:, None]
     first_part = tl.load(first_parts + rows, mask=is_row, other=0)
     is_whole = tl.load(first_parts + rows + 1, mask=is_row, other=0) - first_part == 0
+    if sinks is not None:  # of a split row, `merge` adds it
+        sink = tl.load(sinks + heads, mask=is_row & is_whole, other=-1e30).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(peak, sink)
+        total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
+        mixed = mixed * tl.exp2(peak - higher)[:, None]
+        peak = higher
+    total = tl.where(total == 0.0, 1.0, total)  # no key was seen: `merge` recognises that by the peak
+    mixed = mixed / total[:, None]
     target = rows.to(tl.int64) * num_heads + heads
     tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in & is_whole[:, None])
     target = (first_part + part).to(tl.int64) * num_heads + heads
@@ -104,7 +110,7 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, lse, first_parts, out, num_heads,
+    parts, lse, first_parts, out, sinks, num_heads,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -135,6 +141,11 @@ def _merge(
         total = total * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * value, 0)
         peak = higher
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=is_head, other=-1e30).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(peak, sink)
+        total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
+        mixed = mixed * tl.exp2(peak - higher)[:, None]
     target = row.to(tl.int64) * num_heads + heads
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in)
@@ -157,6 +168,7 @@ def _power(size: int) -> int:
     return int(triton.next_power_of_2(size))
 
 
+@cache
 def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
     """Return NARROW and WIDE, or smaller tilings, for keys of this size."""
     row_bytes = _power(head_size) * itemsize
@@ -186,12 +198,13 @@ def attend(
     scale: float,
     window: int,
     cap: float,
+    sinks: Tensor | None = None,  # [H]: a score that takes part in the softmax and has no value
 ) -> None:
     num_heads, head_size = q.shape[1:]
     num_kv_heads, block_size = layer.shape[2:4]
     num_groups = num_heads // num_kv_heads
     _attend[(len(items), num_kv_heads)](
-        q, layer, tables, positions, items, first_parts, out, parts.mixed, parts.lse,
+        q, layer, tables, positions, items, first_parts, out, parts.mixed, parts.lse, sinks,
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads,
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
         M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
@@ -200,12 +213,12 @@ def attend(
     )  # fmt: skip
 
 
-def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int) -> None:
+def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int, sinks: Tensor | None = None) -> None:
     """Join the parts of every row of out [T, H, D] that has parts."""
     num_rows, num_heads, head_size = out.shape
     num_groups = num_heads // num_kv_heads
     _merge[(num_rows, num_kv_heads)](
-        parts.mixed, parts.lse, first_parts, out, num_heads,
+        parts.mixed, parts.lse, first_parts, out, sinks, num_heads,
         G=num_groups, G_PAD=_power(num_groups), D=head_size,
         D_PAD=_power(head_size), N=MERGED, num_warps=4,
     )  # fmt: skip

@@ -33,7 +33,19 @@ def _embed(tokens, batch_indices, last_samples, embedding, out, scale, E: tl.con
 
 
 @triton.jit(do_not_specialize=["stride_part"])
-def _norm(x, residual, weight, out, eps, stride_part, E: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _norm(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    factor,
+    stride_part,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+):
     column = tl.arange(0, BLOCK)
     is_in = column < E
     place = tl.program_id(0).to(tl.int64) * E + column
@@ -44,12 +56,25 @@ def _norm(x, residual, weight, out, eps, stride_part, E: tl.constexpr, BLOCK: tl
             value += tl.load(x + part * stride_part + place, mask=is_in, other=0.0)
         value = value.to(out.dtype.element_ty).to(tl.float32)
     if residual is not None:
+        if HAS_FACTOR:
+            value = (value * factor).to(out.dtype.element_ty).to(tl.float32)
         value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
         rounded = value.to(out.dtype.element_ty)  # the norm uses the rounded value that the next layers read
         tl.store(residual + place, rounded, mask=is_in)
         value = rounded.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / E + eps)
     tl.store(out + place, (value * scale).to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _norm_columns(x, weight, eps, stride, FIRST: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    is_in = column < E
+    place = x + tl.program_id(0).to(tl.int64) * stride + FIRST + column
+    scale = tl.load(weight + column, mask=is_in, other=0.0)
+    value = tl.load(place, mask=is_in, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / E + eps)
+    tl.store(place, (value * scale).to(x.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -90,25 +115,47 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return _normed(x, None, weight, eps, dtype)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual, and the sum, which overwrites `residual`. Without a residual the sum is x.
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of factor * x + residual, and the sum, which overwrites `residual`.
+
+    Without a residual the sum is x.
 
     x is [T, E], or, with a residual, fp32 parts [parts, T, E].
     """
     total = x if residual is None else residual
-    return _normed(x, residual, weight, eps, total.dtype), total
+    return _normed(x, residual, weight, eps, total.dtype, factor), total
 
 
-def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, factor: float = 1.0
+) -> Tensor:
     """Launch the norm kernel. `weight` [E] is fp32, whatever the model's dtype."""
     num_rows, size = x.shape[-2:]
     num_parts = len(x) if x.dim() == 3 else 1
     out = x.new_empty((num_rows, size), dtype=dtype)
     width, num_warps = _row_shape(size)
     _norm[(num_rows,)](
-        x, residual, weight, out, eps, num_rows * size, E=size, BLOCK=width, PARTS=num_parts, num_warps=num_warps
-    )
+        x, residual, weight, out, eps, factor, num_rows * size,
+        E=size, BLOCK=width, PARTS=num_parts, HAS_FACTOR=factor != 1, num_warps=num_warps,
+    )  # fmt: skip
     return out
+
+
+def norm_columns(x: Tensor, first: int, size: int, weight: Tensor, eps: float) -> None:
+    """Replace columns [first, first + size) of the rows of x by their RMS norm. `weight` [size] is fp32."""
+    width, num_warps = _row_shape(size)
+    _norm_columns[(x.shape[0],)](
+        x, weight, eps, x.stride(0), FIRST=first, E=size, BLOCK=width, num_warps=num_warps
+    )  # fmt: skip
+
+
+def step_tokens(tokens: Tensor, batch_indices: Tensor, last_samples: Tensor) -> Tensor:
+    """Return token ids [T] as int64. Token -1 is the last sample of the batch index; padding rows have token 0."""
+    sampled = last_samples[batch_indices.clamp(min=0)]
+    known = torch.where(tokens < 0, sampled, tokens)
+    return torch.where(batch_indices < 0, 0, known).long()
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -35,7 +35,7 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
-    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, eps, max_blocks,
+    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, eps, max_blocks,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -57,8 +57,10 @@ def _rope_store(
     x2 = tl.load(source + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)  # [HEADS, D - R]: not rotated
     block = tl.load(tables + batch_index * max_blocks + position // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
-    cosine = tl.load(cosines + position * HALF + pair, mask=turns & in_pair, other=1.0)
-    sine = tl.load(sines + position * HALF + pair, mask=turns & in_pair, other=0.0)
+    cosine, sine = 1.0, 0.0
+    if cosines is not None:
+        cosine = tl.load(cosines + position * HALF + pair, mask=turns & in_pair, other=1.0)
+        sine = tl.load(sines + position * HALF + pair, mask=turns & in_pair, other=0.0)
     if q_norm is not None:
         w1 = _weight(q_norm, k_norm, pair, is_query & in_pair, is_key & in_pair)
         w2 = _weight(q_norm, k_norm, HALF + pair, is_query & in_pair, is_key & in_pair)
@@ -68,9 +70,14 @@ def _rope_store(
         x1 = tl.where(turns, _times(x1 * scale, w1, dtype, ROUNDS_FIRST), x1)
         x2 = tl.where(turns, _times(x2 * scale, w2, dtype, ROUNDS_FIRST), x2)
         x3 = tl.where(turns, _times(x3 * scale, w3, dtype, ROUNDS_FIRST), x3)
-    y1 = (x1 * cosine - x2 * sine).to(dtype)
-    y2 = (x2 * cosine + x1 * sine).to(dtype)
-    y3 = x3.to(dtype)
+    y1, y2, y3 = x1, x2, x3
+    if cosines is not None:
+        y1 = x1 * cosine - x2 * sine
+        y2 = x2 * cosine + x1 * sine
+    y1, y2, y3 = y1.to(dtype), y2.to(dtype), y3.to(dtype)
+    if query_factors is not None:
+        factor = tl.where(is_query, tl.load(query_factors + position), 1.0).to(dtype)
+        y1, y2, y3 = (y1 * factor).to(dtype), (y2 * factor).to(dtype), (y3 * factor).to(dtype)
 
     target = q + (row * H + head) * D
     tl.store(target + pair, y1, mask=in_pair & is_query)
@@ -105,8 +112,8 @@ def rope_store(
     positions: Tensor,  # [T] int32
     batch_indices: Tensor,  # [T] int32: rows of `tables`; -1: a padding row
     tables: Tensor,  # [batch_indices, most blocks] int32
-    cosines: Tensor,  # [P, R / 2] fp32
-    sines: Tensor,  # [P, R / 2] fp32
+    cosines: Tensor | None,  # [P, R / 2] fp32; None: no rotation
+    sines: Tensor | None,  # [P, R / 2] fp32
     layer: Tensor,  # [blocks, 2, K, block size, D]
     num_heads: int,
     q_norm: Tensor | None,  # [D] fp32; both norms or none
@@ -114,16 +121,17 @@ def rope_store(
     eps: float,
     *,
     rounds_first: bool = False,  # round to the type of qkv before the weight of a norm as well as after it
+    query_factors: Tensor | None = None,  # [P] fp32: queries are multiplied by it
 ) -> Tensor:
     """Norm and rotate queries and keys. Return the queries [T, H, D]; store keys and values in `layer`."""
     num_rows = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_size = layer.shape
-    half = cosines.shape[1]
+    half = head_size // 2 if cosines is None else cosines.shape[1]
     tiling = _tiling(num_heads + 2 * num_kv_heads, head_size, half)
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
-        qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, eps, tables.stride(0),
-        H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
+        qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors,
+        eps, tables.stride(0), H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
         num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -1,0 +1,43 @@
+"""A matrix on a GPU: products of few rows, which are part of a graph, have kernels of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.backends.torch.kernels.elementwise import gated
+from quire.backends.torch.kernels.linear import (
+    THIN,
+    gated_row_product,
+    gated_tile_product,
+    is_small,
+    product_in_parts,
+    row_product,
+    tile_product,
+)
+from quire.backends.torch.layers import Linear
+from quire.weights.spec import Activation
+
+
+class FusedLinear(Linear):
+    """A dense matrix of 16 or 32 bits. The kernels for graphs are compiled by the time a graph is captured."""
+
+    __slots__ = ()
+
+    def project(self, x: Tensor, *, is_graph: bool) -> Tensor:
+        if is_graph and len(x) == 1:
+            return row_product(x, self.weight, self.bias)
+        if is_graph and is_small(len(x), self.weight):
+            return tile_product(x, self.weight, self.bias)
+        return self(x)
+
+    def project_back(self, x: Tensor, *, is_graph: bool) -> Tensor:
+        if is_graph and self.num_outputs <= THIN and is_small(len(x), self.weight):
+            return product_in_parts(x, self.weight, self.bias)
+        return self.project(x, is_graph=is_graph)
+
+    def gated(self, x: Tensor, activation: Activation, *, is_graph: bool) -> Tensor:
+        if is_graph and len(x) == 1:
+            return gated_row_product(x, self.weight, self.bias, activation)
+        if is_graph and is_small(len(x), self.weight):
+            return gated_tile_product(x, self.weight, self.bias, activation)
+        return gated(self(x), activation)

@@ -1,0 +1,25 @@
+"""The interface of a model, whoever has its equations."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.backends.kv_spec import KVSpec
+from quire.backends.torch.layers import Pass
+from quire.weights.spec import ModelSpec
+
+
+class Model(Protocol):
+    spec: ModelSpec
+    kv_spec: KVSpec
+    device: torch.device
+    num_bytes: int  # of the weights
+
+    def forward(self, step: Pass) -> Tensor:
+        """Return the hidden states [T, E] after the last norm."""
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map [rows, E] to logits [rows, V] in the model's dtype, into `out` if given."""

@@ -1,0 +1,121 @@
+"""A decoder made from a `ModelSpec`: the equations of all of quire's own families."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.backends.kv_spec import KVSpec
+from quire.backends.torch.layers import HeadNorm, Heads, Pass, RMSNorm, Rotary, query_factors, softcap
+from quire.backends.torch.loading import LayerWeights, MlpWeights, ModelWeights
+from quire.weights.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+
+# T tokens in the batch, H query heads, K kv heads, D head size, E hidden size, V vocabulary
+
+
+class DecoderLayer:
+    def __init__(
+        self, spec: LayerSpec, weights: LayerWeights, heads: Heads, norm_eps: float, *, earlier_scale: float
+    ) -> None:
+        def norm(name: str) -> RMSNorm | None:
+            return RMSNorm(weights.norms[name], norm_eps) if name in weights.norms else None
+
+        self.spec = spec
+        self.heads = heads
+        self.input_norm, self.mlp_norm = norm("input_norm"), norm("mlp_norm")
+        self.post_attention_norm, self.post_mlp_norm = norm("post_attention_norm"), norm("post_mlp_norm")
+        self.qkv_proj, self.o_proj, self.mlp_weights = weights.qkv_proj, weights.o_proj, weights.mlp
+        self._earlier_scale = earlier_scale  # of the output of the layer before
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
+        """Return the output, which the next norm adds to the residual, and the residual. x and residual: [T, E]."""
+        x, residual = step.add_norm(x, residual, self.input_norm, self._earlier_scale)
+        x = self.attention(x, step)
+        if self.post_attention_norm is not None:
+            x = step.norm(x, self.post_attention_norm)
+        x, residual = step.add_norm(x, residual, self.mlp_norm, self.spec.residual_scale)
+        x = self.mlp(x, step)
+        return x if self.post_mlp_norm is None else step.norm(x, self.post_mlp_norm), residual
+
+    def attention(self, x: Tensor, step: Pass) -> Tensor:
+        out = step.attend(step.project(x, self.qkv_proj), self.heads)  # [T, (H + 2K) * D] to [T, H * D]
+        return step.project_back(out, self.o_proj)
+
+    def mlp(self, x: Tensor, step: Pass) -> Tensor:
+        weights = self.mlp_weights
+        if isinstance(weights, MlpWeights):
+            return step.project_back(step.gated(x, weights.gate_up_proj, self.spec.mlp.activation), weights.down_proj)
+        return step.route(x, weights.router, weights.experts)
+
+
+class DecoderModel:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int) -> None:
+        self.spec = spec
+        self.kv_spec = KVSpec.of(spec)
+        self.embedding = weights.embedding  # [V, E]
+        self.head = weights.head
+        self.norm = RMSNorm(weights.norm, spec.norm_eps)
+        self.device = weights.embedding.device
+        self.num_bytes = weights.num_bytes
+        self._rotaries: dict[tuple[RopeSpec, int], Rotary] = {}
+        self._factors: dict[AttentionSpec, Tensor] = {}
+        self._max_model_len = max_model_len
+        scales = [1.0, *(layer.residual_scale for layer in spec.layers)]
+        self.layers = [
+            DecoderLayer(
+                layer,
+                weights.layers[index],
+                self._heads(index, layer.attention, weights.layers[index]),
+                spec.norm_eps,
+                earlier_scale=scales[index],
+            )
+            for index, layer in enumerate(spec.layers)
+        ]
+
+    def forward(self, step: Pass) -> Tensor:
+        x, residual = step.embed(self.embedding, self.spec.embedding_scale), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        return step.add_norm(x, residual, self.norm, self.spec.layers[-1].residual_scale)[0]
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.spec.logit_scale != 1:
+            hidden = hidden * self.spec.logit_scale  # smaller than the logits
+        logits = self.head(hidden, out)
+        if not self.spec.logit_softcap:
+            return logits
+        capped = softcap(logits, self.spec.logit_softcap)
+        return capped if out is None else out.copy_(capped)
+
+    def _heads(self, index: int, attention: AttentionSpec, weights: LayerWeights) -> Heads:
+        norm = None
+        if "q_norm" in weights.norms:
+            q_norm, k_norm = weights.norms["q_norm"], weights.norms["k_norm"]
+            norm = HeadNorm(q_norm, k_norm, attention, self.spec.norm_eps, rounds_first=self.spec.rounds_norms_first)
+        return Heads(
+            index=index,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_size=attention.head_size,
+            scale=attention.scale,
+            cap=attention.softcap,
+            window=attention.window,
+            rotary=self._rotary(attention),
+            norm=norm,
+            query_factors=self._query_factors(attention),
+        )
+
+    def _rotary(self, attention: AttentionSpec) -> Rotary | None:
+        """Return the table of angles. Layers with the same rope share it."""
+        if attention.rope is None:
+            return None
+        key = (attention.rope, attention.head_size)
+        if key not in self._rotaries:
+            self._rotaries[key] = Rotary(attention.rope, self._max_model_len, attention.head_size, self.device)
+        return self._rotaries[key]
+
+    def _query_factors(self, attention: AttentionSpec) -> Tensor | None:
+        if attention.query_scaling is None:
+            return None
+        if attention not in self._factors:
+            self._factors[attention] = query_factors(attention.query_scaling, self._max_model_len, self.device)
+        return self._factors[attention]
