@@ -1,0 +1,105 @@
+"""Routed experts of one layer: an MLP of many parts, of which every row uses a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.backends.torch.layers import gated, product
+from quire.weights.spec import Activation
+
+# T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
+
+
+class Experts:
+    """The matrices of a layer's experts. The router's matrix belongs to the caller, which passes its logits.
+
+    The weights of a row are the softmax of its logits over all experts, in fp32, at the `num_chosen` greatest logits.
+    Of equal logits, the first expert's counts as greater. `renormalizes`: divide by the sum of the chosen weights.
+    """
+
+    __slots__ = ("activation", "down", "gate_up", "num_chosen", "renormalizes", "scale")
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        num_chosen: int,
+        activation: Activation,
+        renormalizes: bool,
+        scale: float,
+    ) -> None:
+        num_experts, size, width = down.shape
+        if gate_up.shape != (num_experts, 2 * width, size):
+            raise ValueError(f"experts of {tuple(gate_up.shape) = } do not match {tuple(down.shape) = }")
+        if not 1 <= num_chosen <= num_experts:
+            raise ValueError(f"{num_chosen = } of {num_experts = }")
+        self.gate_up = gate_up  # [N, 2F, E], gates first
+        self.down = down  # [N, E, F]
+        self.num_chosen = num_chosen
+        self.activation = activation
+        self.renormalizes = renormalizes
+        self.scale = scale  # factor of the output
+
+    def reference(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """Return the output [T, E] for x [T, E] and logits [T, N], in plain PyTorch. On a GPU, waits for the device."""
+        ids, weights = self._route(router_logits)
+        y = x.new_zeros((*ids.shape, x.shape[1]))  # [T, K, E]
+        for expert in ids.unique().tolist():
+            row, place = (ids == expert).nonzero(as_tuple=True)
+            hidden = gated(product(x[row], self.gate_up[expert]), self.activation)
+            y[row, place] = product(hidden, self.down[expert])
+        return (y.float() * weights[..., None]).sum(1).to(x.dtype)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts and their weights, both [T, K], the best expert first."""
+        logits = logits.float()
+        ids = logits.sort(descending=True, stable=True).indices[:, : self.num_chosen]
+        weights = logits.softmax(-1).gather(1, ids)
+        if self.renormalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights * self.scale
+
+    def fused(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """Return the output [T, E] for x [T, E] and logits [T, N], in our kernels. A graph can contain this call."""
+        from quire.backends.torch.kernels import experts as kernels  # Triton is not installed everywhere
+
+        routing = kernels.route(router_logits, self.num_chosen, renormalizes=self.renormalizes, scale=self.scale)
+        if len(x) <= kernels.MAX_ALONE:
+            return kernels.experts_alone(x, self.gate_up, self.down, routing, self.activation)
+        shape = kernels.tiling(len(x), len(self.down), self.num_chosen, x.element_size())
+        return kernels.experts_in_tiles(x, self.gate_up, self.down, routing, self.activation, shape)
+
+
+def expert_calls(
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    num_chosen: int,
+    activation: Activation,
+    renormalizes: bool,
+    scale: float,
+    max_rows: int,
+    logits_dtype: torch.dtype,
+) -> list[Callable[[], Tensor]]:
+    """Return calls that launch every kernel which up to `max_rows` rows use. All tensors have shapes only."""
+    from quire.backends.torch.kernels import experts as kernels
+
+    experts = Experts(
+        gate_up, down, num_chosen=num_chosen, activation=activation, renormalizes=renormalizes, scale=scale
+    )
+    forms = {}
+    for num_rows in range(max_rows, 0, -1):  # the smallest number of each form remains
+        alone = num_rows <= kernels.MAX_ALONE
+        shape = None if alone else kernels.tiling(num_rows, len(down), num_chosen, down.element_size())
+        forms[shape, kernels.sort_form(num_rows * num_chosen)] = num_rows
+    calls = []
+    for num_rows in sorted(forms.values()):
+        x = torch.empty((num_rows, down.shape[1]), dtype=down.dtype, device="meta")
+        logits = torch.empty((num_rows, len(down)), dtype=logits_dtype, device="meta")
+        calls.append(partial(experts.fused, x, logits))
+    return calls

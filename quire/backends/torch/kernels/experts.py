@@ -1,0 +1,393 @@
+"""Routed experts: every row of the batch is multiplied by the matrices of the few experts that its router chooses.
+
+One to `MAX_ALONE` rows choose mostly different experts. `_gated_alone` and `_down_alone` then read each chosen expert
+in parallel, without sorting anything.
+
+For more rows, the pairs of a row and an expert, called slots, are sorted by expert on the device. Every expert's run of
+slots is cut into tiles of at most ROWS rows, and a tile reads its expert once. Small tiles stream the weights at the
+memory's speed; large tiles are for prompts. All shapes depend on the number of rows only, and the host never waits, so
+a graph can contain everything: programs for tiles that do not exist return at once.
+
+The result of a row does not depend on its place in a tile, nor on the other rows: the same row has the same bits in any
+batch for which `tiling` returns the same. Gate, up and down are rounded as in a dense MLP; routing weights and the sum
+over the experts are fp32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.backends.torch.kernels.linear import _activated
+from quire.weights.spec import Activation
+
+# T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
+
+MAX_ALONE = 4  # rows that are not sorted by expert
+SHORT, LONG = 1024, 4096  # slots that a program of `_sort` reads; more slots are cut into chunks of LONG
+GROUP = 8  # tiles next to each other that read the same strip of their experts, if they have the same one
+SUM_BLOCK = 1024
+
+
+class Tile(NamedTuple):
+    """The shape of a program of a grouped product. A gated product has `outputs` gates and as many ups."""
+
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+class Tiling(NamedTuple):
+    rows: int
+    gate_up: Tile
+    down: Tile
+
+
+class Routing(NamedTuple):
+    ids: Tensor  # [T, K] int32, the best expert first
+    weights: Tensor  # [T, K] fp32
+
+
+class SortedSlots(NamedTuple):
+    order: Tensor  # [S] int32: the slots in the order of their experts
+    tiles: Tensor  # [1 + 3 * max_tiles] int32: the number of tiles; then expert, first and end in `order` of each
+    max_tiles: int
+
+
+@triton.jit
+def _route(
+    logits, ids, weights, scale,
+    N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    logit = tl.load(logits + row * N + n, mask=n < N, other=float("-inf")).to(tl.float32)
+    # One number orders logits and, among equal ones, experts. NaN is the greatest: any row gets valid experts.
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # the two zeros are equal
+    key = tl.where(logit != logit, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    least: tl.constexpr = -(2**63)
+    left = tl.where(n < N, (key.to(tl.int64) << 32) | (BLOCK - 1 - n), least)
+    slot = tl.arange(0, SLOTS)
+    expert = tl.zeros((SLOTS,), tl.int32)
+    chosen_key = tl.zeros((SLOTS,), tl.int32)
+    for k in tl.static_range(K):
+        best = tl.max(left, 0)
+        left = tl.where(left == best, least, left)
+        expert = tl.where(slot == k, BLOCK - 1 - (best & (BLOCK - 1)).to(tl.int32), expert)
+        chosen_key = tl.where(slot == k, (best >> 32).to(tl.int32), chosen_key)
+    chosen = (chosen_key ^ ((chosen_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    top = tl.sum(tl.where(slot == 0, chosen, 0.0), 0)
+    weight = tl.where(slot < K, tl.exp(chosen - top), 0.0)
+    if RENORMALIZES:
+        total = tl.sum(weight, 0)
+    else:
+        total = tl.sum(tl.exp(logit - top), 0)
+    tl.store(ids + row * K + slot, expert, mask=slot < K)
+    tl.store(weights + row * K + slot, weight / total * scale, mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count(ids, counts, num_slots, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    slot = chunk * BLOCK + tl.arange(0, BLOCK)
+    is_in = slot < num_slots
+    expert = tl.load(ids + slot, mask=is_in, other=0)
+    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=is_in))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_chunks"])
+def _sort(
+    ids, counts, order, tiles, num_slots, num_chunks,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # A program finds the slots of one expert in one chunk. Nothing depends on the order in which programs run.
+    mine, chunk = tl.program_id(0), tl.program_id(1)
+    slot = chunk * BLOCK + tl.arange(0, BLOCK)
+    is_in = slot < num_slots
+    expert = tl.load(ids + slot, mask=is_in, other=0)
+    n = tl.arange(0, EXPERTS)
+    if counts is None:
+        total = tl.histogram(expert, EXPERTS, mask=is_in)
+        earlier = tl.zeros((EXPERTS,), tl.int32)
+    else:
+        total = tl.zeros((EXPERTS,), tl.int32)
+        earlier = tl.zeros((EXPERTS,), tl.int32)
+        for number in range(num_chunks):
+            count = tl.load(counts + number * EXPERTS + n)
+            total += count
+            earlier += tl.where(number < chunk, count, 0)
+    first = tl.sum(tl.where(n < mine, total, 0), 0)
+    is_mine = is_in & (expert == mine)
+    place = first + tl.sum(tl.where(n == mine, earlier, 0), 0) + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    tl.store(order + place, slot, mask=is_mine)
+    if chunk == 0:
+        num_tiles = (total + ROWS - 1) // ROWS
+        end = first + tl.sum(tl.where(n == mine, total, 0), 0)
+        entry = tiles + 1 + 3 * tl.sum(tl.where(n < mine, num_tiles, 0), 0)
+        for start in range(first, end, ROWS):
+            tl.store(entry, mine)
+            tl.store(entry + 1, start)
+            tl.store(entry + 2, end)
+            entry += 3
+        if mine == 0:
+            tl.store(tiles, tl.sum(num_tiles, 0))
+
+
+@triton.jit
+def _grouped_product(
+    x, weight, order, tiles, out,
+    IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    num_strips: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
+    program = tl.program_id(0)
+    tile = program // (GROUP * num_strips) * GROUP + program % GROUP
+    strip = program // GROUP % num_strips
+    if tile >= tl.load(tiles):
+        return
+    expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
+    first = tl.load(tiles + 2 + 3 * tile)
+    end = tl.load(tiles + 3 + 3 * tile)
+    place = first + tl.arange(0, ROWS)
+    is_row = place < end
+    place = tl.where(is_row, place, first)  # rows past the end repeat the first and are not stored
+    slot = tl.load(order + place)
+    column = strip * OUTPUTS + tl.arange(0, OUTPUTS)
+    i = tl.arange(0, INPUTS)
+    source = slot // K if IS_GATED else place  # gated rows are written in the order of the experts
+    x_at = x + source[:, None].to(tl.int64) * IN + i[None, :]
+    matrix = weight + expert * (2 * OUT * IN if IS_GATED else OUT * IN)
+    w_at = matrix + (column % OUT)[:, None].to(tl.int64) * IN + i[None, :]  # columns past the end wrap around
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, IN, INPUTS):
+        if IN % INPUTS == 0:
+            a = tl.load(x_at)
+            b = tl.load(w_at)
+        else:
+            a = tl.load(x_at, mask=(start + i < IN)[None, :], other=0.0)
+            b = tl.load(w_at, mask=(start + i < IN)[None, :], other=0.0)
+        total = tl.dot(a, b.T, total, input_precision="ieee")
+        if IS_GATED:
+            if IN % INPUTS == 0:
+                c = tl.load(w_at + OUT * IN)
+            else:
+                c = tl.load(w_at + OUT * IN, mask=(start + i < IN)[None, :], other=0.0)
+            up = tl.dot(a, c.T, up, input_precision="ieee")
+        x_at += INPUTS
+        w_at += INPUTS
+    dtype: tl.constexpr = out.dtype.element_ty
+    target = slot
+    if IS_GATED:
+        gate = total.to(dtype).to(tl.float32)  # rounded as when stored
+        total = _activated(gate, IS_SILU) * up.to(dtype).to(tl.float32)
+        target = place
+    is_in = is_row[:, None] & (column < OUT)[None, :]
+    tl.store(out + target[:, None].to(tl.int64) * OUT + column[None, :], total.to(dtype), mask=is_in)
+
+
+@triton.jit
+def _weighted_sum(y, weights, out, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    num_blocks: tl.constexpr = (E + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        value = tl.load(y + (row * K + k) * E + column, mask=column < E, other=0.0)
+        total += tl.load(weights + row * K + k) * value.to(tl.float32)
+    tl.store(out + row * E + column, total.to(out.dtype.element_ty), mask=column < E)
+
+
+@triton.jit
+def _gated_alone(
+    x, weight, ids, out,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(1)
+    expert = tl.load(ids + slot).to(tl.int64)
+    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    half = tl.arange(0, 2)  # gate and up
+    start = (half * F)[None, :] + tl.where(column < F, column, 0)[:, None]  # [OUTPUTS, 2]
+    w_at = weight + (expert * (2 * F) + start) * E
+    x_at = x + (slot // K).to(tl.int64) * E
+    total = tl.zeros((OUTPUTS, 2, INPUTS), tl.float32)
+    for first in range(0, E, INPUTS):
+        i = first + tl.arange(0, INPUTS)
+        if E % INPUTS == 0:
+            w = tl.load(w_at[:, :, None] + i[None, None, :], eviction_policy="evict_first")
+            value = tl.load(x_at + i)
+        else:
+            w = tl.load(w_at[:, :, None] + i[None, None, :], mask=(i < E)[None, None, :], other=0.0)
+            value = tl.load(x_at + i, mask=i < E, other=0.0)
+        total += w.to(tl.float32) * value.to(tl.float32)[None, None, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    gate, up = tl.split(tl.sum(total, 2).to(dtype).to(tl.float32))  # rounded as when stored
+    value = (_activated(gate, IS_SILU) * up).to(dtype)
+    tl.store(out + slot.to(tl.int64) * F + column, value, mask=column < F)
+
+
+@triton.jit
+def _down_alone(
+    x, weight, ids, weights, out,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, SLOTS)
+    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    expert = tl.load(ids + row * K + k, mask=k < K, other=0).to(tl.int64)
+    w_at = weight + (expert[None, :] * E + tl.where(column < E, column, 0)[:, None]) * F  # [OUTPUTS, SLOTS]
+    x_at = x + (row * K + tl.where(k < K, k, 0)) * F
+    total = tl.zeros((OUTPUTS, SLOTS, INPUTS), tl.float32)
+    for first in range(0, F, INPUTS):
+        i = first + tl.arange(0, INPUTS)
+        if F % INPUTS == 0 and K == SLOTS:
+            w = tl.load(w_at[:, :, None] + i[None, None, :], eviction_policy="evict_first")
+            value = tl.load(x_at[:, None] + i[None, :])
+        else:
+            is_in = (k < K)[:, None] & (i < F)[None, :]
+            w = tl.load(w_at[:, :, None] + i[None, None, :], mask=is_in[None, :, :], other=0.0)
+            value = tl.load(x_at[:, None] + i[None, :], mask=is_in, other=0.0)
+        total += w.to(tl.float32) * value.to(tl.float32)[None, :, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    y = tl.sum(total, 2).to(dtype).to(tl.float32)
+    y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0)[None, :], 1)
+    tl.store(out + row * E + column, y.to(dtype), mask=column < E)
+
+
+@cache
+def _padded(size: int, least: int = 1) -> int:
+    return max(triton.next_power_of_2(size), least)
+
+
+@cache
+def tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> Tiling:
+    """Return the tiles for this number of rows. Measured in docs/performance.md."""
+    mean = num_rows * num_chosen / num_experts  # rows per expert
+    if itemsize > 2:  # fp32, without tensor cores
+        tile = Tile(outputs=32, inputs=32, num_warps=4, num_stages=3)
+        return Tiling(16 if mean <= 12 else 64, tile, tile)
+    if mean <= 12:
+        return Tiling(16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+    if mean <= 24:
+        return Tiling(32, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+    if mean <= 96:
+        return Tiling(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+    return Tiling(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+
+
+def max_tiles(num_rows: int, num_experts: int, num_chosen: int, tile_rows: int) -> int:
+    """Return a number of tiles that no choice of experts exceeds."""
+    num_slots = num_rows * num_chosen
+    num_used = min(num_slots, num_experts)  # the number of tiles grows with the number of experts that are used
+    return num_used + (num_slots - num_used) // tile_rows
+
+
+def route(logits: Tensor, num_chosen: int, *, renormalizes: bool, scale: float) -> Routing:
+    """Choose experts by the logits [T, N] of the router. Of equal logits, the first is chosen first."""
+    num_rows, num_experts = logits.shape
+    ids = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=logits.device)
+    _route[(num_rows,)](
+        logits, ids, weights, scale, N=num_experts, K=num_chosen, BLOCK=_padded(num_experts), SLOTS=_padded(num_chosen),
+        RENORMALIZES=renormalizes, num_warps=1,
+    )  # fmt: skip
+    return Routing(ids, weights)
+
+
+def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
+    """Sort the slots by expert and cut each expert's into tiles."""
+    num_rows, num_chosen = ids.shape
+    num_slots = num_rows * num_chosen
+    bound = max_tiles(num_rows, num_experts, num_chosen, tile_rows)
+    space = ids.new_empty(num_slots + 1 + 3 * bound)
+    order, tiles = space[1 + 3 * bound :], space
+    block, counts, num_chunks = (SHORT if num_slots <= SHORT else LONG), None, 1
+    experts = _padded(num_experts, 32)
+    if num_slots > LONG:
+        num_chunks = -(-num_slots // LONG)
+        counts = ids.new_empty((num_chunks, experts))
+        _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=8)
+    _sort[(num_experts, num_chunks)](
+        ids, counts, order, tiles, num_slots, num_chunks, EXPERTS=experts, BLOCK=block, ROWS=tile_rows,
+        num_warps=4 if block == SHORT else 8,
+    )  # fmt: skip
+    return SortedSlots(order, tiles, bound)
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, slots: SortedSlots, num_chosen: int, rows: int, tile: Tile, activation: Activation | None
+) -> Tensor:
+    """Multiply each slot's row by its expert's matrix.
+
+    With an activation: x [T, E] and weight [N, 2F, E] give [S, F], in the order of the experts. Without: x is that, and
+    weight [N, E, F] gives [S, E] in the order of the slots.
+    """
+    num_outputs, num_inputs = weight.shape[1:]
+    if activation is not None:
+        num_outputs //= 2
+    out = x.new_empty((len(slots.order), num_outputs))
+    num_programs = -(-slots.max_tiles // GROUP) * GROUP * -(-num_outputs // tile.outputs)
+    _grouped_product[(num_programs,)](
+        x, weight, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
+        ROWS=rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, GROUP=GROUP,
+        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum [T, E] over the experts of y [S, E] times weights [T, K], the best expert first."""
+    num_rows, num_chosen = weights.shape
+    size = y.shape[1]
+    out = y.new_empty((num_rows, size))
+    block = min(_padded(size), SUM_BLOCK)
+    _weighted_sum[(num_rows * -(-size // block),)](y, weights, out, E=size, K=num_chosen, BLOCK=block, num_warps=4)
+    return out
+
+
+def experts_alone(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, activation: Activation) -> Tensor:
+    """Return the experts' output [T, E] of a few rows x [T, E], which read their experts independently."""
+    num_rows, size = x.shape
+    num_chosen, width = routing.ids.shape[1], down.shape[2]
+    gated = x.new_empty((num_rows * num_chosen, width))
+    strip = _gated_strip(width, size)
+    _gated_alone[(-(-width // strip.outputs), num_rows * num_chosen)](
+        x, gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, OUTPUTS=strip.outputs, INPUTS=strip.inputs,
+        IS_SILU=activation is Activation.SILU, num_warps=strip.num_warps,
+    )  # fmt: skip
+    out = torch.empty_like(x)
+    strip = _down_strip(size, width)
+    _down_alone[(-(-size // strip.outputs), num_rows)](
+        gated, down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=_padded(num_chosen),
+        OUTPUTS=strip.outputs, INPUTS=strip.inputs, num_warps=strip.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def _gated_strip(_width: int, _size: int) -> Tile:
+    return Tile(outputs=2, inputs=1024, num_warps=4, num_stages=1)
+
+
+def _down_strip(_size: int, _width: int) -> Tile:
+    return Tile(outputs=2, inputs=256, num_warps=4, num_stages=1)
+
+
+def experts_in_tiles(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, activation: Activation, shape: Tiling
+) -> Tensor:
+    """Return the experts' output [T, E] of rows x [T, E], sorted by expert."""
+    num_chosen = routing.ids.shape[1]
+    slots = sort_slots(routing.ids, len(gate_up), shape.rows)
+    gated = grouped_product(x, gate_up, slots, num_chosen, shape.rows, shape.gate_up, activation)
+    y = grouped_product(gated, down, slots, num_chosen, shape.rows, shape.down, None)
+    return weighted_sum(y, routing.weights)
