@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-import torch
 from torch import Tensor
 
 from quire.backends.torch.layers import gated, product
@@ -73,33 +69,3 @@ class Experts:
             return kernels.experts_alone(x, self.gate_up, self.down, routing, self.activation)
         shape = kernels.tiling(len(x), len(self.down), self.num_chosen, x.element_size())
         return kernels.experts_in_tiles(x, self.gate_up, self.down, routing, self.activation, shape)
-
-
-def expert_calls(
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    num_chosen: int,
-    activation: Activation,
-    renormalizes: bool,
-    scale: float,
-    max_rows: int,
-    logits_dtype: torch.dtype,
-) -> list[Callable[[], Tensor]]:
-    """Return calls that launch every kernel which up to `max_rows` rows use. All tensors have shapes only."""
-    from quire.backends.torch.kernels import experts as kernels
-
-    experts = Experts(
-        gate_up, down, num_chosen=num_chosen, activation=activation, renormalizes=renormalizes, scale=scale
-    )
-    forms = {}
-    for num_rows in range(max_rows, 0, -1):  # the smallest number of each form remains
-        alone = num_rows <= kernels.MAX_ALONE
-        shape = None if alone else kernels.tiling(num_rows, len(down), num_chosen, down.element_size())
-        forms[shape, kernels.sort_form(num_rows * num_chosen)] = num_rows
-    calls = []
-    for num_rows in sorted(forms.values()):
-        x = torch.empty((num_rows, down.shape[1]), dtype=down.dtype, device="meta")
-        logits = torch.empty((num_rows, len(down)), dtype=logits_dtype, device="meta")
-        calls.append(partial(experts.fused, x, logits))
-    return calls

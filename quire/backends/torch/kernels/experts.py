@@ -15,7 +15,8 @@ over the experts are fp32.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -101,10 +102,9 @@ def _count(ids, counts, num_slots, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=is_in))
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_chunks"])
+@triton.jit(do_not_specialize=["num_slots", "num_chunks", "tile_rows"])
 def _sort(
-    ids, counts, order, tiles, num_slots, num_chunks,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     # A program finds the slots of one expert in one chunk. Nothing depends on the order in which programs run.
     mine, chunk = tl.program_id(0), tl.program_id(1)
@@ -127,10 +127,10 @@ def _sort(
     place = first + tl.sum(tl.where(n == mine, earlier, 0), 0) + tl.cumsum(is_mine.to(tl.int32), 0) - 1
     tl.store(order + place, slot, mask=is_mine)
     if chunk == 0:
-        num_tiles = (total + ROWS - 1) // ROWS
+        num_tiles = (total + tile_rows - 1) // tile_rows
         end = first + tl.sum(tl.where(n == mine, total, 0), 0)
         entry = tiles + 1 + 3 * tl.sum(tl.where(n < mine, num_tiles, 0), 0)
-        for start in range(first, end, ROWS):
+        for start in range(first, end, tile_rows):
             tl.store(entry, mine)
             tl.store(entry + 1, start)
             tl.store(entry + 2, end)
@@ -268,7 +268,7 @@ def _padded(size: int, least: int = 1) -> int:
     return max(triton.next_power_of_2(size), least)
 
 
-@cache
+@cache  # every layer of a step calls this
 def tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> Tiling:
     """Return the tiles for this number of rows. Measured in docs/performance.md."""
     mean = num_rows * num_chosen / num_experts  # rows per expert
@@ -317,7 +317,7 @@ def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
         counts = ids.new_empty((num_chunks, experts))
         _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=8)
     _sort[(num_experts, num_chunks)](
-        ids, counts, order, tiles, num_slots, num_chunks, EXPERTS=experts, BLOCK=block, ROWS=tile_rows,
+        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block,
         num_warps=4 if block == SHORT else 8,
     )  # fmt: skip
     return SortedSlots(order, tiles, bound)
@@ -391,3 +391,43 @@ def experts_in_tiles(
     gated = grouped_product(x, gate_up, slots, num_chosen, shape.rows, shape.gate_up, activation)
     y = grouped_product(gated, down, slots, num_chosen, shape.rows, shape.down, None)
     return weighted_sum(y, routing.weights)
+
+
+def expert_calls(
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    num_chosen: int,
+    activation: Activation,
+    renormalizes: bool,
+    scale: float,
+    logits_dtype: torch.dtype,
+    max_rows: int,
+) -> list[Callable[[], object]]:
+    """Return launches of every kernel that `Experts.fused` uses for 1 to `max_rows` rows.
+
+    All tensors are on the device "meta": launches are only compiled.
+    """
+
+    def meta(*shape: int, kind: torch.dtype = down.dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    num_experts, size, width = down.shape
+    choose = partial(route, num_chosen=num_chosen, renormalizes=renormalizes, scale=scale)
+    chosen = Routing(meta(1, num_chosen, kind=torch.int32), meta(1, num_chosen, kind=torch.float32))
+    calls: list[Callable[[], object]] = [
+        partial(choose, meta(1, num_experts, kind=logits_dtype)),
+        partial(experts_alone, meta(1, size), gate_up, down, chosen, activation),
+        partial(weighted_sum, meta(num_chosen, size), chosen.weights),
+    ]
+    for num_rows in {SHORT // num_chosen, LONG // num_chosen, LONG // num_chosen + 1}:
+        if MAX_ALONE < num_rows <= max_rows or num_rows == SHORT // num_chosen:
+            calls.append(partial(sort_slots, meta(num_rows, num_chosen, kind=torch.int32), num_experts, 16))
+    ints = meta(16, kind=torch.int32)
+    slots = SortedSlots(ints[:num_chosen], ints, 1)
+    row_counts = range(MAX_ALONE + 1, max_rows + 1)
+    for rows, gated_tile, down_tile in {tiling(rows, num_experts, num_chosen, down.itemsize) for rows in row_counts}:
+        product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=rows)
+        calls.append(partial(product, meta(1, size), gate_up, tile=gated_tile, activation=activation))
+        calls.append(partial(product, meta(num_chosen, width), down, tile=down_tile, activation=None))
+    return calls
