@@ -16,11 +16,12 @@ from quire.backends.base import Progress
 from quire.backends.native.library import Bytes, Floats, Layer, Linear, Matrix, load_library
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
-from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.quants import to_float32
-from quire.weights.spec import ModelSpec
+from quire.weights.spec import Activation, LayerSpec
+from quire.weights.tensors import check_tensors, expected_tensors
 
 DUMMY_STD = 0.02
+NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
 
 # Numbered as in csrc/quire.h. Other types are decoded to F32 first.
 SOURCES = {
@@ -55,36 +56,24 @@ def pack_model(checkpoint: Checkpoint, num_threads: int, progress: Progress | No
     spec = checkpoint.spec
     with ThreadPoolExecutor(num_threads) as pool:
         packer.start(pool)
-    embedding = packer.linear(["model.embed_tokens"], has_bias=False)
-    head = embedding if spec.is_tied else packer.linear(["lm_head"], has_bias=False)
-    layers = [_layer(packer, spec, index) for index in range(spec.num_layers)]
-    norm = packer.floats("model.norm.weight")
-    return PackedModel(layers, norm, embedding, head, list(packer.arrays.values()))
+    embedding = packer.linear("", ["embedding"])
+    head = embedding if spec.is_tied else packer.linear("", ["head"])
+    layers = [_layer(packer, layer, index) for index, layer in enumerate(spec.layers)]
+    return PackedModel(layers, packer.floats("norm.weight"), embedding, head, list(packer.arrays.values()))
 
 
-def _layer(packer: _Packer, spec: ModelSpec, index: int) -> Layer:
-    prefix = f"model.layers.{index}."
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = ["qkv_proj"] if spec.is_fused else ["q_proj", "k_proj", "v_proj"]
-    gate_up = ["gate_up_proj"] if spec.is_fused else ["gate_proj", "up_proj"]
+def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
+    prefix = f"layers.{index}."
     layer = Layer(
-        qkv=packer.linear([attention + name for name in qkv], has_bias=spec.has_qkv_bias),
-        o=packer.linear([f"{attention}o_proj"], has_bias=spec.has_output_bias),
-        gate_up=packer.linear([mlp + name for name in gate_up], has_bias=spec.has_mlp_bias),
-        down=packer.linear([f"{mlp}down_proj"], has_bias=spec.has_mlp_bias),
-        window=spec.windows[index],
+        qkv=packer.linear(prefix, ["q_proj", "k_proj", "v_proj"]),
+        o=packer.linear(prefix, ["o_proj"]),
+        gate_up=packer.linear(prefix, ["gate_proj", "up_proj"]),
+        down=packer.linear(prefix, ["down_proj"]),
+        activation=0 if spec.mlp.activation is Activation.SILU else 1,
     )
-    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if spec.has_post_norms:
-        norms |= {
-            "mlp_norm": "pre_feedforward_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "post_mlp_norm": "post_feedforward_layernorm",
-        }
-    if spec.has_qk_norm:
-        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-    for field_name, name in norms.items():
-        setattr(layer, field_name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
+    for name in NORMS:
+        if f"{prefix}{name}.weight" in packer.arrays:
+            setattr(layer, name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
     return layer
 
 
@@ -104,15 +93,16 @@ class _Packer:
         for future in [pool.submit(self._take, name) for name in names]:
             future.result()
 
-    def linear(self, names: list[str], *, has_bias: bool) -> Linear:
+    def linear(self, prefix: str, names: list[str]) -> Linear:
+        """Return matrices with the same input, one below the other, with their biases if they have any."""
         linear = Linear(num_parts=len(names))
         for place, name in enumerate(names):
-            rows, cols = self._checkpoint.tensors[f"{name}.weight"].shape
-            array = self.arrays[f"{name}.weight"]
-            linear.parts[place] = Matrix(array.ctypes.data, self._kinds[f"{name}.weight"], rows, cols)
-        if has_bias:
-            parts = [self.arrays[f"{name}.bias"] for name in names]
-            whole = self.arrays[f"{names[0]}.bias of all"] = np.concatenate(parts).astype(np.float32)
+            weight = f"{prefix}{name}.weight"
+            rows, cols = self._checkpoint.tensors[weight].shape
+            linear.parts[place] = Matrix(self.arrays[weight].ctypes.data, self._kinds[weight], rows, cols)
+        biases = [self.arrays[bias] for name in names if (bias := f"{prefix}{name}.bias") in self.arrays]
+        if biases:
+            whole = self.arrays[f"{prefix}{names[0]}.bias of all"] = np.concatenate(biases).astype(np.float32)
             linear.bias = whole.ctypes.data
         return linear
 

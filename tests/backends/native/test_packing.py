@@ -210,16 +210,15 @@ def check_matrix(checkpoint: Checkpoint, linear: Linear, *names: str) -> None:
 
 
 def check_model(checkpoint: Checkpoint, packed: PackedModel, spec: ModelSpec) -> None:
-    check_matrix(checkpoint, packed.embedding, "model.embed_tokens.weight")
-    check_matrix(checkpoint, packed.head, "model.embed_tokens.weight" if spec.is_tied else "lm_head.weight")
+    check_matrix(checkpoint, packed.embedding, "embedding.weight")
+    check_matrix(checkpoint, packed.head, "embedding.weight" if spec.is_tied else "head.weight")
     for index, layer in enumerate(packed.layers):
-        prefix = f"model.layers.{index}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        check_matrix(checkpoint, layer.qkv, *(f"{attention}{one}_proj.weight" for one in "qkv"))
-        check_matrix(checkpoint, layer.o, f"{attention}o_proj.weight")
-        check_matrix(checkpoint, layer.gate_up, f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
-        check_matrix(checkpoint, layer.down, f"{mlp}down_proj.weight")
-        norm = to_float32(checkpoint.read(f"{prefix}input_layernorm.weight")) + np.float32(spec.norm_offset)
+        prefix = f"layers.{index}."
+        check_matrix(checkpoint, layer.qkv, *(f"{prefix}{one}_proj.weight" for one in "qkv"))
+        check_matrix(checkpoint, layer.o, f"{prefix}o_proj.weight")
+        check_matrix(checkpoint, layer.gate_up, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+        check_matrix(checkpoint, layer.down, f"{prefix}down_proj.weight")
+        norm = to_float32(checkpoint.read(f"{prefix}input_norm.weight")) + np.float32(spec.norm_offset)
         assert read(layer.input_norm, spec.hidden_size) == norm.tolist()
 
 
@@ -282,6 +281,6 @@ def test_other_quantised_types_are_converted_through_floats(type: TensorType, tm
     path = tmp_path / "m.gguf"
     path.write_bytes(make_gguf(llama_keys(llama__feed_forward_length=ffn), list(tensors.items())))
     checkpoint = open_checkpoint(path)
-    assert checkpoint.tensors["model.layers.1.mlp.down_proj.weight"].type is type
+    assert checkpoint.tensors["layers.1.down_proj.weight"].type is type
     check_model(checkpoint, pack_model(checkpoint, 1), checkpoint.spec)
     checkpoint.close()
