@@ -16,6 +16,34 @@ HIDDEN, FFN, HEADS, KV_HEADS, HEAD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 64, 2
 F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8  # type numbers of GGUF
 
 
+# Bytes of the scale, or of the scale and the minimum, in a block of 32 or 256 weights.
+SCALE_BYTES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), slice(0, 2)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), slice(0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
+    "Q2_K": slice(80, 84),
+    "Q3_K": slice(108, 110),
+    "Q6_K": slice(208, 210),
+    "TQ1_0": slice(52, 54),
+    "TQ2_0": slice(64, 66),
+}
+
+
+def set_scales(kind: str, blocks: NDArray[np.uint8], scales: NDArray[np.floating[Any]]) -> None:
+    """Write scales and minima [N, 2] into blocks [N, bytes]. MXFP4 gets the power of two below the scale."""
+    halves = scales.astype("<f2")
+    if kind in SCALE_BYTES:
+        place = SCALE_BYTES[kind]
+        blocks[:, place] = halves.view(np.uint8)[:, : place.stop - place.start]
+    elif kind == "MXFP4":
+        blocks[:, 0] = np.frexp(np.maximum(np.abs(scales[:, 0]), 2.0**-22))[1] + 126
+    else:  # IQ1_M: the highest four bits of each of four numbers
+        assert kind == "IQ1_M"
+        numbers = np.ascontiguousarray(blocks[:, 48:56]).view("<u2") & 0x0FFF
+        bits = halves[:, :1].copy().view("<u2") >> np.arange(0, 16, 4, dtype=np.uint16)
+        blocks[:, 48:56] = (numbers | bits << 12).view(np.uint8)
+
+
 class Tensor(NamedTuple):
     dims: tuple[int, ...]  # in GGUF's order: columns first
     kind: int
