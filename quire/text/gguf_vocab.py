@@ -208,7 +208,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[s
     if pre is None:
         known = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModel(
-            f"{_KEY}pre = {_short(name)} is not one of {known}; use the model's safetensors, whose tokenizer.json has it"
+            f"{_KEY}pre = {_short(name)} is not one of {known}; use the model's safetensors: they come with it"
         )
     merges = [merge.partition(" ")[::2] for merge in _strings(metadata, "merges", MAX_MERGES)]
     cuts: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if pre.digits else []
