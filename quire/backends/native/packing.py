@@ -1,7 +1,9 @@
 """Packs a checkpoint's weights into 4 and 8 bits, in the layout of csrc/pack.c.
 
-Tensors stored as 4 bits (Q4_0, Q4_1, Q4_K) or Q8_0 keep their codes. All others become 8 bits in groups of 32. Matrices
-are packed in parallel: the library releases the interpreter lock.
+Types whose groups of 32 are a scale and small integers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0 and TQ2_0 in 4 bits,
+Q8_0, Q5_0, IQ4_NL, IQ4_XS and MXFP4 in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
+(Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Matrices are packed in parallel: the library
+releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from quire.weights.tensors import check_tensors, expected_tensors
 DUMMY_STD = 0.02
 NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
 
-# Numbered as in csrc/quire.h. Other types are decoded to F32 first.
+# Types that C reads from the file's bytes, numbered as in csrc/quire.h. Other types are decoded to F32 first.
 SOURCES = {
     TensorType.Q4_0: 0,
     TensorType.Q4_1: 1,
@@ -32,6 +34,17 @@ SOURCES = {
     TensorType.F32: 4,
     TensorType.F16: 5,
     TensorType.BF16: 6,
+    TensorType.Q5_0: 7,
+    TensorType.Q5_1: 8,
+    TensorType.Q2_K: 9,
+    TensorType.Q3_K: 10,
+    TensorType.Q5_K: 11,
+    TensorType.Q6_K: 12,
+    TensorType.IQ4_NL: 13,
+    TensorType.IQ4_XS: 14,
+    TensorType.MXFP4: 15,
+    TensorType.TQ1_0: 16,
+    TensorType.TQ2_0: 17,
 }
 
 

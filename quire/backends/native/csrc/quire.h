@@ -102,7 +102,11 @@ QUIRE_API size_t quire_block_bytes(int num_kv_heads, int head_size, int block_si
 
 /* Packs the bytes of a file. `out` has quire_packed_bytes(kind, rows, cols) bytes. */
 QUIRE_API size_t quire_packed_bytes(int kind, int rows, int cols);
-enum quire_source { SOURCE_Q4_0, SOURCE_Q4_1, SOURCE_Q4_K, SOURCE_Q8_0, SOURCE_F32, SOURCE_F16, SOURCE_BF16 };
+enum quire_source {
+    SOURCE_Q4_0, SOURCE_Q4_1, SOURCE_Q4_K, SOURCE_Q8_0, SOURCE_F32, SOURCE_F16, SOURCE_BF16,
+    SOURCE_Q5_0, SOURCE_Q5_1, SOURCE_Q2_K, SOURCE_Q3_K, SOURCE_Q5_K, SOURCE_Q6_K,
+    SOURCE_IQ4_NL, SOURCE_IQ4_XS, SOURCE_MXFP4, SOURCE_TQ1_0, SOURCE_TQ2_0,
+};
 QUIRE_API int quire_source_kind(int source); /* the kind that a source is packed to */
 QUIRE_API void quire_pack(int source, const uint8_t *data, int rows, int cols, uint8_t *out);
 QUIRE_API void quire_unpack(const quire_matrix *matrix, int row, float *out); /* one row as floats, [cols] */
