@@ -238,22 +238,25 @@ def test_which_rows_are_not_sorted() -> None:
     assert not is_alone(3, 64, 8)  # some would share an expert
 
 
-SHAPES = sorted({tiling(rows, 4, 2, size) for rows in range(5, 300) for size in (2, 4)})
+SHAPES = [
+    (shape, dtype)
+    for dtype in (FP32, BF16)
+    for shape in sorted({tiling(num_rows, 4, 2, dtype.itemsize) for num_rows in range(5, 300)})
+]
 
 
 @pytest.mark.parametrize("padding", [0, 8])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_tiling(shape: Tiling, padding: int) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
     """Test tiles for large batches on small matrices, with inputs that are whole tiles and that are not."""
-    if shape.rows > 64 and DEVICE == "cuda":
-        pytest.skip("tiles of fp32 are too large for the multiprocessor")
-    experts = make_experts(2, 1, shape.gate_up.inputs + padding, shape.down.inputs + padding)
+    dtype = dtype if DEVICE == "cuda" else FP32
+    experts = make_experts(2, 1, shape.gate_up.inputs + padding, shape.down.inputs + padding, dtype)
     x, logits = make_rows(experts, 6 if padding else 150)
     logits[:, 0] += 0.5  # full tiles, and at least one that is not half full
     routing = kernels.route(logits, 1, renormalizes=False, scale=1.0)
     experts.renormalizes = False
     got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
-    assert_near(got, experts.reference(x, logits), FP32)
+    assert_near(got, experts.reference(x, logits), dtype)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
