@@ -168,9 +168,9 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dt
     """Its place in a tile changes, and the rows around it, and the number of tiles of its experts."""
     experts = make_experts(8, 2, 32, 16, dtype)
     x, logits = make_rows(experts, 40)
-    assert tiling(40, 8, 2, dtype.itemsize) == tiling(5, 8, 2, dtype.itemsize)
+    assert tiling(40, 8, 2, dtype.itemsize) == tiling(20, 8, 2, dtype.itemsize)
     whole = experts.fused(x, logits)
-    assert torch.equal(experts.fused(x[7:12].clone(), logits[7:12].clone()), whole[7:12])
+    assert torch.equal(experts.fused(x[7:27].clone(), logits[7:27].clone()), whole[7:27])
     assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
     logits[1:, 3] = 10  # every other row chooses this expert
     assert torch.equal(experts.fused(x, logits)[0], whole[0])

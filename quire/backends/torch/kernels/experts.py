@@ -47,6 +47,8 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
+    """The shapes of both grouped products."""
+
     rows: int
     gate_up: Tile
     down: Tile
@@ -232,59 +234,54 @@ def _weighted_sum(y, weights, out, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _gated_alone(
     x, weight, ids, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    IS_SILU: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(1)
+    # A program computes one gate and its up: small programs keep the most loads in flight.
+    column, slot = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + slot).to(tl.int64)
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    half = tl.arange(0, 2)  # gate and up
-    start = (half * F)[None, :] + tl.where(column < F, column, 0)[:, None]  # [OUTPUTS, 2]
-    w_at = weight + (expert * (2 * F) + start) * E
+    w_at = weight + (expert * (2 * F) + column + tl.arange(0, 2) * F) * E
     x_at = x + (slot // K).to(tl.int64) * E
-    total = tl.zeros((OUTPUTS, 2, INPUTS), tl.float32)
+    total = tl.zeros((2, INPUTS), tl.float32)
     for first in range(0, E, INPUTS):
         i = first + tl.arange(0, INPUTS)
         if E % INPUTS == 0:
-            w = tl.load(w_at[:, :, None] + i[None, None, :], eviction_policy="evict_first")
+            w = tl.load(w_at[:, None] + i[None, :], eviction_policy="evict_first")
             value = tl.load(x_at + i)
         else:
-            w = tl.load(w_at[:, :, None] + i[None, None, :], mask=(i < E)[None, None, :], other=0.0)
+            w = tl.load(w_at[:, None] + i[None, :], mask=(i < E)[None, :], other=0.0)
             value = tl.load(x_at + i, mask=i < E, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)[None, None, :]
+        total += w.to(tl.float32) * value.to(tl.float32)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
-    gate, up = tl.split(tl.sum(total, 2).to(dtype).to(tl.float32))  # rounded as when stored
-    value = (_activated(gate, IS_SILU) * up).to(dtype)
-    tl.store(out + slot.to(tl.int64) * F + column, value, mask=column < F)
+    gate, up = tl.split(tl.sum(total, 1).to(dtype).to(tl.float32))  # rounded as when stored
+    tl.store(out + slot.to(tl.int64) * F + column, (_activated(gate, IS_SILU) * up).to(dtype))
 
 
 @triton.jit
 def _down_alone(
     x, weight, ids, weights, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
+    # A program computes one output of all experts of a row.
+    column, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k = tl.arange(0, SLOTS)
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     expert = tl.load(ids + row * K + k, mask=k < K, other=0).to(tl.int64)
-    w_at = weight + (expert[None, :] * E + tl.where(column < E, column, 0)[:, None]) * F  # [OUTPUTS, SLOTS]
-    x_at = x + (row * K + tl.where(k < K, k, 0)) * F
-    total = tl.zeros((OUTPUTS, SLOTS, INPUTS), tl.float32)
+    w_at = weight + (expert * E + column) * F
+    x_at = x + (row * K + k) * F
+    total = tl.zeros((SLOTS, INPUTS), tl.float32)
     for first in range(0, F, INPUTS):
         i = first + tl.arange(0, INPUTS)
         if F % INPUTS == 0 and K == SLOTS:
-            w = tl.load(w_at[:, :, None] + i[None, None, :], eviction_policy="evict_first")
+            w = tl.load(w_at[:, None] + i[None, :], eviction_policy="evict_first")
             value = tl.load(x_at[:, None] + i[None, :])
         else:
             is_in = (k < K)[:, None] & (i < F)[None, :]
-            w = tl.load(w_at[:, :, None] + i[None, None, :], mask=is_in[None, :, :], other=0.0)
+            w = tl.load(w_at[:, None] + i[None, :], mask=is_in, other=0.0)
             value = tl.load(x_at[:, None] + i[None, :], mask=is_in, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)[None, :, :]
+        total += w.to(tl.float32) * value.to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
-    y = tl.sum(total, 2).to(dtype).to(tl.float32)
-    y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0)[None, :], 1)
-    tl.store(out + row * E + column, y.to(dtype), mask=column < E)
+    y = tl.sum(total, 1).to(dtype).to(tl.float32)
+    y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0), 0)
+    tl.store(out + row * E + column, y.to(dtype))
 
 
 @cache
@@ -343,9 +340,10 @@ def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
     if num_slots > LONG:
         num_chunks = -(-num_slots // LONG)
         counts = ids.new_empty((num_chunks, experts))
-        _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=8)
+        _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=4)
     _sort[(num_experts, num_chunks)](
-        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block, num_warps=8,
+        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block,
+        num_warps=8 if counts is None else 4,
     )  # fmt: skip
     return SortedSlots(order, tiles, bound)
 
@@ -389,26 +387,17 @@ def experts_alone(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, ac
     num_rows, size = x.shape
     num_chosen, width = routing.ids.shape[1], down.shape[2]
     gated = x.new_empty((num_rows * num_chosen, width))
-    strip = _gated_strip(width, size)
-    _gated_alone[(-(-width // strip.outputs), num_rows * num_chosen)](
-        x, gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, OUTPUTS=strip.outputs, INPUTS=strip.inputs,
-        IS_SILU=activation is Activation.SILU, num_warps=strip.num_warps,
+    _gated_alone[(width, num_rows * num_chosen)](
+        x, gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, INPUTS=1024,
+        IS_SILU=activation is Activation.SILU, num_warps=2,
     )  # fmt: skip
     out = torch.empty_like(x)
-    strip = _down_strip(size, width)
-    _down_alone[(-(-size // strip.outputs), num_rows)](
-        gated, down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=_padded(num_chosen),
-        OUTPUTS=strip.outputs, INPUTS=strip.inputs, num_warps=strip.num_warps,
+    slots = _padded(num_chosen)
+    _down_alone[(size, num_rows)](
+        gated, down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=slots,
+        INPUTS=min(max(1024 // slots, 128), 512), num_warps=2 if width <= 4096 else 4,
     )  # fmt: skip
     return out
-
-
-def _gated_strip(_width: int, _size: int) -> Tile:
-    return Tile(outputs=2, inputs=512, num_warps=4, num_stages=1)
-
-
-def _down_strip(_size: int, _width: int) -> Tile:
-    return Tile(outputs=2, inputs=256, num_warps=4, num_stages=1)
 
 
 def experts_in_tiles(
