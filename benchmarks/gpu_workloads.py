@@ -12,10 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from quire.backends.kv_spec import KVSpec
 from quire.core.request import SamplingParams
-from quire.weights.tensors import expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
+from quire.weights.tensors import expected_tensors
 
 QWEN, LLAMA = "qwen3-0.6b", "llama-3-8b"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -188,10 +189,10 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
     products. Products of decodes and reads of prompts are counted as free.
     """
     shapes = expected_tensors(spec)
-    embedding = math.prod(shapes["model.embed_tokens.weight"])
+    embedding = math.prod(shapes["embedding.weight"])
     num_used = sum(math.prod(shape) for shape in shapes.values()) - (0 if spec.is_tied else embedding)
     num_layers = num_used - embedding  # the embedding and the head have the same shape
-    kv_bytes = 2 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_size
+    kv_bytes = KVSpec.of(spec).block_bytes(1, 2)
     lengths = [one.max_tokens or 0 for one in workload.samplings]
     num_steps = max(lengths)
     num_read = sum(
