@@ -7,23 +7,13 @@ from dataclasses import dataclass
 
 from quire.backends.machine import available_bytes, gpu_memory, has_metal, has_nvidia, total_bytes
 from quire.sizes import memory_size
+from quire.weights.gguf import BLOCKS
 
-FILE_BITS: dict[str, float] = {  # of one weight in a file
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "Q8_0": 8.5,
-    "Q6_K": 6.5625,
-    "Q5_1": 6,
-    "Q5_0": 5.5,
-    "Q5_K": 5.5,
-    "Q4_1": 5,
-    "Q4_0": 4.5,
-    "Q4_K": 4.5,
-}
+# Of one weight in a file.
+FILE_BITS: dict[str, float] = {kind: 8 * block.num_bytes / block.num_elements for kind, block in BLOCKS.items()}
 MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
 MLX_FILE_BITS = {MLX_4BIT: 4.5}
-CPU_BITS = {"Q4_0": 5.0, "Q4_1": 5.0, "Q4_K": 5.0}  # in memory, native backend (docs/cpu.md)
+CPU_BITS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"), 5.0)  # in memory, native backend (docs/cpu.md)
 OTHER_CPU_BITS = 8.5
 GPU_BITS = 16.0
 # On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
@@ -37,9 +27,12 @@ METAL_BITS = {
     "Q4_1": 5.0,
     "Q4_0": 5.0,
     "Q4_K": 5.0,
+    "MXFP4": 6.0,
+    "TQ1_0": 3.0,
+    "TQ2_0": 3.0,
     **MLX_FILE_BITS,
 }
-OTHER_METAL_BITS = 9.0  # Q6_K is converted to 8 bits
+OTHER_METAL_BITS = 9.0  # the others have 8 bits
 SPARE = 0.85  # the share of the memory that weights may take; the rest is for the KV cache and activations
 
 

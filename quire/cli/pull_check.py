@@ -27,7 +27,8 @@ from quire.weights.other import read_spec
 from quire.weights.spec import ModelSpec
 
 # Types in names of GGUF files: `Q4_K_M` is a mixture, mostly of Q4_K.
-_TYPE = re.compile(r"(?<![A-Za-z0-9])([IT]Q\d_[A-Z0-9]+|Q\d(?:_[01K])?|BF16|F16|F32|FP16|MXFP4)", re.IGNORECASE)
+_TYPE = re.compile(r"(?<![A-Za-z0-9])([IT]Q\d_[A-Z0-9]+|Q\d(?:_[01K])?|BF16|F16|F32|FP16|MXFP4|NVFP4)", re.IGNORECASE)
+_MIXTURES = {"FP16": "F16", "IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_S", "IQ3_M": "IQ3_S"}  # names that are no types
 SAFETENSORS_TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -52,7 +53,7 @@ class Download:
             dtype = str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
             return SAFETENSORS_TYPES.get(dtype.removeprefix("torch."))
         found = _TYPE.search(next(iter(self.files), ""))
-        return None if found is None else found[1].upper().replace("FP16", "F16")
+        return None if found is None else _MIXTURES.get(found[1].upper(), found[1].upper())
 
     def spec(self) -> ModelSpec:
         """The spec of a folder of safetensors. Raises QuireError."""

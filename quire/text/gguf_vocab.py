@@ -33,7 +33,24 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
 )
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _TAIL
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _TAIL
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # Chinese and Japanese
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _TAIL,
+)
+_DEEPSEEK_CODER = (
+    r"[\r\n]",
+    r"\s?\p{L}+",
+    r"\s?\p{P}+",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",  # Chinese, Japanese and Korean
+    r"\p{N}",
+)
+_MINICPM5 = (r"\p{N}{1,3}", _QWEN2.replace(r"\p{N}|", r"\p{N}+|"))
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -51,33 +68,90 @@ class PreTokenizer:
 _PLAIN = PreTokenizer()
 _CODE = PreTokenizer(digits=True)
 _LLAMA_BPE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_QWEN = PreTokenizer((_QWEN2,), nfc=True)
+_CL100K = PreTokenizer((_LLAMA3,))
+_QWEN = PreTokenizer((_QWEN2,))
+_O200K = PreTokenizer((_GPT4O,))
 
+# Keys are the names that llama.cpp's converter writes. It finds a name by encoding a text, so that models share the
+# name of another model with the same splits: the comments name such models.
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
+    # GPT-2's expression
     "gpt-2": _PLAIN,
     "phi-2": _PLAIN,
     "mpt": PreTokenizer(nfc=True),
-    "olmo": PreTokenizer(nfc=True),
+    "olmo": PreTokenizer(nfc=True),  # OLMo 1 and OLMoE
+    "exaone4": _PLAIN,
+    "gigachat": _PLAIN,
+    "a.x-4.0": _PLAIN,
+    "mellum": _PLAIN,
+    "trillion": _PLAIN,
+    "granite-docling": _PLAIN,
+    # the same with single digits
     "smollm": _CODE,
     "starcoder": _CODE,
-    "refact": _CODE,
+    "refact": _CODE,  # Granite 3
+    "codeshell": _CODE,
+    "exaone": _CODE,
+    "minerva-7b": _CODE,
+    "mellum2": _CODE,
     "command-r": PreTokenizer(digits=True, nfc=True),
+    # Llama 3's expression: up to three digits
     "llama-bpe": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
-    "dbrx": PreTokenizer((_LLAMA3,)),
-    "smaug-bpe": PreTokenizer((_LLAMA3,)),
-    "qwen2": _QWEN,
-    "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
-    "stablelm2": PreTokenizer((_QWEN2,)),
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": PreTokenizer((_GPT4O,)),
+    "falcon3": _LLAMA_BPE,
+    "falcon-h1": _LLAMA_BPE,
+    "pixtral": _LLAMA_BPE,
+    "midm-2.0": _LLAMA_BPE,
+    "lfm2": _LLAMA_BPE,
+    "dbrx": _CL100K,  # OLMo 2 and 3, Phi-4, Granite 4
+    "smaug-bpe": _CL100K,  # SmolLM3
+    "glm4": _CL100K,
+    "chatglm-bpe": _CL100K,
+    # Qwen's expression: single digits
+    "qwen2": PreTokenizer((_QWEN2,), nfc=True),  # Qwen 2, 2.5 and 3
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    "deepseek-r1-qwen": _QWEN,
+    "stablelm2": _QWEN,
+    "megrez": _QWEN,
+    "kormo": _QWEN,
+    "hunyuan": _QWEN,
+    "solar-open": _QWEN,
+    "grok-2": _QWEN,
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _QWEN2)),
+    "seed-coder": PreTokenizer((_SEED,)),  # Seed-OSS
+    "bailingmoe": PreTokenizer((_BAILING,)),
+    "bailingmoe2": PreTokenizer((_BAILING,)),
+    "llada-moe": PreTokenizer((_BAILING,)),
+    "minicpm5": PreTokenizer(_MINICPM5, ignore_merges=True),
+    # letters split by case
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),  # Mistral since Nemo, Ministral 3
+    "gpt-4o": _O200K,  # Phi-4-mini, gpt-oss
+    "llama4": _O200K,
+    "kanana2": _O200K,
+    "minimax-m2": _O200K,
+    # several expressions
+    "falcon": PreTokenizer(_FALCON),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizer(_DEEPSEEK3),
+    "hunyuan-dense": PreTokenizer(_DEEPSEEK3),
+    "joyai-llm": PreTokenizer(_DEEPSEEK3),
 }
 
 # Control tokens that end an answer, in addition to the end-of-sequence token that a file names.
 END_OF_ANSWER = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "<EOT>")
+    (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<EOT>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
 )
 
 
@@ -132,7 +206,10 @@ def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[s
     name = metadata.get(_KEY + "pre", "default")
     pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
-        raise UnsupportedModel(f"{_KEY}pre = {_short(name)} is not one of {', '.join(PRE_TOKENIZERS)}")
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UnsupportedModel(
+            f"{_KEY}pre = {_short(name)} is not one of {known}; use the model's safetensors: they come with it"
+        )
     merges = [merge.partition(" ")[::2] for merge in _strings(metadata, "merges", MAX_MERGES)]
     cuts: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if pre.digits else []
     cuts += [

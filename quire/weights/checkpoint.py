@@ -24,9 +24,23 @@ class TensorType(StrEnum):
     Q5_0 = "Q5_0"
     Q5_1 = "Q5_1"
     Q8_0 = "Q8_0"
+    Q2_K = "Q2_K"
+    Q3_K = "Q3_K"
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    IQ1_S = "IQ1_S"
+    IQ1_M = "IQ1_M"
+    IQ2_XXS = "IQ2_XXS"
+    IQ2_XS = "IQ2_XS"
+    IQ2_S = "IQ2_S"
+    IQ3_XXS = "IQ3_XXS"
+    IQ3_S = "IQ3_S"
+    IQ4_NL = "IQ4_NL"
+    IQ4_XS = "IQ4_XS"
+    TQ1_0 = "TQ1_0"
+    TQ2_0 = "TQ2_0"
+    MXFP4 = "MXFP4"
 
 
 class TensorInfo(NamedTuple):

@@ -43,26 +43,6 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 
 _READERS = {kind: struct.Struct(f"<{letter}") for kind, letter in _SCALARS.items()}
 _U32, _U64 = _READERS[4], _READERS[10]
 
-# Tensor types by number in the file.
-_TENSOR_TYPES: dict[int, TensorType] = {
-    0: TensorType.F32,
-    1: TensorType.F16,
-    2: TensorType.Q4_0,
-    3: TensorType.Q4_1,
-    6: TensorType.Q5_0,
-    7: TensorType.Q5_1,
-    8: TensorType.Q8_0,
-    12: TensorType.Q4_K,
-    13: TensorType.Q5_K,
-    14: TensorType.Q6_K,
-    30: TensorType.BF16,
-}
-_OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-}  # fmt: skip
-
 
 class Block(NamedTuple):
     """The smallest unit of a quantised row."""
@@ -71,19 +51,41 @@ class Block(NamedTuple):
     num_bytes: int
 
 
-BLOCKS: dict[TensorType, Block] = {
-    TensorType.F32: Block(1, 4),
-    TensorType.F16: Block(1, 2),
-    TensorType.BF16: Block(1, 2),
-    TensorType.Q4_0: Block(32, 18),
-    TensorType.Q4_1: Block(32, 20),
-    TensorType.Q5_0: Block(32, 22),
-    TensorType.Q5_1: Block(32, 24),
-    TensorType.Q8_0: Block(32, 34),
-    TensorType.Q4_K: Block(256, 144),
-    TensorType.Q5_K: Block(256, 176),
-    TensorType.Q6_K: Block(256, 210),
+# The tensor types that are read, by number in the file. A type that is not here is refused by name.
+FILE_TYPES: dict[int, tuple[TensorType, Block]] = {
+    0: (TensorType.F32, Block(1, 4)),
+    1: (TensorType.F16, Block(1, 2)),
+    2: (TensorType.Q4_0, Block(32, 18)),
+    3: (TensorType.Q4_1, Block(32, 20)),
+    6: (TensorType.Q5_0, Block(32, 22)),
+    7: (TensorType.Q5_1, Block(32, 24)),
+    8: (TensorType.Q8_0, Block(32, 34)),
+    10: (TensorType.Q2_K, Block(256, 84)),
+    11: (TensorType.Q3_K, Block(256, 110)),
+    12: (TensorType.Q4_K, Block(256, 144)),
+    13: (TensorType.Q5_K, Block(256, 176)),
+    14: (TensorType.Q6_K, Block(256, 210)),
+    16: (TensorType.IQ2_XXS, Block(256, 66)),
+    17: (TensorType.IQ2_XS, Block(256, 74)),
+    18: (TensorType.IQ3_XXS, Block(256, 98)),
+    19: (TensorType.IQ1_S, Block(256, 50)),
+    20: (TensorType.IQ4_NL, Block(32, 18)),
+    21: (TensorType.IQ3_S, Block(256, 110)),
+    22: (TensorType.IQ2_S, Block(256, 82)),
+    23: (TensorType.IQ4_XS, Block(256, 136)),
+    29: (TensorType.IQ1_M, Block(256, 56)),
+    30: (TensorType.BF16, Block(1, 2)),
+    34: (TensorType.TQ1_0, Block(256, 54)),
+    35: (TensorType.TQ2_0, Block(256, 66)),
+    39: (TensorType.MXFP4, Block(32, 17)),
 }
+BLOCKS: dict[TensorType, Block] = dict(FILE_TYPES.values())
+_OTHER_TYPES = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+    40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
+}  # fmt: skip
+_PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.bias")
 
 
 class GgufTensor(NamedTuple):
@@ -241,21 +243,23 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     return tensors
 
 
+def _refusal(number: int) -> str:
+    """Say that a tensor type is not read, and what to do."""
+    can = ", ".join(TensorType)
+    name = _OTHER_TYPES.get(number, f"number {number}")
+    return f"has type {name}, which is not supported; choose or convert to a file with these types only: {can}"
+
+
 def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> tuple[TensorInfo, int]:
     name = cursor.string(f"name of tensor {index}")
     field = f"tensor {show(name)}"
     num_dims = cursor.count(_U32, f"dimensions of {field}", 1, MAX_DIMS)
     dims = [cursor.count(_U64, f"dimension {i} of {field}", 1, MAX_DIM) for i in range(num_dims)]
     number = cursor.number(_U32, f"type of {field}")
-    kind = _TENSOR_TYPES.get(number)
-    if kind is None:
-        type_name = _OTHER_TYPES.get(number, number)
-        can = ", ".join(TensorType)
-        raise UnsupportedModel(
-            f"{cursor.source}: {field} has type {type_name}, which is not supported; these are: {can}"
-        )
+    if number not in FILE_TYPES:
+        raise UnsupportedModel(f"{cursor.source}: {field} {_refusal(number)}")
+    kind, block = FILE_TYPES[number]
     offset = cursor.number(_U64, f"offset of {field}")
-    block = BLOCKS[kind]
     if dims[0] % block.num_elements:
         raise cursor.wrong(f"dimension 0 of {field}", f"is {dims[0]}: not a multiple of {kind}'s {block.num_elements}")
     num_elements = 1

@@ -192,6 +192,8 @@ def download(name: str, files: dict[str, int], **more: object) -> Download:
         ("model.Q8_0.gguf", "Q8_0"),
         ("qwen2.5-coder-7b-instruct-q5_k_m.gguf", "Q5_K"),
         ("m-IQ4_XS.gguf", "IQ4_XS"),
+        ("m-UD-IQ2_M.gguf", "IQ2_S"),
+        ("m-mxfp4.gguf", "MXFP4"),
         ("gemma-3-4b-it-BF16.gguf", "BF16"),
         ("m-fp16.gguf", "F16"),
         ("model.gguf", None),
@@ -202,9 +204,10 @@ def test_the_type_in_a_file_name(file: str, found: str | None) -> None:
 
 
 def test_types_that_are_not_read_are_refused() -> None:
-    (problem,) = find_problems(download("org/name:IQ4_XS", {"m-IQ4_XS.gguf": GB}), MEMORY, 100 * GB)
-    assert problem.startswith("weights of type IQ4_XS are not supported; these are: F32, ")
-    assert find_problems(download("org/name:Q4_K_M", {"m-Q4_K_M.gguf": GB}), MEMORY, 100 * GB) == []
+    (problem,) = find_problems(download("org/name:NVFP4", {"m-NVFP4.gguf": GB}), MEMORY, 100 * GB)
+    assert problem.startswith("weights of type NVFP4 are not supported; these are: F32, ")
+    for tag in ("Q4_K_M", "IQ4_XS", "IQ3_M", "Q2_K"):
+        assert find_problems(download(f"org/name:{tag}", {f"m-{tag}.gguf": GB}), MEMORY, 100 * GB) == []
 
 
 def test_a_gpu_holds_16_bits_and_a_cpu_5(folder: dict[str, bytes]) -> None:

@@ -172,6 +172,107 @@ def test_word_boundaries(pre: str, text: str, words: list[str]) -> None:
     assert [word for word, _ in cut] == ["".join(letters[byte] for byte in word.encode()) for word in words]
 
 
+# Expressions as tokenizer.json files and llama.cpp have them, in full. The table under test builds them from parts.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ\u30a0-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+EXPRESSIONS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "gigachat", "a.x-4.0", "mellum"): (_GPT2,),
+    ("trillion", "granite-docling"): (_GPT2,),
+    ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2", "command-r"): (r"\p{N}", _GPT2),
+    ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (_LLAMA3,),
+    ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): (_LLAMA3,),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"): (_QWEN2,),
+    ("laguna",): (r"[^\n]+|[\n]+", _QWEN2),
+    ("qwen35",): (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    ("seed-coder",): (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+    ("bailingmoe", "bailingmoe2", "llada-moe"): (_BAILING,),
+    ("minicpm5",): (
+        r"\p{N}{1,3}",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+    ("tekken",): (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): (_GPT4O,),
+    ("falcon",): (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    ("deepseek-coder",): ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
+    ("deepseek-v3", "hunyuan-dense", "joyai-llm"): _DEEPSEEK3,
+    ("default",): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+}
+TRICKY = (
+    *TEXTS,
+    "We've said THEY'RE 'RE, I'LL, it'D; o'clock can't CAN'T don\u2019t",
+    "1 12 123 1234 12345 1.5e-10 0x1F 3,141,592 ²³ Ⅻ १२३ 第3章12节",
+    "HelloWorld HTTPServer iPhone camelCaseXMLFile ÄÖÜäöü ǅungla ŒUVRE",
+    "   \n  \n\n \t\t \n    x\r\n\r\ny \u00a0\u3000z\u2028",
+    "a.b,c;d:e!?f... ---=== ``` (x) [y] {z} <|tag|> @user #tag $5 50% a/b//c\n/d",
+    "漢字かなカタカナ한국어混ぜるword単語 我想在apple工作1314151天\uff5e",
+    "e\u0301te\u0301 n\u0303 हिन्दी में क्षेत्र ภาษาไทย ًالعَرَبِيَّةُ",
+    "🚀 (normal) 😶\u200d🌫️ ✅🦙🦙 flags 🇩🇪🇫🇷 👍🏽 ♥️",
+)
+
+
+def test_every_pre_tokenizer_has_its_expression_here() -> None:
+    assert {name for names in EXPRESSIONS for name in names} == PRE_TOKENIZERS.keys()
+
+
+def _split(expressions: tuple[str, ...], text: str) -> list[str]:
+    """Split with another implementation of regular expressions. Text between two matches is a piece, too."""
+    regex: Any = pytest.importorskip("regex")  # installed with transformers
+    pieces = [text]
+    for expression in expressions:
+        found: list[str] = []
+        for piece in pieces:
+            at = 0
+            for match in regex.finditer(expression, piece):
+                found += [piece[at : match.start()], match[0]]
+                at = match.end()
+            found.append(piece[at:])
+        pieces = [piece for piece in found if piece]
+    return pieces
+
+
+@pytest.mark.parametrize(("name", "expressions"), [(name, one) for names, one in EXPRESSIONS.items() for name in names])
+def test_pre_tokenizers_split_as_their_expressions(name: str, expressions: tuple[str, ...]) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    pre = _with_pre(name)._full.pre_tokenizer
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in expressions]
+    same = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    for text in TRICKY:
+        found = pre.pre_tokenize_str(text)
+        assert found == same.pre_tokenize_str(text), text
+        assert [text[start:end] for _, (start, end) in found] == _split(expressions, text), text
+
+
 @given(ANY_TEXT)
 @settings(max_examples=200, deadline=None)
 def test_byte_pairs_follow_the_merges(text: str) -> None:
@@ -262,7 +363,9 @@ def test_other_kinds_are_refused_by_name(kind: object) -> None:
 
 
 def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModel, match=r"'megamind' is not one of default, gpt-2, .*qwen2"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'megamind' is not one of default, gpt-2, .*qwen2.*; use the model's safetensors"
+    ):
         Tokenizer.from_gguf(byte_level_gguf("megamind"))
 
 

@@ -19,13 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from quire.backends.native.packing import SOURCES
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint import RawTensor
+from quire.weights.gguf import FILE_TYPES, map_file, read_header
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
+from tests.backends.native.matrices import Packed
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
-from tests.weights.makers import config, tiny_gguf, write_folder
+from tests.weights.makers import config, experts_gguf, tiny_gguf, write_folder
 
 MEMORY_BYTES = 4 << 30
 SECONDS = 2.0
@@ -114,6 +120,29 @@ def make_gguf_mutant(rng: random.Random, folder: Path) -> Path:
     path = folder / "mutant.gguf"
     path.write_bytes(mutate_bytes(rng, GGUF, 3000))
     return path
+
+
+# One layer of experts for each type, in several files: a mutant must not take long to decode.
+_CODED = {number: kind for number, kind in FILE_TYPES.items() if kind[1].num_elements > 1}
+EXPERTS = [experts_gguf({number: kind for number, kind in _CODED.items() if number % 8 == i}) for i in range(8)]
+
+
+def make_experts_mutant(rng: random.Random, folder: Path) -> Path:
+    path = folder / "mutant.gguf"
+    path.write_bytes(mutate_bytes(rng, rng.choice(EXPERTS), 6000))
+    return path
+
+
+def open_all_tensors(path: Path) -> None:
+    """Decode all tensors of a GGUF file, of any architecture, and pack the matrices for the native backend."""
+    with map_file(path) as buffer:
+        header = read_header(path, buffer)
+        for info, offset in header.tensors.values():
+            data = np.frombuffer(buffer[offset : offset + info.num_bytes], np.uint8)
+            values = to_float32(RawTensor(info, data))
+            assert values.shape == info.shape
+            if info.type in SOURCES and len(info.shape) > 1:
+                Packed(info.type, data, values.size // info.shape[-1], info.shape[-1]).unpack(rows=1)
 
 
 def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
@@ -205,6 +234,7 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
 
 TARGETS: list[Target] = [
     Target("gguf", make_gguf_mutant, open_and_read_all),
+    Target("gguf of experts", make_experts_mutant, open_all_tensors),
     Target("safetensors", make_folder_mutant, open_and_read_all),
     Target("safetensors of mlx-lm", make_other_mutant, open_other),
     Target("tokenizer.json", make_tokenizer_mutant, open_tokenizer),

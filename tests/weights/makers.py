@@ -16,6 +16,34 @@ HIDDEN, FFN, HEADS, KV_HEADS, HEAD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 64, 2
 F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8  # type numbers of GGUF
 
 
+# Bytes of the scale, or of the scale and the minimum, in a block of 32 or 256 weights.
+SCALE_BYTES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), slice(0, 2)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), slice(0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
+    "Q2_K": slice(80, 84),
+    "Q3_K": slice(108, 110),
+    "Q6_K": slice(208, 210),
+    "TQ1_0": slice(52, 54),
+    "TQ2_0": slice(64, 66),
+}
+
+
+def set_scales(kind: str, blocks: NDArray[np.uint8], scales: NDArray[np.floating[Any]]) -> None:
+    """Write scales and minima [N, 2] into blocks [N, bytes]. MXFP4 gets the power of two below the scale."""
+    halves = scales.astype("<f2")
+    if kind in SCALE_BYTES:
+        place = SCALE_BYTES[kind]
+        blocks[:, place] = halves.view(np.uint8)[:, : place.stop - place.start]
+    elif kind == "MXFP4":
+        blocks[:, 0] = np.frexp(np.maximum(np.abs(scales[:, 0]), 2.0**-22))[1] + 126
+    else:  # IQ1_M: the highest four bits of each of four numbers
+        assert kind == "IQ1_M"
+        numbers = np.ascontiguousarray(blocks[:, 48:56]).view("<u2") & 0x0FFF
+        bits = halves[:, :1].copy().view("<u2") >> np.arange(0, 16, 4, dtype=np.uint16)
+        blocks[:, 48:56] = (numbers | bits << 12).view(np.uint8)
+
+
 class Tensor(NamedTuple):
     dims: tuple[int, ...]  # in GGUF's order: columns first
     kind: int
@@ -119,6 +147,55 @@ def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
         }
         tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
     return tensors
+
+
+def coded_weights(rng: np.random.Generator, name: str, number: int, block: tuple[int, int], *dims: int) -> Tensor:
+    """Make random codes of any quantised type, with scales of about 1/64. `block`: its weights and its bytes."""
+    blocks = rng.integers(0, 256, (int(np.prod(dims)) // block[0], block[1]), np.uint8)
+    set_scales(name, blocks, rng.uniform(-1, 1, (len(blocks), 2)) / 64)
+    return Tensor(dims, number, blocks.tobytes())
+
+
+EXPERTS, EXPERT_FFN, WIDE = 4, 32, 256
+
+
+def experts_gguf(types: Mapping[int, tuple[str, tuple[int, int]]], **changes: Any) -> bytes:
+    """Make a Qwen3-MoE of one layer per type. Its matrices of experts are [experts, rows, columns] of that type.
+
+    `types`: number in the file -> name, weights and bytes of a block.
+    """
+    rng = np.random.default_rng(0)
+    arch = "qwen3moe"
+    keys = [(str(key).replace("llama.", f"{arch}."), value) for key, value in llama_keys()]
+    sizes = {
+        "general.architecture": arch,
+        f"{arch}.block_count": len(types),
+        f"{arch}.embedding_length": WIDE,
+        f"{arch}.attention.key_length": HEAD,
+        f"{arch}.attention.value_length": HEAD,
+        f"{arch}.expert_count": EXPERTS,
+        f"{arch}.expert_used_count": 2,
+        f"{arch}.expert_feed_forward_length": EXPERT_FFN,
+        **changes,
+    }
+    tensors = {"token_embd.weight": weights(rng, WIDE, VOCAB, kind=Q8_0), "output_norm.weight": weights(rng, WIDE)}
+    for i, (number, (name, block)) in enumerate(types.items()):
+        layer = {
+            "attn_norm": weights(rng, WIDE),
+            "attn_q": weights(rng, WIDE, HEADS * HEAD, kind=Q4_0),
+            "attn_k": weights(rng, WIDE, KV_HEADS * HEAD, kind=Q4_0),
+            "attn_v": weights(rng, WIDE, KV_HEADS * HEAD, kind=F16),
+            "attn_q_norm": weights(rng, HEAD),
+            "attn_k_norm": weights(rng, HEAD),
+            "attn_output": weights(rng, HEADS * HEAD, WIDE, kind=Q4_0),
+            "ffn_norm": weights(rng, WIDE),
+            "ffn_gate_inp": weights(rng, WIDE, EXPERTS),
+            "ffn_gate_exps": coded_weights(rng, name, number, block, WIDE, EXPERT_FFN, EXPERTS),
+            "ffn_up_exps": coded_weights(rng, name, number, block, WIDE, EXPERT_FFN, EXPERTS),
+            "ffn_down_exps": weights(rng, EXPERT_FFN, WIDE, EXPERTS, kind=Q8_0),  # rows of 32: no type of 256
+        }
+        tensors |= {f"blk.{i}.{one}.weight": tensor for one, tensor in layer.items()}
+    return make_gguf(list((dict(keys) | sizes).items()), list(tensors.items()))
 
 
 def tiny_gguf(**changes: Any) -> bytes:

@@ -231,8 +231,11 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "product beyond 64 bits": (lambda: with_tensor("x", Tensor((1 << 33, 1 << 33), F32, b"")), "is not in a file of"),
     "product that wraps to 0": (lambda: with_tensor("x", Tensor((1 << 32, 1 << 32), F32, b"")), "is not in a file of"),
     "half a block": (lambda: with_tensor("x", Tensor((48, 2), Q4_0, ZEROS)), "is 48: not a multiple of Q4_0's 32"),
-    "type of no number": (lambda: with_tensor("x", Tensor((32,), 999, ZEROS)), "tensor 'x' has type 999"),
-    "type we do not read": (lambda: with_tensor("x", Tensor((256,), 10, ZEROS)), "tensor 'x' has type Q2_K"),
+    "type of no number": (lambda: with_tensor("x", Tensor((32,), 999, ZEROS)), "tensor 'x' has type number 999"),
+    "type we do not read": (
+        lambda: with_tensor("x", Tensor((64,), 40, ZEROS)),
+        "tensor 'x' has type NVFP4, which is not supported; choose or convert to a file with these types only: F32, ",
+    ),
     "offset beyond the file": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 1 << 40)), "is not in a file of"),
     "offset 2^64 - 32": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 2**64 - 32)), "is not in a file of"),
     "offset not aligned": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 8)), "is 8: not a multiple of 32"),

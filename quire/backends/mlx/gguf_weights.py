@@ -1,11 +1,15 @@
 """Repacks GGUF's quantised blocks as MLX's affine quantisation, without rounding the codes.
 
 Both formats compute w = scale * code + bias for groups of 32 weights. Only the layout differs, and the type of scales
-and biases: MLX keeps them in the type of the activations, GGUF in float16, or in Q4_K and Q5_K as products of a float16
-and a 6-bit number. So in float32 the weights are exactly those of the file. In float16 the types from Q4_0 to Q8_0 keep
-their scales exactly, and those of Q4_K and Q5_K are rounded to 11 bits. Measured on random blocks, that changes the
-weights by 0.02 % (root mean square); a second quantisation to 8 bits would change them by 0.13 %. In bfloat16, scales
-of all types are rounded to 8 bits, and weights change by 0.17 %. Q6_K has groups of 16, which MLX does not have.
+and biases: MLX keeps them in the type of the activations, GGUF in float16, or in Q4_K, Q5_K and IQ4_XS as products of a
+float16 and a 6-bit number. So in float32 the weights are exactly those of the file. In float16 the other types keep
+their scales exactly, and those of Q4_K, Q5_K and IQ4_XS are rounded to 11 bits. Measured on random blocks, that changes
+the weights by 0.02 % (root mean square); a second quantisation to 8 bits would change them by 0.13 %. In bfloat16,
+scales of all types but MXFP4 are rounded to 8 bits, and weights change by 0.17 %.
+
+The 4-bit codes of IQ4_NL, IQ4_XS and MXFP4 are places in a table of integers. The integers become the codes: 8 bits
+for IQ4_NL and IQ4_XS, 5 bits for MXFP4. Q2_K, Q3_K and Q6_K have groups of 16, which MLX does not have, and the other
+types have tables of vectors: these are not repacked here.
 """
 
 from __future__ import annotations
@@ -135,6 +139,50 @@ def _q5_k(blocks: Bytes) -> Blocks:
     return Blocks(codes.reshape(-1, 256), *_k_scales(blocks))
 
 
+_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int16)
+_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int16)  # doubled
+_IQ4_CODES, _E2M1_CODES = (_IQ4 + 128).astype(np.uint8), (_E2M1 + 12).astype(np.uint8)
+
+
+def _iq4_nl(blocks: Bytes) -> Blocks:
+    scales = _float16(blocks, 0)
+    return Blocks(_IQ4_CODES[_nibbles(blocks[:, 2:])], scales, -128 * scales)
+
+
+def _iq4_xs(blocks: Bytes) -> Blocks:
+    """Eight groups with signed factors of 6 bits: 4 of them in bytes 4 to 7, 2 in bytes 2 and 3."""
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(-1, 8)
+    scales = _float16(blocks, 0) * ((low | high << 4).astype(np.float32) - 32)
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 16)).reshape(-1, 256)
+    return Blocks(_IQ4_CODES[codes], scales, -128 * scales)
+
+
+def _mxfp4(blocks: Bytes) -> Blocks:
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return Blocks(_E2M1_CODES[_nibbles(blocks[:, 1:])], scales, -12 * scales)
+
+
+def _tq1_0(blocks: Bytes) -> Blocks:
+    """A byte holds five digits of base 3 as a fraction of 256: digit i is the integer part of 3 * frac(3^i * byte)."""
+    powers = np.array((1, 3, 9, 27, 81), np.uint8)[:, None]
+    parts = (blocks[:, None, :32] * powers, blocks[:, None, 32:48] * powers, blocks[:, None, 48:52] * powers[:4])
+    digits = np.concatenate([part.reshape(len(blocks), -1) for part in parts], axis=1).astype(np.uint16) * 3 >> 8
+    return _ternary(digits.astype(np.uint8), _float16(blocks, 52))
+
+
+def _tq2_0(blocks: Bytes) -> Blocks:
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)  # [N, 2, 4, 32]
+    return _ternary(codes.reshape(-1, 256), _float16(blocks, 64))
+
+
+def _ternary(codes: Bytes, scale: Floats) -> Blocks:
+    """Codes 0, 1 and 2 are the numbers -1, 0 and 1."""
+    scales = np.repeat(scale, 8, axis=1)
+    return Blocks(codes, scales, -scales)
+
+
 def _nibble_pairs(data: Bytes) -> Bytes:
     """Return [N, 8, 32] from [N, 128]: 32 bytes hold two groups, the first in the low nibbles."""
     pairs = data.reshape(-1, 4, 1, 32)
@@ -157,4 +205,9 @@ PACKINGS: dict[TensorType, Packing] = {
     TensorType.Q8_0: Packing(8, _q8_0),
     TensorType.Q4_K: Packing(4, _q4_k),
     TensorType.Q5_K: Packing(5, _q5_k),
+    TensorType.IQ4_NL: Packing(8, _iq4_nl),
+    TensorType.IQ4_XS: Packing(8, _iq4_xs),
+    TensorType.MXFP4: Packing(5, _mxfp4),
+    TensorType.TQ1_0: Packing(2, _tq1_0),
+    TensorType.TQ2_0: Packing(2, _tq2_0),
 }

@@ -13,18 +13,13 @@ from quire.backends.support import refuse_unsupported
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
-
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     refuse_unsupported(spec)
     load_library()
-    if spec.family not in FAMILIES:
-        raise UnsupportedModel(
-            f"the native backend does not run model family {spec.family!r}, only {', '.join(FAMILIES)}."
-            " The torch backend may run it: --backend torch"
-        )
+    if spec.has_experts:
+        raise UnsupportedModel("the native backend does not run routed experts yet; use --backend torch")
     if options.device not in ("auto", "cpu"):
         raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU; use --backend torch")
     if options.dtype not in ("auto", "int8"):
@@ -39,7 +34,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     packed = pack_model(checkpoint, num_threads, progress)
     engine = Engine(num_threads)
     try:
-        per_block = spec.num_layers * block_bytes(engine, spec, options.block_size)
+        per_block = block_bytes(spec, options.block_size)
         model = NativeModel(
             spec,
             packed,

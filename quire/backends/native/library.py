@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.backends.machine import is_apple_silicon
 from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
-ABI = 4
+ABI = 5
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -56,7 +56,19 @@ class Layer(ctypes.Structure):
         ("k_norm", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
+        ("query_scales", ctypes.c_void_p),
+        ("pool", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_size", ctypes.c_int32),
+        ("rotary_size", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("is_norm_of_width", ctypes.c_int32),
+        ("is_half_attention", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("attention_scale", ctypes.c_float),
+        ("attention_softcap", ctypes.c_float),
+        ("residual_scale", ctypes.c_float),
     )
 
 
@@ -70,28 +82,17 @@ class Model(ctypes.Structure):
     _fields_ = (
         ("num_layers", ctypes.c_int32),
         ("hidden_size", ctypes.c_int32),
-        ("ffn_size", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("head_size", ctypes.c_int32),
-        ("rotary_size", ctypes.c_int32),
         ("vocab_size", ctypes.c_int32),
-        ("max_model_len", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
-        ("attention_scale", ctypes.c_float),
         ("embedding_scale", ctypes.c_float),
-        ("attention_softcap", ctypes.c_float),
+        ("logit_scale", ctypes.c_float),
         ("logit_softcap", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),
         ("norm", ctypes.c_void_p),
         ("embedding", Linear),
         ("head", Linear),
         ("refine", Refine),
-        ("pool", ctypes.c_void_p),
-        ("num_blocks", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
-        ("is_half_attention", ctypes.c_int32),
     )
 
 
@@ -148,7 +149,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "quire_project": (integer, [pointer, linear, pointer, integer, integer, pointer]),
         "quire_copy_blocks": (None, [model, pointer, integer]),
         "quire_purge_blocks": (None, [model, pointer, integer]),
-        "quire_block_bytes": (size, [model]),
+        "quire_block_bytes": (size, [integer, integer, integer]),
         "quire_packed_bytes": (size, [integer, integer, integer]),
         "quire_source_kind": (integer, [integer]),
         "quire_pack": (None, [integer, pointer, integer, integer, pointer]),

@@ -8,11 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.backends.native.batch import Batch, Limits
-from quire.backends.native.library import BatchArgs, Bytes, Engine, Floats, Ints, Layer, Model, Refine
+from quire.backends.native.library import (
+    BatchArgs,
+    Bytes,
+    Engine,
+    Floats,
+    Ints,
+    Layer,
+    Model,
+    Refine,
+    load_library,
+)
 from quire.backends.native.packing import PackedModel
 from quire.core.step import BlockCopy
 from quire.errors import InvariantViolation
-from quire.weights.spec import Activation, ModelSpec, RopeSpec
+from quire.weights.spec import AttentionSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
 
 # For each product's input, the number of groups, out of 256, that get 8 additional bits. These are the groups with the
 # largest scales, because they cause most of the error. Decision 0022 has the measurements.
@@ -36,19 +46,20 @@ class NativeModel:
         self.engine = engine
         self.limits = Limits(num_blocks, block_size, max_model_len, spec.vocab_size)
         self._packed = packed
-        self._angles = {rope: _angles(rope, max_model_len) for rope in {spec.rope, spec.local_rope or spec.rope}}
-        layers = (Layer * spec.num_layers)(*packed.layers)
-        for index, layer in enumerate(layers):
-            rope = spec.local_rope if spec.windows[index] and spec.local_rope else spec.rope
-            cosines, sines = self._angles[rope]
-            layer.cosines, layer.sines = cosines.ctypes.data, sines.ctypes.data
-        self._layers = layers
-        self._args = _model_args(spec, packed, layers, max_model_len)
+        self._tables = _Tables(max_model_len)
+        self.pool = zeroed(num_blocks * block_bytes(spec, block_size))
+        self.layers = (Layer * spec.num_layers)(*packed.layers)
+        at = self.pool.ctypes.data
+        for layer, layer_spec in zip(self.layers, spec.layers, strict=True):
+            attention = layer_spec.attention
+            _describe_attention(layer, attention, self._tables)
+            layer.is_half_attention = may_attend_in_halves(attention, precision)
+            layer.residual_scale = layer_spec.residual_scale
+            layer.pool = at
+            at += num_blocks * layer_block_bytes(attention, block_size)
+        self._args = _model_args(spec, packed, self.layers)
         self._args.refine = REFINED[precision]
-        self._args.is_half_attention = may_attend_in_halves(spec, precision)
-        self._args.num_blocks, self._args.block_size = num_blocks, block_size
-        self.pool = zeroed(num_blocks * spec.num_layers * block_bytes(engine, spec, block_size))
-        self._args.pool = self.pool.ctypes.data
+        self._args.block_size = block_size
 
     @property
     def weight_bytes(self) -> int:
@@ -116,18 +127,21 @@ class NativeModel:
         self.engine.library.quire_purge_blocks(ctypes.byref(self._args), array.ctypes.data, len(array))
 
 
-def block_bytes(engine: Engine, spec: ModelSpec, block_size: int) -> int:
-    """Return the bytes of one block in one layer."""
-    shape = Model(num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, block_size=block_size)
-    return int(engine.library.quire_block_bytes(ctypes.byref(shape)))
+def block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """Return the bytes of one block in all layers."""
+    return sum(layer_block_bytes(layer.attention, block_size) for layer in spec.layers)
 
 
-def may_attend_in_halves(spec: ModelSpec, precision: str) -> bool:
+def layer_block_bytes(attention: AttentionSpec, block_size: int) -> int:
+    return int(load_library().quire_block_bytes(attention.num_kv_heads, attention.head_size, block_size))
+
+
+def may_attend_in_halves(attention: AttentionSpec, precision: str) -> bool:
     """Return whether attention may multiply in fp16.
 
     In some models a bias adds a large value to every key. fp16 sums would then lose the differences between keys.
     """
-    return precision != "exact" and not spec.has_qkv_bias
+    return precision != "exact" and not attention.has_qkv_bias
 
 
 def zeroed(num_bytes: int) -> Bytes:
@@ -135,22 +149,49 @@ def zeroed(num_bytes: int) -> Bytes:
     return np.zeros(num_bytes + 64, np.uint8)
 
 
-def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer], max_model_len: int) -> Model:
+class _Tables:
+    """Factors by position, computed once for all layers that share them."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._angles: dict[RopeSpec, tuple[Floats, Floats]] = {}
+        self._scales: dict[QueryScaling, Floats] = {}
+
+    def angles(self, rope: RopeSpec) -> tuple[Floats, Floats]:
+        """Return cosines and sines, [max context, rotary size / 2] each."""
+        if rope not in self._angles:
+            self._angles[rope] = _angles(rope, self._max_model_len)
+        return self._angles[rope]
+
+    def query_scales(self, scaling: QueryScaling) -> Floats:
+        if scaling not in self._scales:
+            factors = [scaling.factor(position) for position in range(self._max_model_len)]
+            self._scales[scaling] = np.array(factors, np.float32)
+        return self._scales[scaling]
+
+
+def _describe_attention(layer: Layer, attention: AttentionSpec, tables: _Tables) -> None:
+    layer.num_heads, layer.num_kv_heads = attention.num_heads, attention.num_kv_heads
+    layer.head_size = attention.head_size
+    layer.window = attention.window
+    layer.attention_scale, layer.attention_softcap = attention.scale, attention.softcap
+    layer.is_norm_of_width = attention.qk_norm is QKNorm.WIDTH
+    if attention.rope is not None:
+        cosines, sines = tables.angles(attention.rope)
+        layer.rotary_size = attention.rope.rotary_size
+        layer.cosines, layer.sines = cosines.ctypes.data, sines.ctypes.data
+    if attention.query_scaling is not None:
+        layer.query_scales = tables.query_scales(attention.query_scaling).ctypes.data
+
+
+def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer]) -> Model:
     return Model(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ffn_size=spec.ffn_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        rotary_size=spec.rope.rotary_size,
         vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        activation=0 if spec.activation is Activation.SILU else 1,
         norm_eps=spec.norm_eps,
-        attention_scale=spec.attention_scale,
         embedding_scale=spec.embedding_scale,
-        attention_softcap=spec.attention_softcap,
+        logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap,
         layers=ctypes.cast(layers, ctypes.POINTER(Layer)),
         norm=packed.norm.ctypes.data,

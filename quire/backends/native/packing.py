@@ -1,7 +1,9 @@
 """Packs a checkpoint's weights into 4 and 8 bits, in the layout of csrc/pack.c.
 
-Tensors stored as 4 bits (Q4_0, Q4_1, Q4_K) or Q8_0 keep their codes. All others become 8 bits in groups of 32. Matrices
-are packed in parallel: the library releases the interpreter lock.
+Types whose groups of 32 are a scale and small integers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0 and TQ2_0 in 4 bits,
+Q8_0, Q5_0, IQ4_NL, IQ4_XS and MXFP4 in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
+(Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Matrices are packed in parallel: the library
+releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from quire.backends.base import Progress
 from quire.backends.native.library import Bytes, Floats, Layer, Linear, Matrix, load_library
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
-from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.quants import to_float32
-from quire.weights.spec import ModelSpec
+from quire.weights.spec import Activation, LayerSpec
+from quire.weights.tensors import check_tensors, expected_tensors
 
 DUMMY_STD = 0.02
+NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
 
-# Numbered as in csrc/quire.h. Other types are decoded to F32 first.
+# Types that C reads from the file's bytes, numbered as in csrc/quire.h. Other types are decoded to F32 first.
 SOURCES = {
     TensorType.Q4_0: 0,
     TensorType.Q4_1: 1,
@@ -31,6 +34,17 @@ SOURCES = {
     TensorType.F32: 4,
     TensorType.F16: 5,
     TensorType.BF16: 6,
+    TensorType.Q5_0: 7,
+    TensorType.Q5_1: 8,
+    TensorType.Q2_K: 9,
+    TensorType.Q3_K: 10,
+    TensorType.Q5_K: 11,
+    TensorType.Q6_K: 12,
+    TensorType.IQ4_NL: 13,
+    TensorType.IQ4_XS: 14,
+    TensorType.MXFP4: 15,
+    TensorType.TQ1_0: 16,
+    TensorType.TQ2_0: 17,
 }
 
 
@@ -55,36 +69,24 @@ def pack_model(checkpoint: Checkpoint, num_threads: int, progress: Progress | No
     spec = checkpoint.spec
     with ThreadPoolExecutor(num_threads) as pool:
         packer.start(pool)
-    embedding = packer.linear(["model.embed_tokens"], has_bias=False)
-    head = embedding if spec.is_tied else packer.linear(["lm_head"], has_bias=False)
-    layers = [_layer(packer, spec, index) for index in range(spec.num_layers)]
-    norm = packer.floats("model.norm.weight")
-    return PackedModel(layers, norm, embedding, head, list(packer.arrays.values()))
+    embedding = packer.linear("", ["embedding"])
+    head = embedding if spec.is_tied else packer.linear("", ["head"])
+    layers = [_layer(packer, layer, index) for index, layer in enumerate(spec.layers)]
+    return PackedModel(layers, packer.floats("norm.weight"), embedding, head, list(packer.arrays.values()))
 
 
-def _layer(packer: _Packer, spec: ModelSpec, index: int) -> Layer:
-    prefix = f"model.layers.{index}."
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = ["qkv_proj"] if spec.is_fused else ["q_proj", "k_proj", "v_proj"]
-    gate_up = ["gate_up_proj"] if spec.is_fused else ["gate_proj", "up_proj"]
+def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
+    prefix = f"layers.{index}."
     layer = Layer(
-        qkv=packer.linear([attention + name for name in qkv], has_bias=spec.has_qkv_bias),
-        o=packer.linear([f"{attention}o_proj"], has_bias=spec.has_output_bias),
-        gate_up=packer.linear([mlp + name for name in gate_up], has_bias=spec.has_mlp_bias),
-        down=packer.linear([f"{mlp}down_proj"], has_bias=spec.has_mlp_bias),
-        window=spec.windows[index],
+        qkv=packer.linear(prefix, ["q_proj", "k_proj", "v_proj"]),
+        o=packer.linear(prefix, ["o_proj"]),
+        gate_up=packer.linear(prefix, ["gate_proj", "up_proj"]),
+        down=packer.linear(prefix, ["down_proj"]),
+        activation=0 if spec.mlp.activation is Activation.SILU else 1,
     )
-    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if spec.has_post_norms:
-        norms |= {
-            "mlp_norm": "pre_feedforward_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "post_mlp_norm": "post_feedforward_layernorm",
-        }
-    if spec.has_qk_norm:
-        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-    for field_name, name in norms.items():
-        setattr(layer, field_name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
+    for name in NORMS:
+        if f"{prefix}{name}.weight" in packer.arrays:
+            setattr(layer, name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
     return layer
 
 
@@ -104,15 +106,16 @@ class _Packer:
         for future in [pool.submit(self._take, name) for name in names]:
             future.result()
 
-    def linear(self, names: list[str], *, has_bias: bool) -> Linear:
+    def linear(self, prefix: str, names: list[str]) -> Linear:
+        """Return matrices with the same input, one below the other, with their biases if they have any."""
         linear = Linear(num_parts=len(names))
         for place, name in enumerate(names):
-            rows, cols = self._checkpoint.tensors[f"{name}.weight"].shape
-            array = self.arrays[f"{name}.weight"]
-            linear.parts[place] = Matrix(array.ctypes.data, self._kinds[f"{name}.weight"], rows, cols)
-        if has_bias:
-            parts = [self.arrays[f"{name}.bias"] for name in names]
-            whole = self.arrays[f"{names[0]}.bias of all"] = np.concatenate(parts).astype(np.float32)
+            weight = f"{prefix}{name}.weight"
+            rows, cols = self._checkpoint.tensors[weight].shape
+            linear.parts[place] = Matrix(self.arrays[weight].ctypes.data, self._kinds[weight], rows, cols)
+        biases = [self.arrays[bias] for name in names if (bias := f"{prefix}{name}.bias") in self.arrays]
+        if biases:
+            whole = self.arrays[f"{prefix}{names[0]}.bias of all"] = np.concatenate(biases).astype(np.float32)
             linear.bias = whole.ctypes.data
         return linear
 

@@ -65,7 +65,7 @@ class Experts:
         from quire.backends.torch.kernels import experts as kernels  # Triton is not installed everywhere
 
         routing = kernels.route(router_logits, self.num_chosen, renormalizes=self.renormalizes, scale=self.scale)
-        if len(x) <= kernels.MAX_ALONE:
+        if kernels.is_alone(len(x), len(self.down), self.num_chosen):
             return kernels.experts_alone(x, self.gate_up, self.down, routing, self.activation)
         shape = kernels.tiling(len(x), len(self.down), self.num_chosen, x.element_size())
         return kernels.experts_in_tiles(x, self.gate_up, self.down, routing, self.activation, shape)

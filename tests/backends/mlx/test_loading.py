@@ -41,6 +41,7 @@ from tests.weights.makers import (
     llama_keys,
     llama_tensors,
     make_gguf,
+    set_scales,
     tiny_gguf,
     write_folder,
 )
@@ -163,12 +164,7 @@ def random_matrix(kind: TensorType, num_rows: int = 48, num_columns: int = 512) 
     block = BLOCKS[kind]
     count = num_rows * num_columns // block.num_elements
     data = rng.integers(0, 256, (count, block.num_bytes), np.uint8)
-    scales = (rng.standard_normal((count, 2)) * 2e-3).astype("<f2").view(np.uint8)
-    if kind is TensorType.Q6_K:
-        data[:, -2:] = scales[:, :2]
-    else:
-        width = 2 if kind in (TensorType.Q4_0, TensorType.Q5_0, TensorType.Q8_0) else 4
-        data[:, :width] = scales[:, :width]
+    set_scales(kind, data, rng.standard_normal((count, 2)) * 2e-3)
     info = TensorInfo("matrix", kind, (num_rows, num_columns), data.nbytes)
     return RawTensor(info, data.reshape(num_rows, -1))
 
@@ -189,7 +185,8 @@ def test_packed_weights_are_those_of_the_file(kind: TensorType, monkeypatch: pyt
 
     assert np.array_equal(np.array(unpacked(mx.float32)), expected)
     in_float16 = rms_error(unpacked(mx.float16), expected)
-    assert in_float16 < 4e-4 if kind in (TensorType.Q4_K, TensorType.Q5_K) else in_float16 == 0
+    has_products = kind in (TensorType.Q4_K, TensorType.Q5_K, TensorType.IQ4_XS)
+    assert in_float16 < 4e-4 if has_products else in_float16 == 0
     assert rms_error(unpacked(mx.bfloat16), expected) < 3e-3
 
 

@@ -14,6 +14,7 @@ from quire.backends.native.packing import SOURCES
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
 from quire.weights.quants import to_float32
+from tests.weights.makers import set_scales
 
 PANEL = 8
 GUARD = 64  # bytes before and after the memory that C may write, and their content
@@ -77,10 +78,9 @@ def coded(type: TensorType, rows: int, cols: int, seed: int = 0) -> Packed:
     rng = np.random.default_rng(seed)
     block = BLOCKS[type]
     data = rng.integers(0, 256, (rows * cols // block.num_elements, block.num_bytes), np.uint8)
-    width = 2 if type in (TensorType.Q4_0, TensorType.Q8_0) else 4
     scales = rng.normal(0, 0.01, (len(data), 2)) * 2.0 ** rng.integers(-16, 3, (len(data), 1))
     scales[rng.random(len(data)) < 0.05] = 0
-    data[:, :width] = scales.astype("<f2").view(np.uint8)[:, :width]
+    set_scales(type, data, scales)
     return Packed(type, data, rows, cols)
 
 

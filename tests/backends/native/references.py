@@ -1,6 +1,6 @@
 """`transformers` with the weights as the native backend rounded them, and keys and values in fp16 as in its pool.
 
-The remaining difference is the rounding of inputs, which `exact` does to 16 bits.
+The remaining difference is the rounding of inputs, which `exact` does to 16 bits. Routers are not rounded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,31 @@ from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import floats
 from tests.backends.torch.families import Reference
 
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    **{f"{one}_proj": f"self_attn.{one}_proj" for one in "qkvo"},
+    **{f"{one}_proj": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+}
+
+
+def llama_name(name: str) -> str:
+    """Return the name that a tensor has in a Llama checkpoint of transformers."""
+    *prefix, stem, ending = name.split(".")
+    return ".".join((*(["model", *prefix] if prefix else []), _LLAMA_NAMES[stem], ending))
+
 
 def _half_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
-    from transformers.models.llama.modeling_llama import eager_attention_forward
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # the one that knows soft caps
 
     return eager_attention_forward(module, query, key.half().float(), value.half().float(), *rest, **named)
+
+
+def _rounded(matrix: Tensor) -> Tensor:
+    return torch.from_numpy(floats(matrix.numpy(), TensorType.F32).unpack().copy())
 
 
 class RoundedReference(Reference):
@@ -30,9 +50,11 @@ class RoundedReference(Reference):
         from transformers.masking_utils import eager_mask
 
         super().__init__(name, folder, seed, **changes)
-        for parameter in self.model.parameters():
-            if parameter.dim() == 2:
-                parameter.data = torch.from_numpy(floats(parameter.data.numpy(), TensorType.F32).unpack().copy())
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() == 2 and not name.endswith("mlp.gate.weight"):
+                parameter.data = _rounded(parameter.data)
+            elif parameter.dim() == 3:  # of all experts
+                parameter.data = torch.stack([_rounded(one) for one in parameter.data])
         AttentionInterface.register("half_cache", _half_cache)
         AttentionMaskInterface.register("half_cache", eager_mask)
         self.model.set_attn_implementation("half_cache")

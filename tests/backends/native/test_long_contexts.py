@@ -44,7 +44,8 @@ def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("model")
     reference = RoundedReference(family, folder, max_position_embeddings=1200, **shape)
     rig = Rig(folder, backend="native", precision="exact", num_blocks=200)
-    native(rig).model._args.is_half_attention = is_half
+    for layer in native(rig).model.layers:
+        layer.is_half_attention = is_half
     yield (reference, rig), HALF_BOUND if is_half else 4e-3
     rig.engine.close()
 

@@ -23,6 +23,7 @@ from quire.weights.config import spec_from_config
 from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import expected_tensors
 from tests.backends.native.matrices import same_bits
+from tests.backends.native.references import llama_name
 from tests.backends.native.test_invariance import check_same
 from tests.backends.plans import TOKENS, piece, plan, run
 from tests.backends.torch.rig import Rig
@@ -158,14 +159,14 @@ def test_a_step_writes_only_its_own_positions(runner: NativeRunner) -> None:
     assert sorted(set(np.flatnonzero(written.any((0, 2))).tolist())) == [4, 9]
     size = runner.capacity().block_size
     for block, batch_indices in ((4, {30, 31}), (9, {0, 1, 2})):
-        num_keys = spec.head_size * size
-        for head in range(spec.num_kv_heads):
+        num_keys = spec.attention.head_size * size
+        for head in range(spec.attention.num_kv_heads):
             part = blocks[:, block, head * (num_keys + size * 32) : (head + 1) * (num_keys + size * 32)] != 7
-            keys = part[:, :num_keys].reshape(spec.num_layers, spec.head_size, size)
+            keys = part[:, :num_keys].reshape(spec.num_layers, spec.attention.head_size, size)
             values = part[:, num_keys:].reshape(spec.num_layers, size, 32)
             assert set(np.flatnonzero(keys.any((0, 1))).tolist()) == batch_indices
             assert set(np.flatnonzero(values.any((0, 2))).tolist()) == batch_indices
-            assert not values[:, :, spec.head_size :].any()
+            assert not values[:, :, spec.attention.head_size :].any()
 
 
 # NaN and infinity
@@ -312,7 +313,7 @@ def test_a_step_without_memory_fails_only_its_requests(tmp_path: Path) -> None:
     settings = config(max_position_embeddings=4096, intermediate_size=2048)
     rng = np.random.default_rng(0)
     arrays = {
-        name: (rng.standard_normal(shape) * 0.2).astype(np.float32)
+        llama_name(name): (rng.standard_normal(shape) * 0.2).astype(np.float32)
         for name, shape in expected_tensors(spec_from_config(settings, {}, "m", "F32")).items()
     }
     command = [sys.executable, "-c", OUT_OF_MEMORY, str(write_folder(tmp_path / "m", settings, arrays))]

@@ -14,7 +14,7 @@ from quire.backends.sampling import BROKEN
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import cuda, fused, graphs, inputs
 from quire.core.step import SeqSlice, StepPlan
-from tests.backends.torch.families import FAMILIES, Reference
+from tests.backends.torch.families import FAMILIES, MORE_FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig, same_rows
@@ -35,9 +35,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def small(name: str, folder: Path, **changes: Any) -> Reference:
     """Make a model of two layers, one with a window if the family has windows: the interpreter is slow."""
-    if hasattr(FAMILIES[name](), "layer_types"):
-        kinds = FAMILIES[name]().layer_types
-        changes = {"layer_types": [kinds[0], kinds[-1]], **changes}
+    config = FAMILIES[name]()
+    for field in ("layer_types", "no_rope_layers"):
+        if getattr(config, field, None):
+            kinds = getattr(config, field)
+            other = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
+            changes = {field: [kinds[0], other], **changes}
     return Reference(name, folder, **{"num_hidden_layers": 2, **changes})
 
 
@@ -59,7 +62,9 @@ def prepare(rig: FusedRig) -> None:
     assert None not in rig.runner._graphs._graphs.values()  # all were captured
 
 
-@pytest.mark.parametrize("name", ["llama tied", "qwen2", "qwen3", "gemma3", "phi3", "mistral with a window"])
+@pytest.mark.parametrize(
+    "name", ["llama tied", "qwen2", "qwen3", "gemma3", "phi3", "mistral with a window", *MORE_FAMILIES]
+)
 def test_families_agree_with_transformers(name: str, tmp_path: Path) -> None:
     reference = small(name, tmp_path)
     tokens = prompt(35)

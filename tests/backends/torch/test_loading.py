@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.loading import DUMMY_STD, ModelWeights, load_weights, weight_bytes
+from quire.backends.torch.loading import DUMMY_STD, MlpWeights, ModelWeights, load_weights, weight_bytes
+from quire.weights.families import BY_MODEL_TYPE, BY_NAME
+from quire.weights.names import transformers_targets
 from quire.weights.opening import open_checkpoint
 from tests.backends.torch.families import FAMILIES, Reference
 
 
 def made_up(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
     config = FAMILIES[name]()
-    architecture = {"gemma3_text": "Gemma3ForCausalLM"}.get(config.model_type)
     document = config.to_dict()
-    document["architectures"] = [architecture or f"{config.model_type.capitalize()}ForCausalLM"]
+    document["architectures"] = [BY_MODEL_TYPE[config.model_type]]
     (folder / "config.json").write_text(json.dumps(document))
     checkpoint = open_checkpoint(folder, "dummy")
     with torch.inference_mode():
@@ -26,16 +27,19 @@ def made_up(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Mode
 
 
 def matrices(weights: ModelWeights) -> list[Tensor]:
-    linears = [
-        linear
-        for layer in weights.layers
-        for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
-    ]
+    linears, experts = [weights.head], []
+    for layer in weights.layers:
+        linears += [layer.qkv_proj, layer.o_proj]
+        if isinstance(layer.mlp, MlpWeights):
+            linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
+        else:
+            linears.append(layer.mlp.router)
+            experts += [layer.mlp.experts.gate_up, layer.mlp.experts.down]
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return [weights.embedding, weights.head, *(linear.weight for linear in linears), *biases]
+    return [weights.embedding, *(linear.weight for linear in linears), *biases, *experts]
 
 
-@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "gemma3", "phi3", "qwen3_moe"])
 def test_norms_are_one_and_the_rest_is_small_noise(name: str, tmp_path: Path) -> None:
     weights = made_up(name, tmp_path)
     for norm in (weights.norm, *(norm for layer in weights.layers for norm in layer.norms.values())):
@@ -59,14 +63,14 @@ def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
 
 
 def norms(weights: ModelWeights) -> dict[str, Tensor]:
-    """Return norms by name in the file."""
-    found = {"model.norm.weight": weights.norm}
+    """Return norms by quire's name."""
+    found = {"norm.weight": weights.norm}
     for index, layer in enumerate(weights.layers):
-        found |= {f"model.layers.{index}.{name}.weight": norm for name, norm in layer.norms.items()}
+        found |= {f"layers.{index}.{name}.weight": norm for name, norm in layer.norms.items()}
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "olmoe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_are_kept_in_fp32_for_every_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Equal to the file to the bit, plus 1 for Gemma, which would not fit into 16 bits."""
@@ -75,7 +79,9 @@ def test_norms_are_kept_in_fp32_for_every_dtype(name: str, dtype: torch.dtype, t
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, torch.device("cpu"))
     checkpoint.close()
-    saved = {key: value for key, value in reference.model.state_dict().items() if key.endswith("norm.weight")}
+    state = reference.model.state_dict()
+    names = transformers_targets(state, BY_NAME[checkpoint.spec.family], checkpoint.spec.architecture)
+    saved = {names[key].names[0]: value for key, value in state.items() if key.endswith("norm.weight")}
     loaded = norms(weights)
     assert loaded.keys() == saved.keys()
     for key, norm in loaded.items():

@@ -32,7 +32,8 @@ typedef struct {
     int32_t *merges;       /* [merges]: first part of each divided tile */
     float *records;        /* [max_records]: states of the pieces of divided tiles */
     size_t max_records;
-    int num_parts, num_merges, parts_window; /* the window that the parts are for, or -1 */
+    int num_parts, num_merges;
+    const quire_layer *divided; /* a layer that the parts are for, or NULL */
 } pass;
 
 static int largest(int a, int b) { return a > b ? a : b; }
@@ -44,6 +45,9 @@ static int outputs(const quire_linear *linear) {
     for (int i = 0; i < linear->num_parts; i++) rows += linear->parts[i].rows;
     return rows;
 }
+
+static int qkv_size(const quire_layer *layer) { return (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size; }
+static int ffn_size(const quire_layer *layer) { return layer->down.parts[0].cols; }
 
 /* Matrix products */
 
@@ -110,7 +114,8 @@ typedef struct {
     pass *step;
     const quire_layer *layer;
     const float *post_norm, *weight, *source;
-    int count, index;
+    float residual_scale;
+    int count;
     size_t stride;
 } row_job;
 
@@ -121,15 +126,25 @@ static void each_row(void *context, int unit, int num_rows, void (*one)(row_job 
     for (int row = first; row < first + ROWS_PER_UNIT && row < num_rows; row++) one(context, row);
 }
 
+static void scale_row(float *x, int count, float factor) {
+    for (int i = 0; i < count; i++) x[i] *= factor;
+}
+
 static void norm_one(row_job *job, int row) {
     const pass *step = job->step;
     const int size = step->model->hidden_size;
     const size_t at = (size_t)row * (size_t)size;
     const float eps = step->model->norm_eps;
-    float *added = step->mixed + at;
+    float *x = step->x + at, *added = step->mixed + at, *normed = step->normed + at;
     if (job->post_norm) step->run->norm(added, NULL, job->post_norm, size, eps, added);
-    step->run->norm(step->x + at, added, job->weight, size, eps, step->normed + at);
-    step->run->quantize(step->normed + at, size, &job->step->input, row);
+    if (job->residual_scale != 1) scale_row(added, size, job->residual_scale);
+    if (job->weight) {
+        step->run->norm(x, added, job->weight, size, eps, normed);
+    } else {
+        step->run->add(x, added, size);
+        memcpy(normed, x, (size_t)size * sizeof *x);
+    }
+    step->run->quantize(normed, size, &job->step->input, row);
 }
 
 static void norm_unit(void *context, int unit, int thread) {
@@ -143,11 +158,11 @@ static void set_input(quire_input *input, int num_rows, int cols, int refine) {
     input->num_refined = num_refined(input->num_groups, refine);
 }
 
-/* Adds the output of the last product to the residual stream, normed first if the model does that, and writes its norm
-   as the input of the next product. */
-static void norm_rows(pass *step, const float *post_norm, const float *weight, int refine) {
+/* Adds the output of the last product to the residual stream, with `post_norm` and `residual_scale` of its layer. The
+   norm of the stream with `weight`, or the stream itself, becomes the input of the next product. */
+static void norm_rows(pass *step, const float *post_norm, float residual_scale, const float *weight, int refine) {
     set_input(&step->input, step->batch->num_tokens, step->model->hidden_size, refine);
-    row_job job = {.step = step, .post_norm = post_norm, .weight = weight};
+    row_job job = {.step = step, .post_norm = post_norm, .residual_scale = residual_scale, .weight = weight};
     quire_run(step->engine, norm_unit, &job, row_units(step->batch->num_tokens));
 }
 
@@ -162,7 +177,7 @@ static void quantize_unit(void *context, int unit, int thread) {
 
 static void gate_one(row_job *job, int row) {
     float *gate = (float *)job->source + (size_t)row * job->stride;
-    job->step->run->gate(gate, gate + job->count, job->count, job->step->model->activation);
+    job->step->run->gate(gate, gate + job->count, job->count, job->layer->activation);
     job->step->run->quantize(gate, job->count, &job->step->input, row);
 }
 
@@ -171,28 +186,35 @@ static void gate_unit(void *context, int unit, int thread) {
     each_row(context, unit, ((row_job *)context)->step->input.num_rows, gate_one);
 }
 
-static void quantize_rows(
-    pass *step, const float *source, int num_rows, int count, size_t stride, int refine, quire_task task) {
+/* Makes an input of rows [count]. */
+static void quantize_rows(pass *step, const float *source, int num_rows, int count, int refine) {
     set_input(&step->input, num_rows, count, refine);
-    row_job job = {.step = step, .source = source, .count = count, .stride = stride};
-    quire_run(step->engine, task, &job, row_units(num_rows));
+    row_job job = {.step = step, .source = source, .count = count, .stride = (size_t)count};
+    quire_run(step->engine, quantize_unit, &job, row_units(num_rows));
+}
+
+/* Makes an input of activation(gate) * up, from rows [2, count]. */
+static void gate_rows(pass *step, const quire_layer *layer, float *source, int count, int refine) {
+    set_input(&step->input, step->batch->num_tokens, count, refine);
+    row_job job = {.step = step, .layer = layer, .source = source, .count = count, .stride = 2 * (size_t)count};
+    quire_run(step->engine, gate_unit, &job, row_units(step->batch->num_tokens));
 }
 
 /* Attention */
 
-static int key_stride(const quire_model *model) { return ceil_div(model->block_size, 8) * 8; }
-static int value_stride(const quire_model *model) { return ceil_div(model->head_size, 32) * 32; }
+static int key_stride(int block_size) { return ceil_div(block_size, 8) * 8; }
+static int value_stride(int head_size) { return ceil_div(head_size, 32) * 32; }
 
-static size_t head_halves(const quire_model *model) { /* keys and values of one KV head in one block */
-    return (size_t)model->head_size * (size_t)key_stride(model) + (size_t)model->block_size * (size_t)value_stride(model);
+static size_t head_halves(int head_size, int block_size) { /* keys and values of one KV head in one block */
+    return (size_t)head_size * (size_t)key_stride(block_size) + (size_t)block_size * (size_t)value_stride(head_size);
 }
 
-size_t quire_block_bytes(const quire_model *model) {
-    return 2 * rounded((size_t)model->num_kv_heads * head_halves(model));
+size_t quire_block_bytes(int num_kv_heads, int head_size, int block_size) {
+    return 2 * rounded((size_t)num_kv_heads * head_halves(head_size, block_size));
 }
 
-static uint16_t *layer_pool(const quire_model *model, int index) {
-    return model->pool + (size_t)index * (size_t)model->num_blocks * (quire_block_bytes(model) / 2);
+static size_t block_bytes(const quire_model *model, const quire_layer *layer) {
+    return quire_block_bytes(layer->num_kv_heads, layer->head_size, model->block_size);
 }
 
 /* Groups the rows of the batch into tiles for attention, and sets the sequence of each row. */
@@ -213,33 +235,46 @@ static const int32_t *table_of(const pass *step, int row) {
     return step->batch->tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
 }
 
+/* Norms and rotates the heads of queries and keys. */
+static void turn_heads(const pass *step, const quire_layer *layer, int position, float *qkv) {
+    const int size = layer->head_size, heads = layer->num_heads, both = heads + layer->num_kv_heads;
+    const int half = layer->rotary_size / 2, is_width = layer->is_norm_of_width;
+    const float eps = step->model->norm_eps;
+    const size_t angle = (size_t)position * (size_t)half;
+    float *keys = qkv + heads * size;
+    if (layer->q_norm && is_width) {
+        step->run->norm(qkv, NULL, layer->q_norm, heads * size, eps, qkv);
+        step->run->norm(keys, NULL, layer->k_norm, (both - heads) * size, eps, keys);
+    }
+    for (int head = 0; head < both; head++) {
+        float *x = qkv + head * size;
+        const float *weight = head < heads ? layer->q_norm : layer->k_norm;
+        if (weight && !is_width) step->run->norm(x, NULL, weight, size, eps, x);
+        if (half) step->run->rotate(x, layer->cosines + angle, layer->sines + angle, half);
+    }
+    if (layer->query_scales) scale_row(qkv, heads * size, layer->query_scales[position]);
+}
+
 static void store_one(row_job *job, int row) {
     pass *step = job->step;
     const quire_model *model = step->model;
     const quire_layer *layer = job->layer;
-    const int size = model->head_size, heads = model->num_heads, kv_heads = model->num_kv_heads;
-    const int position = step->batch->positions[row], half = model->rotary_size / 2;
-    float *qkv = step->inner + (size_t)row * (size_t)((heads + 2 * kv_heads) * size);
-    const size_t angle = (size_t)position * (size_t)half;
-    for (int head = 0; head < heads + kv_heads; head++) {
-        float *x = qkv + head * size;
-        const float *weight = head < heads ? layer->q_norm : layer->k_norm;
-        if (weight) step->run->norm(x, NULL, weight, size, model->norm_eps, x);
-        step->run->rotate(x, layer->cosines + angle, layer->sines + angle, half);
-    }
+    const int size = layer->head_size, heads = layer->num_heads, kv_heads = layer->num_kv_heads;
+    const int position = step->batch->positions[row], stride = key_stride(model->block_size);
+    float *qkv = step->inner + (size_t)row * (size_t)qkv_size(layer);
+    turn_heads(step, layer, position, qkv);
     const int32_t *table = table_of(step, row);
-    uint16_t *block = layer_pool(model, job->index) +
-                      (size_t)table[position / model->block_size] * (quire_block_bytes(model) / 2);
+    uint16_t *block = layer->pool + (size_t)table[position / model->block_size] * (block_bytes(model, layer) / 2);
     const int slot = position % model->block_size;
     for (int head = 0; head < kv_heads; head++) {
-        uint16_t *keys = block + (size_t)head * head_halves(model);
-        uint16_t *values = keys + (size_t)size * (size_t)key_stride(model) + (size_t)slot * (size_t)value_stride(model);
+        uint16_t *keys = block + (size_t)head * head_halves(size, model->block_size);
+        uint16_t *values = keys + (size_t)size * (size_t)stride + (size_t)slot * (size_t)value_stride(size);
         const float *k = qkv + (heads + head) * size, *v = k + kv_heads * size;
         uint16_t halves[64];
         for (int first = 0; first < size; first += 64) {
             const int count = smallest(size - first, 64);
             step->run->halve(k + first, count, halves);
-            for (int d = 0; d < count; d++) keys[(first + d) * key_stride(model) + slot] = halves[d];
+            for (int d = 0; d < count; d++) keys[(first + d) * stride + slot] = halves[d];
         }
         step->run->halve(v, size, values);
     }
@@ -258,29 +293,29 @@ static void store_unit(void *context, int unit, int thread) {
     for (int row = first; row < smallest(first + size, job->step->batch->num_tokens); row++) store_one(job, row);
 }
 
-static attention_shape shape_of(const pass *step, const quire_layer *layer, int index, int kv_head) {
+static attention_shape shape_of(const pass *step, const quire_layer *layer, int kv_head) {
     const quire_model *model = step->model;
+    const int head_size = layer->head_size, block_size = model->block_size;
     return (attention_shape){
-        .num_heads = model->num_heads / model->num_kv_heads,
-        .head_size = model->head_size,
-        .block_size = model->block_size,
-        .key_stride = key_stride(model),
-        .score_stride = ceil_div(model->block_size, 32) * 32,
-        .head_stride = value_stride(model),
-        .scale = model->attention_scale,
-        .cap = model->attention_softcap,
+        .num_heads = layer->num_heads / layer->num_kv_heads,
+        .head_size = head_size,
+        .block_size = block_size,
+        .key_stride = key_stride(block_size),
+        .score_stride = ceil_div(block_size, 32) * 32,
+        .head_stride = value_stride(head_size),
+        .scale = layer->attention_scale,
+        .cap = layer->attention_softcap,
         .window = layer->window,
         .piece_blocks = piece_blocks(model),
-        .is_half = model->is_half_attention,
-        .layer = layer_pool(model, index) + (size_t)kv_head * head_halves(model),
-        .block_halves = quire_block_bytes(model) / 2,
-        .values_at = (size_t)model->head_size * (size_t)key_stride(model),
+        .is_half = layer->is_half_attention,
+        .layer = layer->pool + (size_t)kv_head * head_halves(head_size, block_size),
+        .block_halves = block_bytes(model, layer) / 2,
+        .values_at = (size_t)head_size * (size_t)key_stride(block_size),
     };
 }
 
 /* Returns the rows of a tile, with all pieces that they see. */
-static attention_rows rows_of(const pass *step, const attention_shape *shape, int tile) {
-    const quire_model *model = step->model;
+static attention_rows rows_of(const pass *step, const quire_layer *layer, const attention_shape *shape, int tile) {
     const quire_batch *batch = step->batch;
     const int row = step->tiles[tile], left = batch->first_rows[step->sequences[row] + 1] - row;
     const int count = smallest(left, MAX_QUERIES), position = batch->positions[row];
@@ -289,34 +324,40 @@ static attention_rows rows_of(const pass *step, const attention_shape *shape, in
         .count = count,
         .position = position,
         .table = table_of(step, row),
-        .q_stride = (size_t)((model->num_heads + 2 * model->num_kv_heads) * model->head_size),
-        .out_stride = (size_t)(model->num_heads * model->head_size),
+        .q_stride = (size_t)qkv_size(layer),
+        .out_stride = (size_t)(layer->num_heads * layer->head_size),
         .first_piece = first_key(shape, position) / piece,
         .last_piece = (position + count - 1) / piece + 1,
     };
 }
 
-static size_t records_of(const pass *step, const attention_shape *shape, int num_rows, int num_pieces) {
-    return (size_t)num_rows * (size_t)num_pieces * (size_t)step->model->num_heads * record_floats(shape);
+static size_t records_of(const quire_layer *layer, const attention_shape *shape, int num_rows, int num_pieces) {
+    return (size_t)num_rows * (size_t)num_pieces * (size_t)layer->num_heads * record_floats(shape);
+}
+
+static int is_divided_alike(const quire_layer *a, const quire_layer *b) {
+    return a->window == b->window && a->num_heads == b->num_heads && a->num_kv_heads == b->num_kv_heads &&
+           a->head_size == b->head_size;
 }
 
 /* Divides the tiles that would keep a thread busy while the others have nothing left: those of which one KV head is more
    than half of a thread's share. The results are the same either way. */
-static void lay_parts(pass *step, const attention_shape *shape) {
-    const int kv_heads = step->model->num_kv_heads, num_threads = quire_num_threads(step->engine);
+static void lay_parts(pass *step, const quire_layer *layer) {
+    const attention_shape shape = shape_of(step, layer, 0);
+    const int kv_heads = layer->num_kv_heads, num_threads = quire_num_threads(step->engine);
     int64_t total = 0;
     size_t used = 0;
-    if (step->parts_window == shape->window) return;
-    step->parts_window = shape->window;
+    if (step->divided && is_divided_alike(step->divided, layer)) return;
+    step->divided = layer;
     step->num_parts = step->num_merges = 0;
     for (int tile = 0; tile < step->num_tiles; tile++) {
-        const attention_rows rows = rows_of(step, shape, tile);
+        const attention_rows rows = rows_of(step, layer, &shape, tile);
         total += (int64_t)rows.count * (rows.last_piece - rows.first_piece);
     }
     for (int tile = 0; tile < step->num_tiles; tile++) {
-        const attention_rows rows = rows_of(step, shape, tile);
+        const attention_rows rows = rows_of(step, layer, &shape, tile);
         const int num_pieces = rows.last_piece - rows.first_piece;
-        const size_t needed = records_of(step, shape, rows.count, num_pieces);
+        const size_t needed = records_of(layer, &shape, rows.count, num_pieces);
         const int is_large = 2 * num_threads * (int64_t)rows.count * num_pieces > total * kv_heads;
         if (num_threads == 1 || num_pieces == 1 || !is_large || used + needed > step->max_records) {
             step->parts[step->num_parts++] = (attention_part){tile, rows.first_piece, rows.last_piece, 0, 0};
@@ -326,30 +367,30 @@ static void lay_parts(pass *step, const attention_shape *shape) {
         for (int piece = rows.first_piece; piece < rows.last_piece; piece++)
             step->parts[step->num_parts++] = (attention_part){
                 tile, piece, piece + 1, 1,
-                used + records_of(step, shape, rows.count, piece - rows.first_piece) / (size_t)kv_heads};
+                used + records_of(layer, &shape, rows.count, piece - rows.first_piece) / (size_t)kv_heads};
         used += needed;
     }
 }
 
 /* Returns where a KV head's records of a part begin. A divided tile has records [K, pieces, rows, heads of a KV head]. */
-static float *records_at(const pass *step, const attention_shape *shape, const attention_part *part, int kv_head) {
-    const attention_rows rows = rows_of(step, shape, part->tile);
-    const int num_pieces = rows.last_piece - rows.first_piece, kv_heads = step->model->num_kv_heads;
-    const size_t of_head = records_of(step, shape, rows.count, num_pieces) / (size_t)kv_heads;
+static float *records_at(
+    const pass *step, const quire_layer *layer, const attention_shape *shape, const attention_part *part, int kv_head) {
+    const attention_rows rows = rows_of(step, layer, shape, part->tile);
+    const int num_pieces = rows.last_piece - rows.first_piece;
+    const size_t of_head = records_of(layer, shape, rows.count, num_pieces) / (size_t)layer->num_kv_heads;
     return step->records + part->records + (size_t)kv_head * of_head;
 }
 
 static void attend_unit(void *context, int unit, int thread) {
     const row_job *job = context;
     const pass *step = job->step;
-    const quire_model *model = step->model;
-    const int kv_heads = model->num_kv_heads, kv_head = unit % kv_heads;
+    const int kv_heads = job->layer->num_kv_heads, kv_head = unit % kv_heads;
     const attention_part *part = &step->parts[unit / kv_heads];
-    const attention_shape shape = shape_of(step, job->layer, job->index, kv_head);
-    attention_rows rows = rows_of(step, &shape, part->tile);
+    const attention_shape shape = shape_of(step, job->layer, kv_head);
+    attention_rows rows = rows_of(step, job->layer, &shape, part->tile);
     rows.first_piece = part->first_piece;
     rows.last_piece = part->last_piece;
-    if (part->is_divided) rows.records = records_at(step, &shape, part, kv_head);
+    if (part->is_divided) rows.records = records_at(step, job->layer, &shape, part, kv_head);
     const size_t row = (size_t)step->tiles[part->tile], head = (size_t)(kv_head * shape.num_heads * shape.head_size);
     step->run->attend(&shape, &rows, step->inner + row * rows.q_stride + head, quire_own_memory(step->engine, thread),
                       step->mixed + row * rows.out_stride + head);
@@ -359,40 +400,43 @@ static void merge_unit(void *context, int unit, int thread) {
     (void)thread;
     const row_job *job = context;
     const pass *step = job->step;
-    const int kv_heads = step->model->num_kv_heads, kv_head = unit % kv_heads;
+    const int kv_heads = job->layer->num_kv_heads, kv_head = unit % kv_heads;
     const attention_part *part = &step->parts[step->merges[unit / kv_heads]];
-    const attention_shape shape = shape_of(step, job->layer, job->index, kv_head);
-    attention_rows rows = rows_of(step, &shape, part->tile);
-    rows.records = records_at(step, &shape, part, kv_head);
+    const attention_shape shape = shape_of(step, job->layer, kv_head);
+    attention_rows rows = rows_of(step, job->layer, &shape, part->tile);
+    rows.records = records_at(step, job->layer, &shape, part, kv_head);
     const size_t row = (size_t)step->tiles[part->tile], head = (size_t)(kv_head * shape.num_heads * shape.head_size);
     step->run->merge(&shape, &rows, step->mixed + row * rows.out_stride + head);
 }
 
 static void attend_rows(row_job *job) {
     pass *step = job->step;
-    const int kv_heads = step->model->num_kv_heads;
-    const attention_shape shape = shape_of(step, job->layer, job->index, 0);
-    lay_parts(step, &shape);
+    const int kv_heads = job->layer->num_kv_heads;
+    lay_parts(step, job->layer);
     quire_run(step->engine, attend_unit, job, step->num_parts * kv_heads);
     quire_run(step->engine, merge_unit, job, step->num_merges * kv_heads);
+}
+
+/* Adds the output of the MLP before layer `index`; there is none before the first. */
+static void add_mlp(pass *step, int index, const float *weight, int refine) {
+    const quire_layer *before = index ? &step->model->layers[index - 1] : NULL;
+    norm_rows(step, before ? before->post_mlp_norm : NULL, before ? before->residual_scale : 1, weight, refine);
 }
 
 static void run_layer(pass *step, int index) {
     const quire_model *model = step->model;
     const quire_layer *layer = &model->layers[index];
     const int num_tokens = step->batch->num_tokens;
-    norm_rows(step, index ? model->layers[index - 1].post_mlp_norm : NULL, layer->input_norm, model->refine.qkv);
+    add_mlp(step, index, layer->input_norm, model->refine.qkv);
     project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
-    row_job job = {.step = step, .layer = layer, .index = index};
+    row_job job = {.step = step, .layer = layer};
     quire_run(step->engine, store_unit, &job, ceil_div(num_tokens, stored_per_unit(step)));
     attend_rows(&job);
-    const int mixed = model->num_heads * model->head_size;
-    quantize_rows(step, step->mixed, num_tokens, mixed, (size_t)mixed, model->refine.o, quantize_unit);
+    quantize_rows(step, step->mixed, num_tokens, layer->num_heads * layer->head_size, model->refine.o);
     project(step->engine, step->run, &layer->o, &step->input, step->mixed);
-    norm_rows(step, layer->post_attention_norm, layer->mlp_norm, model->refine.gate_up);
+    norm_rows(step, layer->post_attention_norm, layer->residual_scale, layer->mlp_norm, model->refine.gate_up);
     project(step->engine, step->run, &layer->gate_up, &step->input, step->inner);
-    quantize_rows(
-        step, step->inner, num_tokens, model->ffn_size, (size_t)(2 * model->ffn_size), model->refine.down, gate_unit);
+    gate_rows(step, layer, step->inner, ffn_size(layer), model->refine.down);
     project(step->engine, step->run, &layer->down, &step->input, step->mixed);
 }
 
@@ -419,12 +463,21 @@ static size_t lay_input(quire_input *input, void *base) {
     return carve(base, &used, rests * 4, (void **)&input->refined);
 }
 
+/* Returns the floats for the states of all tiles of a layer that may be divided. */
+static size_t max_records(const pass *step, const quire_layer *layer, int num_pieces) {
+    const attention_shape shape = shape_of(step, layer, 0);
+    const int num_threads = quire_num_threads(step->engine);
+    const int max_divided = 2 * num_threads / layer->num_kv_heads + 1; /* each has more than its share of the work */
+    const int num_rows = num_threads == 1 ? 0 : smallest(step->batch->num_tokens, max_divided * MAX_QUERIES);
+    const size_t wanted = records_of(layer, &shape, num_rows, num_pieces);
+    return wanted < MAX_RECORDS ? wanted : MAX_RECORDS;
+}
+
 /* Lays out the memory of the parts of attention. Without a base, only returns its size. */
 static size_t lay_attention(pass *step, void *base) {
     const quire_batch *batch = step->batch;
     const quire_model *model = step->model;
-    const int piece = piece_blocks(model) * model->block_size, num_threads = quire_num_threads(step->engine);
-    const attention_shape shape = shape_of(step, &model->layers[0], 0, 0);
+    const int piece = piece_blocks(model) * model->block_size;
     size_t num_parts = 0, used = 0;
     int most_pieces = 0;
     for (int seq = 0; seq < batch->num_seqs; seq++) {
@@ -433,31 +486,48 @@ static size_t lay_attention(pass *step, void *base) {
         num_parts += (size_t)ceil_div(num_rows, MAX_QUERIES) * (size_t)num_pieces;
         most_pieces = largest(most_pieces, num_pieces);
     }
-    const int max_divided = 2 * num_threads / model->num_kv_heads + 1; /* each has more than its share of the work */
-    const int num_rows = num_threads == 1 ? 0 : smallest(batch->num_tokens, max_divided * MAX_QUERIES);
-    const size_t wanted = most_pieces > 1 ? records_of(step, &shape, num_rows, most_pieces) : 0;
-    step->max_records = wanted < MAX_RECORDS ? wanted : MAX_RECORDS;
-    step->parts_window = -1;
+    step->max_records = 0;
+    for (int index = 0; index < model->num_layers && most_pieces > 1; index++) {
+        const size_t wanted = max_records(step, &model->layers[index], most_pieces);
+        if (wanted > step->max_records) step->max_records = wanted;
+    }
+    step->divided = NULL;
     carve(base, &used, num_parts * sizeof(attention_part), (void **)&step->parts);
     carve(base, &used, num_parts * 4, (void **)&step->merges);
     return carve(base, &used, step->max_records * 4, (void **)&step->records);
 }
 
+typedef struct { /* numbers per row, in the layer that has most */
+    int input; /* of a product */
+    int inner, mixed;
+} widths;
+
+static widths widest(const quire_model *model) {
+    widths most = {model->hidden_size, 0, model->hidden_size};
+    for (int index = 0; index < model->num_layers; index++) {
+        const quire_layer *layer = &model->layers[index];
+        const int heads = layer->num_heads * layer->head_size, ffn = ffn_size(layer);
+        most.input = largest(most.input, largest(heads, ffn));
+        most.inner = largest(most.inner, largest(qkv_size(layer), 2 * ffn));
+        most.mixed = largest(most.mixed, heads);
+    }
+    return most;
+}
+
 /* Lays out the working memory. Without a base, only returns its size. */
 static size_t lay_out(pass *step, void *base) {
-    const quire_model *model = step->model;
     const size_t rows = (size_t)largest(step->batch->num_tokens, step->batch->num_logits);
-    const int hidden = model->hidden_size, heads = model->num_heads * model->head_size;
-    const int qkv = heads + 2 * model->num_kv_heads * model->head_size;
-    const size_t groups = (size_t)ceil_div(largest(largest(hidden, heads), model->ffn_size), GROUP);
+    const size_t hidden = (size_t)step->model->hidden_size;
+    const widths most = widest(step->model);
+    const size_t groups = (size_t)ceil_div(most.input, GROUP);
     size_t used = 0;
-    carve(base, &used, rows * (size_t)hidden * 4, (void **)&step->x);
-    carve(base, &used, rows * (size_t)hidden * 4, (void **)&step->normed);
-    carve(base, &used, rows * (size_t)largest(qkv, 2 * model->ffn_size) * 4, (void **)&step->inner);
-    carve(base, &used, rows * (size_t)largest(heads, hidden) * 4, (void **)&step->mixed);
-    quire_input widest = {.num_rows = (int32_t)rows, .num_groups = (int32_t)groups, .num_refined = (int32_t)groups};
-    used += lay_input(&widest, base ? (char *)base + used : NULL);
-    if (base) step->input = widest;
+    carve(base, &used, rows * hidden * 4, (void **)&step->x);
+    carve(base, &used, rows * hidden * 4, (void **)&step->normed);
+    carve(base, &used, rows * (size_t)most.inner * 4, (void **)&step->inner);
+    carve(base, &used, rows * (size_t)most.mixed * 4, (void **)&step->mixed);
+    quire_input input = {.num_rows = (int32_t)rows, .num_groups = (int32_t)groups, .num_refined = (int32_t)groups};
+    used += lay_input(&input, base ? (char *)base + used : NULL);
+    if (base) step->input = input;
     carve(base, &used, rows * 4, (void **)&step->sequences);
     carve(base, &used, rows * 4, (void **)&step->tiles);
     return used + lay_attention(step, base ? (char *)base + used : NULL);
@@ -488,11 +558,13 @@ static void judge(const pass *step) {
 static void make_logits(pass *step, const float *hidden, int num_rows, float *logits) {
     const quire_model *model = step->model;
     const int size = model->hidden_size;
-    quantize_rows(step, hidden, num_rows, size, (size_t)size, model->refine.head, quantize_unit);
+    quantize_rows(step, hidden, num_rows, size, model->refine.head);
     project(step->engine, step->run, &model->head, &step->input, logits);
     const float cap = model->logit_softcap;
-    if (cap == 0) return;
     const size_t count = (size_t)num_rows * (size_t)model->vocab_size;
+    if (model->logit_scale != 1)
+        for (size_t i = 0; i < count; i++) logits[i] *= model->logit_scale;
+    if (cap == 0) return;
     for (size_t i = 0; i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
 }
 
@@ -511,11 +583,13 @@ static int reserve(pass *step) {
     void *base = quire_shared_memory(step->engine, lay_out(step, NULL));
     if (!base) return -1;
     lay_out(step, base);
-    const quire_model *model = step->model;
-    const int widest = largest(largest(model->hidden_size, model->ffn_size), model->num_heads * model->head_size);
-    const attention_shape shape = shape_of(step, &model->layers[0], 0, 0);
-    const size_t panel = panel_scratch(ceil_div(widest, GROUP)), attention = step->run->attend_scratch(&shape);
-    return quire_reserve_own(step->engine, 4 * (panel > attention ? panel : attention) + 64);
+    size_t most = panel_scratch(ceil_div(widest(step->model).input, GROUP));
+    for (int index = 0; index < step->model->num_layers; index++) {
+        const attention_shape shape = shape_of(step, &step->model->layers[index], 0);
+        const size_t attention = step->run->attend_scratch(&shape);
+        if (attention > most) most = attention;
+    }
+    return quire_reserve_own(step->engine, 4 * most + 64);
 }
 
 int quire_forward(quire_engine *engine, const quire_model *model, const quire_batch *batch) {
@@ -524,7 +598,7 @@ int quire_forward(quire_engine *engine, const quire_model *model, const quire_ba
     lay_tiles(&step);
     embed(&step);
     for (int index = 0; index < model->num_layers; index++) run_layer(&step, index);
-    norm_rows(&step, model->layers[model->num_layers - 1].post_mlp_norm, model->norm, 0);
+    add_mlp(&step, model->num_layers, model->norm, 0);
     judge(&step);
     if (batch->hidden)
         memcpy(batch->hidden, step.normed, (size_t)batch->num_tokens * (size_t)model->hidden_size * sizeof(float));
@@ -554,19 +628,19 @@ int quire_project(quire_engine *engine, const quire_linear *linear, const float 
 }
 
 void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs) {
-    const size_t size = quire_block_bytes(model);
     for (int index = 0; index < model->num_layers; index++) {
-        char *layer = (char *)layer_pool(model, index);
+        const size_t size = block_bytes(model, &model->layers[index]);
+        char *pool = (char *)model->layers[index].pool;
         for (int i = 0; i < num_pairs; i++)
-            memcpy(layer + (size_t)pairs[2 * i + 1] * size, layer + (size_t)pairs[2 * i] * size, size);
+            memcpy(pool + (size_t)pairs[2 * i + 1] * size, pool + (size_t)pairs[2 * i] * size, size);
     }
 }
 
 void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks) {
-    const size_t halves = quire_block_bytes(model) / 2;
     for (int index = 0; index < model->num_layers; index++)
         for (int i = 0; i < num_blocks; i++) {
-            uint16_t *at = layer_pool(model, index) + (size_t)blocks[i] * halves;
+            const size_t halves = block_bytes(model, &model->layers[index]) / 2;
+            uint16_t *at = model->layers[index].pool + (size_t)blocks[i] * halves;
             for (size_t j = 0; j < halves; j++)
                 if ((at[j] & 0x7c00) == 0x7c00) at[j] = 0;
         }

@@ -5,11 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 4
+#define QUIRE_ABI 5
 #define QUIRE_API __attribute__((visibility("default")))
 
-/* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F ffn size,
-   H heads, K kv heads, D head size, G groups of 32 along the inputs of a matrix. */
+/* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F size of an MLP,
+   H heads, K kv heads, D head size, G groups of 32 along the inputs of a matrix. H, K, D and F may differ by layer. */
 
 enum { GROUP = 32, PANEL = 8 }; /* inputs that share a scale; rows of a matrix computed together */
 
@@ -33,29 +33,35 @@ typedef struct { /* up to three matrices with the same input; their outputs are 
     const float *bias; /* for all outputs, or NULL */
 } quire_linear;
 
-typedef struct {
+typedef struct { /* x + residual_scale * attention(norm(x)), then the same with the MLP */
     quire_linear qkv, o, gate_up, down;
-    const float *input_norm, *mlp_norm;             /* [E] */
-    const float *post_attention_norm, *post_mlp_norm; /* [E] or NULL */
-    const float *q_norm, *k_norm;                   /* [D] or NULL */
-    const float *cosines, *sines;                   /* [max context, rotary size / 2] */
-    int32_t window;                                 /* 0: none */
+    const float *input_norm, *mlp_norm;               /* [E] or NULL: of the inputs of attention and MLP */
+    const float *post_attention_norm, *post_mlp_norm; /* [E] or NULL: of their outputs */
+    const float *q_norm, *k_norm; /* [D], one for all heads; or [H, D] and [K, D], of all heads together; or NULL */
+    const float *cosines, *sines; /* [max context, rotary size / 2] */
+    const float *query_scales;    /* [max context]: factors of the queries by position, or NULL */
+    uint16_t *pool;               /* the KV pool: [blocks][K][...] fp16; keys of a head [D][key stride], values
+                                     [block size][D] */
+    int32_t num_heads, num_kv_heads, head_size;
+    int32_t rotary_size;       /* leading dimensions of a head that are rotated; 0: none */
+    int32_t window;            /* tokens that a token sees, including itself; 0: all before it */
+    int32_t is_norm_of_width;  /* q_norm and k_norm are of all heads together */
+    int32_t is_half_attention; /* whether attention may multiply in fp16 if that is faster on this machine */
+    int32_t activation;        /* of the gate: 0 silu, 1 gelu (tanh) */
+    float attention_scale, attention_softcap; /* softcap 0: none */
+    float residual_scale;
 } quire_layer;
 
 typedef struct {
-    int32_t num_layers, hidden_size, ffn_size, num_heads, num_kv_heads, head_size, rotary_size, vocab_size;
-    int32_t max_context, activation; /* 0 silu, 1 gelu (tanh) */
-    float norm_eps, attention_scale, embedding_scale, attention_softcap, logit_softcap;
+    int32_t num_layers, hidden_size, vocab_size;
+    float norm_eps, embedding_scale, logit_scale, logit_softcap;
     const quire_layer *layers;
     const float *norm;
     quire_linear embedding; /* one part, used as a lookup table */
     quire_linear head;
     /* share of an input's groups that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them */
     struct { int32_t qkv, o, gate_up, down, head; } refine;
-    /* the KV pool: [layers][blocks][2][K][...] fp16; keys of a head [D][key stride], values [block size][D] */
-    uint16_t *pool;
-    int32_t num_blocks, block_size;
-    int32_t is_half_attention; /* whether attention may multiply in fp16 if that is faster on this machine */
+    int32_t block_size;
 } quire_model;
 
 typedef struct {
@@ -92,11 +98,15 @@ QUIRE_API int quire_project(
 QUIRE_API void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs);
 /* Sets values that are not finite to 0. */
 QUIRE_API void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks);
-QUIRE_API size_t quire_block_bytes(const quire_model *model); /* bytes of one block in one layer */
+QUIRE_API size_t quire_block_bytes(int num_kv_heads, int head_size, int block_size); /* in one layer */
 
 /* Packs the bytes of a file. `out` has quire_packed_bytes(kind, rows, cols) bytes. */
 QUIRE_API size_t quire_packed_bytes(int kind, int rows, int cols);
-enum quire_source { SOURCE_Q4_0, SOURCE_Q4_1, SOURCE_Q4_K, SOURCE_Q8_0, SOURCE_F32, SOURCE_F16, SOURCE_BF16 };
+enum quire_source {
+    SOURCE_Q4_0, SOURCE_Q4_1, SOURCE_Q4_K, SOURCE_Q8_0, SOURCE_F32, SOURCE_F16, SOURCE_BF16,
+    SOURCE_Q5_0, SOURCE_Q5_1, SOURCE_Q2_K, SOURCE_Q3_K, SOURCE_Q5_K, SOURCE_Q6_K,
+    SOURCE_IQ4_NL, SOURCE_IQ4_XS, SOURCE_MXFP4, SOURCE_TQ1_0, SOURCE_TQ2_0,
+};
 QUIRE_API int quire_source_kind(int source); /* the kind that a source is packed to */
 QUIRE_API void quire_pack(int source, const uint8_t *data, int rows, int cols, uint8_t *out);
 QUIRE_API void quire_unpack(const quire_matrix *matrix, int row, float *out); /* one row as floats, [cols] */

@@ -1,7 +1,7 @@
 """Routed experts: every row of the batch is multiplied by the matrices of the few experts that its router chooses.
 
-One to `MAX_ALONE` rows choose mostly different experts. `_gated_alone` and `_down_alone` then read each chosen expert
-in parallel, without sorting anything.
+A single row, and a few rows that mostly choose different experts, are not sorted: `_gated_alone` and `_down_alone` read
+the chosen experts of every row in parallel.
 
 For more rows, the pairs of a row and an expert, called slots, are sorted by expert on the device. Every expert's run of
 slots is cut into tiles of at most ROWS rows, and a tile reads its expert once. Small tiles stream the weights at the
@@ -23,14 +23,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.backends.torch.kernels.linear import _activated
 from quire.weights.spec import Activation
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
 
-MAX_ALONE = 4  # rows that are not sorted by expert
-SHORT, LONG = 1024, 4096  # slots that a program of `_sort` reads; more slots are cut into chunks of LONG
+MAX_ALONE = 4  # rows that are not sorted by expert, if there are enough experts
+SHORT, LONG = 2048, 4096  # slots that a program of `_sort` reads; more slots are cut into chunks of LONG
+CHUNKS = 16  # whose counts are read at a time
 GROUP = 8  # tiles next to each other that read the same strip of their experts, if they have the same one
 SUM_BLOCK = 1024
 
@@ -42,6 +44,7 @@ class Tile(NamedTuple):
     inputs: int
     num_warps: int
     num_stages: int
+    is_bulk: bool = False  # reads the weights with the bulk copy engine, which needs whole tiles along the inputs
 
 
 class Tiling(NamedTuple):
@@ -104,7 +107,8 @@ def _count(ids, counts, num_slots, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_slots", "num_chunks", "tile_rows"])
 def _sort(
-    ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+    ids, counts, order, tiles, num_slots, num_chunks, tile_rows,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     # A program finds the slots of one expert in one chunk. Nothing depends on the order in which programs run.
     mine, chunk = tl.program_id(0), tl.program_id(1)
@@ -118,10 +122,11 @@ def _sort(
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         earlier = tl.zeros((EXPERTS,), tl.int32)
-        for number in range(num_chunks):
-            count = tl.load(counts + number * EXPERTS + n)
-            total += count
-            earlier += tl.where(number < chunk, count, 0)
+        for start in range(0, num_chunks, CHUNKS):
+            number = start + tl.arange(0, CHUNKS)[:, None]
+            count = tl.load(counts + number * EXPERTS + n[None, :], mask=number < num_chunks, other=0)
+            total += tl.sum(count, 0)
+            earlier += tl.sum(tl.where(number < chunk, count, 0), 0)
     first = tl.sum(tl.where(n < mine, total, 0), 0)
     is_mine = is_in & (expert == mine)
     place = first + tl.sum(tl.where(n == mine, earlier, 0), 0) + tl.cumsum(is_mine.to(tl.int32), 0) - 1
@@ -140,21 +145,12 @@ def _sort(
 
 
 @triton.jit
-def _grouped_product(
-    x, weight, order, tiles, out,
-    IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+def _multiply(
+    x, weight, order, out, expert, first, end, strip,
+    IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_BULK: tl.constexpr,
 ):  # fmt: skip
-    num_strips: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
-    program = tl.program_id(0)
-    tile = program // (GROUP * num_strips) * GROUP + program % GROUP
-    strip = program // GROUP % num_strips
-    if tile >= tl.load(tiles):
-        return
-    expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
-    first = tl.load(tiles + 2 + 3 * tile)
-    end = tl.load(tiles + 3 + 3 * tile)
+    """Multiply up to ROWS rows by a strip of their expert's matrix."""
     place = first + tl.arange(0, ROWS)
     is_row = place < end
     place = tl.where(is_row, place, first)  # rows past the end repeat the first and are not stored
@@ -163,26 +159,36 @@ def _grouped_product(
     i = tl.arange(0, INPUTS)
     source = slot // K if IS_GATED else place  # gated rows are written in the order of the experts
     x_at = x + source[:, None].to(tl.int64) * IN + i[None, :]
-    matrix = weight + expert * (2 * OUT * IN if IS_GATED else OUT * IN)
-    w_at = matrix + (column % OUT)[:, None].to(tl.int64) * IN + i[None, :]  # columns past the end wrap around
+    height: tl.constexpr = 2 * OUT if IS_GATED else OUT
+    if IS_BULK:  # strips past the end read the following rows, or zeros; they are not stored
+        w_row = expert * height + strip * OUTPUTS
+    else:  # columns past the end wrap around
+        w_at = weight + (expert.to(tl.int64) * height + column % OUT)[:, None] * IN + i[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     up = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, IN, INPUTS):
         if IN % INPUTS == 0:
             a = tl.load(x_at)
-            b = tl.load(w_at)
         else:
             a = tl.load(x_at, mask=(start + i < IN)[None, :], other=0.0)
-            b = tl.load(w_at, mask=(start + i < IN)[None, :], other=0.0)
-        total = tl.dot(a, b.T, total, input_precision="ieee")
-        if IS_GATED:
+        if IS_BULK:
+            total = tl.dot(a, weight.load([w_row, start]).T, total, input_precision="ieee")
+            if IS_GATED:
+                up = tl.dot(a, weight.load([w_row + OUT, start]).T, up, input_precision="ieee")
+        else:
             if IN % INPUTS == 0:
-                c = tl.load(w_at + OUT * IN)
+                b = tl.load(w_at)
             else:
-                c = tl.load(w_at + OUT * IN, mask=(start + i < IN)[None, :], other=0.0)
-            up = tl.dot(a, c.T, up, input_precision="ieee")
+                b = tl.load(w_at, mask=(start + i < IN)[None, :], other=0.0)
+            total = tl.dot(a, b.T, total, input_precision="ieee")
+            if IS_GATED:
+                if IN % INPUTS == 0:
+                    c = tl.load(w_at + OUT * IN)
+                else:
+                    c = tl.load(w_at + OUT * IN, mask=(start + i < IN)[None, :], other=0.0)
+                up = tl.dot(a, c.T, up, input_precision="ieee")
+            w_at += INPUTS
         x_at += INPUTS
-        w_at += INPUTS
     dtype: tl.constexpr = out.dtype.element_ty
     target = slot
     if IS_GATED:
@@ -191,6 +197,32 @@ def _grouped_product(
         target = place
     is_in = is_row[:, None] & (column < OUT)[None, :]
     tl.store(out + target[:, None].to(tl.int64) * OUT + column[None, :], total.to(dtype), mask=is_in)
+
+
+@triton.jit
+def _grouped_product(
+    x, weight, order, tiles, out,
+    IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_BULK: tl.constexpr,
+):  # fmt: skip
+    num_strips: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
+    program = tl.program_id(0)
+    tile = program // (GROUP * num_strips) * GROUP + program % GROUP
+    strip = program // GROUP % num_strips
+    if tile >= tl.load(tiles):
+        return
+    expert = tl.load(tiles + 1 + 3 * tile)
+    first = tl.load(tiles + 2 + 3 * tile)
+    end = tl.load(tiles + 3 + 3 * tile)
+    if ROWS == 128 and end - first <= 64:  # an expert's last tile is often less than half full
+        _multiply(
+            x, weight, order, out, expert, first, end, strip, IN, OUT, K, 64, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK
+        )  # fmt: skip
+    else:
+        _multiply(
+            x, weight, order, out, expert, first, end, strip, IN, OUT, K, ROWS, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK
+        )  # fmt: skip
 
 
 @triton.jit
@@ -275,13 +307,18 @@ def tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> T
     if itemsize > 2:  # fp32, without tensor cores
         tile = Tile(outputs=32, inputs=32, num_warps=4, num_stages=3)
         return Tiling(16 if mean <= 12 else 64, tile, tile)
-    if mean <= 12:
-        return Tiling(16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+    if mean <= 4:
+        return Tiling(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4))
     if mean <= 24:
-        return Tiling(32, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
-    if mean <= 96:
-        return Tiling(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
-    return Tiling(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+        return Tiling(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))
+    if mean <= 48:
+        return Tiling(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 4))
+    return Tiling(128, Tile(128, 64, 8, 4, is_bulk=True), Tile(256, 64, 8, 4, is_bulk=True))
+
+
+def is_alone(num_rows: int, num_experts: int, num_chosen: int) -> bool:
+    """Return whether `experts_alone` suits this number of rows: most choose experts that no other row chooses."""
+    return num_rows == 1 or (num_rows <= MAX_ALONE and 4 * num_rows * num_chosen <= num_experts)
 
 
 def max_tiles(num_rows: int, num_experts: int, num_chosen: int, tile_rows: int) -> int:
@@ -317,8 +354,8 @@ def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
         counts = ids.new_empty((num_chunks, experts))
         _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=8)
     _sort[(num_experts, num_chunks)](
-        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block,
-        num_warps=4 if block == SHORT else 8,
+        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block, CHUNKS=CHUNKS,
+        num_warps=8,
     )  # fmt: skip
     return SortedSlots(order, tiles, bound)
 
@@ -336,10 +373,12 @@ def grouped_product(
         num_outputs //= 2
     out = x.new_empty((len(slots.order), num_outputs))
     num_programs = -(-slots.max_tiles // GROUP) * GROUP * -(-num_outputs // tile.outputs)
+    is_bulk = tile.is_bulk and num_inputs % tile.inputs == 0
+    matrix = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.outputs, tile.inputs]) if is_bulk else weight
     _grouped_product[(num_programs,)](
-        x, weight, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
+        x, matrix, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
         ROWS=rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, GROUP=GROUP,
-        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
+        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU, IS_BULK=is_bulk,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
@@ -375,7 +414,7 @@ def experts_alone(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, ac
 
 
 def _gated_strip(_width: int, _size: int) -> Tile:
-    return Tile(outputs=2, inputs=1024, num_warps=4, num_stages=1)
+    return Tile(outputs=2, inputs=512, num_warps=4, num_stages=1)
 
 
 def _down_strip(_size: int, _width: int) -> Tile:
@@ -420,13 +459,18 @@ def expert_calls(
         partial(experts_alone, meta(1, size), gate_up, down, chosen, activation),
         partial(weighted_sum, meta(num_chosen, size), chosen.weights),
     ]
-    for num_rows in {SHORT // num_chosen, LONG // num_chosen, LONG // num_chosen + 1}:
-        if MAX_ALONE < num_rows <= max_rows or num_rows == SHORT // num_chosen:
-            calls.append(partial(sort_slots, meta(num_rows, num_chosen, kind=torch.int32), num_experts, 16))
+    for least in (1, SHORT + 1, LONG + 1):
+        if least <= max_rows * num_chosen:
+            ids = meta(-(-least // num_chosen), num_chosen, kind=torch.int32)
+            calls.append(partial(sort_slots, ids, num_experts, 16))
     ints = meta(16, kind=torch.int32)
     slots = SortedSlots(ints[:num_chosen], ints, 1)
-    row_counts = range(MAX_ALONE + 1, max_rows + 1)
-    for rows, gated_tile, down_tile in {tiling(rows, num_experts, num_chosen, down.itemsize) for rows in row_counts}:
+    shapes = {
+        tiling(rows, num_experts, num_chosen, down.itemsize)
+        for rows in range(2, max_rows + 1)
+        if not is_alone(rows, num_experts, num_chosen)
+    }
+    for rows, gated_tile, down_tile in sorted(shapes):
         product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=rows)
         calls.append(partial(product, meta(1, size), gate_up, tile=gated_tile, activation=activation))
         calls.append(partial(product, meta(num_chosen, width), down, tile=down_tile, activation=None))

@@ -1,0 +1,264 @@
+"""Routed experts: the kernels and the plain version, compared with each other and with fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.torch.experts import Experts
+from quire.backends.torch.kernels import experts as kernels
+from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, SHORT, Tiling, expert_calls, max_tiles, tiling
+from quire.weights.spec import Activation
+from tests.backends.torch.kernels.device import DEVICE, unit
+
+# T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
+
+FP32, BF16 = torch.float32, torch.bfloat16
+DOT_DTYPES = [FP32, BF16] if DEVICE == "cuda" else [FP32]  # the interpreter multiplies the bits of bf16
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+
+
+def make_experts(
+    num_experts: int,
+    num_chosen: int,
+    size: int,
+    width: int,
+    dtype: torch.dtype = FP32,
+    *,
+    activation: Activation = Activation.SILU,
+    renormalizes: bool = True,
+    scale: float = 1.0,
+) -> Experts:
+    """Make experts such that results are about 1."""
+    torch.manual_seed(num_experts * size + width)
+    gate_up = torch.randn(num_experts, 2 * width, size) / size**0.5
+    down = torch.randn(num_experts, size, width) / width**0.5 * 2
+    return Experts(
+        gate_up.to(DEVICE, dtype),
+        down.to(DEVICE, dtype),
+        num_chosen=num_chosen,
+        activation=activation,
+        renormalizes=renormalizes,
+        scale=scale,
+    )
+
+
+def make_rows(experts: Experts, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Make rows [T, E] and logits [T, N]."""
+    torch.manual_seed(num_rows)
+    num_experts, size, _ = experts.down.shape
+    return torch.randn(num_rows, size).to(DEVICE, experts.down.dtype), torch.randn(num_rows, num_experts).to(DEVICE)
+
+
+def exact(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
+    """Evaluate the equation row by row in fp64."""
+    rows = []
+    for row, logit in zip(x.double(), logits.double(), strict=True):
+        weights = logit.softmax(0)
+        ids = sorted(range(len(logit)), key=lambda n, logit=logit: (-float(logit[n]), n))[: experts.num_chosen]
+        total = sum(float(weights[n]) for n in ids) if experts.renormalizes else 1.0
+        out = torch.zeros_like(row)
+        for n in ids:
+            gate, up = (experts.gate_up[n].double() @ row).chunk(2)
+            is_silu = experts.activation is Activation.SILU
+            act = torch.nn.functional.silu(gate) if is_silu else torch.nn.functional.gelu(gate, approximate="tanh")
+            out += weights[n] / total * experts.scale * (experts.down[n].double() @ (act * up))
+        rows.append(out)
+    return torch.stack(rows)
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape
+    bound = 6 * unit(dtype) + 2e-5
+    torch.testing.assert_close(got.double(), want.double(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_chosen", "size", "width"),
+    [(1, 4, 1, 64, 32), (1, 16, 8, 70, 33), (2, 24, 3, 33, 65), (MAX_ALONE, 32, 2, 40, 24)],
+)
+def test_few_rows(
+    num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype
+) -> None:
+    experts = make_experts(num_experts, num_chosen, size, width, dtype, renormalizes=False, scale=1.5)
+    x, logits = make_rows(experts, num_rows)
+    want = exact(experts, x, logits)
+    assert_near(experts.reference(x, logits), want, dtype)
+    assert_near(experts.fused(x, logits), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_chosen", "size", "width"),
+    [
+        (5, 8, 2, 64, 32),
+        (33, 4, 3, 70, 33),  # nothing is a multiple of a tile
+        (40, 6, 1, 33, 65),
+        (70, 5, 4, 32, 40),  # several large tiles per expert
+        (200, 64, 8, 32, 16),  # more slots than SHORT
+    ],
+)
+def test_many_rows(
+    num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype
+) -> None:
+    experts = make_experts(num_experts, num_chosen, size, width, dtype)
+    x, logits = make_rows(experts, num_rows)
+    want = experts.reference(x.float(), logits) if dtype == FP32 else exact(experts, x, logits)
+    assert_near(experts.fused(x, logits), want, dtype)
+
+
+def test_the_plain_version() -> None:
+    experts = make_experts(6, 3, 24, 20, scale=0.5)
+    x, logits = make_rows(experts, 9)
+    assert_near(experts.reference(x, logits), exact(experts, x, logits), FP32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("renormalizes", [False, True])
+def test_options(num_rows: int, activation: Activation, renormalizes: bool) -> None:
+    experts = make_experts(5, 2, 32, 16, activation=activation, renormalizes=renormalizes, scale=2.5)
+    x, logits = make_rows(experts, num_rows)
+    assert_near(experts.fused(x, logits), exact(experts, x, logits), FP32)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(4, 1), (7, 7), (64, 8), (33, 6)])
+def test_routing(num_experts: int, num_chosen: int, dtype: torch.dtype) -> None:
+    """Logits in bf16 have ties, which the first expert wins. So do logits that differ in nothing but a zero's sign."""
+    experts = make_experts(num_experts, num_chosen, 2, 1, renormalizes=False)
+    torch.manual_seed(num_experts)
+    logits = torch.randn(6, num_experts).to(DEVICE, dtype)
+    logits[1] = 0
+    logits[2] = -0.0
+    logits[2, ::2] = 0.0
+    logits[3] = -torch.arange(num_experts)
+    logits[4, 1:] = float("-inf")
+    ids, weights = kernels.route(logits, num_chosen, renormalizes=False, scale=1.0)
+    want_ids, want_weights = experts._route(logits)
+    assert ids.tolist() == want_ids.tolist()
+    assert ids[1].tolist() == ids[2].tolist() == list(range(num_chosen))
+    torch.testing.assert_close(weights, want_weights)
+
+
+def test_a_row_of_nan_gets_valid_experts() -> None:
+    logits = torch.zeros(3, 5, device=DEVICE)
+    logits[0] = float("nan")
+    logits[1, 3] = -float("nan")
+    ids, weights = kernels.route(logits, 3, renormalizes=True, scale=1.0)
+    assert ids.tolist() == [[0, 1, 2], [3, 0, 1], [0, 1, 2]]
+    assert bool(weights[:2].isnan().all())
+    assert not bool(weights[2].isnan().any())
+
+
+@pytest.mark.parametrize("num_rows", [2, 20])
+def test_rows_of_nan_do_not_change_other_rows(num_rows: int) -> None:
+    """Padding rows of a graph have any content."""
+    experts = make_experts(4, 2, 32, 16)
+    x, logits = make_rows(experts, num_rows)
+    want = experts.fused(x, logits)
+    x[1], logits[1] = float("nan"), float("nan")
+    got = experts.fused(x, logits)
+    others = torch.arange(num_rows) != 1
+    assert torch.equal(got[others], want[others])
+    assert bool(got[1].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dtype) -> None:
+    """Its place in a tile changes, and the rows around it, and the number of tiles of its experts."""
+    experts = make_experts(8, 2, 32, 16, dtype)
+    x, logits = make_rows(experts, 40)
+    assert tiling(40, 8, 2, dtype.itemsize) == tiling(5, 8, 2, dtype.itemsize)
+    whole = experts.fused(x, logits)
+    assert torch.equal(experts.fused(x[7:12].clone(), logits[7:12].clone()), whole[7:12])
+    assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
+    logits[1:, 3] = 10  # every other row chooses this expert
+    assert torch.equal(experts.fused(x, logits)[0], whole[0])
+
+
+@pytest.mark.parametrize("num_rows", [3, 50])
+def test_all_rows_choose_the_same_experts(num_rows: int) -> None:
+    """The other experts have no rows."""
+    experts = make_experts(6, 2, 32, 16)
+    x, logits = make_rows(experts, num_rows)
+    logits[:, 2], logits[:, 5] = 10, 11
+    assert_near(experts.fused(x, logits), experts.reference(x, logits), FP32)
+
+
+def check_sorted(ids: Tensor, num_experts: int, tile_rows: int) -> None:
+    """Check that tiles cover every slot once, in order, each in a tile of its expert."""
+    num_rows, num_chosen = ids.shape
+    slots = kernels.sort_slots(ids.to(DEVICE), num_experts, tile_rows)
+    experts = ids.flatten().tolist()
+    order = slots.order.tolist()
+    assert order == sorted(range(len(experts)), key=lambda slot: (experts[slot], slot))
+    num_tiles, *entries = slots.tiles.tolist()[: 1 + 3 * slots.max_tiles]
+    assert num_tiles <= slots.max_tiles == max_tiles(num_rows, num_experts, num_chosen, tile_rows)
+    covered = []
+    for tile in range(num_tiles):
+        expert, first, end = entries[3 * tile : 3 * tile + 3]
+        places = range(first, min(first + tile_rows, end))
+        assert {experts[order[place]] for place in places} == {expert}
+        covered += places
+    assert covered == list(range(len(order)))
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(1, 4, 4), (30, 5, 2), (300, 9, 4)])
+def test_slots_are_sorted(num_rows: int, num_experts: int, num_chosen: int) -> None:
+    torch.manual_seed(num_rows)
+    ids = torch.rand(num_rows, num_experts).argsort(1)[:, :num_chosen].int()
+    check_sorted(ids, num_experts, 16)
+    assert num_rows * num_chosen < LONG
+
+
+def test_many_slots_are_sorted_in_chunks() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 3, (2 * LONG + 17, 1)).int()
+    ids[:LONG] = 1  # the first chunk has one expert only
+    check_sorted(ids, 4, 128)
+
+
+def test_the_number_of_tiles_is_bounded_tightly() -> None:
+    assert max_tiles(2, 128, 8, 16) == 16
+    assert max_tiles(16, 128, 8, 16) == 128
+    assert max_tiles(17, 128, 8, 16) == 128
+    assert max_tiles(18, 128, 8, 16) == 129
+    assert max_tiles(8192, 8, 2, 128) == 8 + (16384 - 8) // 128
+
+
+def test_larger_batches_have_larger_tiles() -> None:
+    rows = [tiling(num_rows, 128, 8, 2).rows for num_rows in (8, 64, 128, 512, 2048, 8192)]
+    assert rows == sorted(rows)
+    assert rows[0] == 16
+    assert rows[-1] == 128
+
+
+@pytest.mark.parametrize("shape", sorted({tiling(rows, 4, 2, size) for rows in range(5, 300) for size in (2, 4)}))
+def test_every_tiling(shape: Tiling) -> None:
+    """Test tiles for large batches on a small one. The width is not a multiple of their outputs."""
+    experts = make_experts(2, 1, shape.gate_up.inputs, shape.down.inputs + 8)
+    x, logits = make_rows(experts, 6)
+    routing = kernels.route(logits, 1, renormalizes=False, scale=1.0)
+    experts.renormalizes = False
+    got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
+    assert_near(got, experts.reference(x, logits), FP32)
+
+
+def test_compiled_in_advance() -> None:
+    gate_up, down = torch.empty(8, 64, 32, device="meta"), torch.empty(8, 32, 32, device="meta")
+    options = {"num_chosen": 2, "activation": Activation.SILU, "renormalizes": True, "scale": 1.0}
+    few = expert_calls(gate_up, down, logits_dtype=FP32, max_rows=8, **options)  # type: ignore[arg-type]
+    many = expert_calls(gate_up, down, logits_dtype=FP32, max_rows=4096, **options)  # type: ignore[arg-type]
+    assert len(few) < len(many)
+
+
+def test_shapes_must_match() -> None:
+    with pytest.raises(ValueError, match="do not match"):
+        Experts(torch.zeros(2, 6, 4), torch.zeros(2, 4, 4), num_chosen=1, activation=Activation.SILU,
+                renormalizes=True, scale=1.0)  # fmt: skip
+    with pytest.raises(ValueError, match="num_chosen"):
+        make_experts(2, 3, 4, 4)
+    assert SHORT < LONG
