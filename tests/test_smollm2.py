@@ -14,9 +14,9 @@ import torch
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams
+from quire.weights.names import transformers_parameters
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
-from quire.weights.tensors import expected_tensors
 from tests.backends.torch.rig import Answer, Rig, same_rows
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 
@@ -44,23 +44,25 @@ def reference(default_model: Path) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(default_model)
-    spec = checkpoint.spec
+    spec, rope = checkpoint.spec, checkpoint.spec.attention.rope
+    assert rope is not None
     config = LlamaConfig(
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.ffn_size,
+        intermediate_size=spec.mlp.size,
         num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
+        num_attention_heads=spec.attention.num_heads,
+        num_key_value_heads=spec.attention.num_kv_heads,
         vocab_size=spec.vocab_size,
         max_position_embeddings=spec.max_model_len,
         rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
-    weights = {name: torch.from_numpy(to_float32(checkpoint.read(name))) for name in expected_tensors(spec)}
+    names = transformers_parameters(spec)
+    weights = {name: torch.from_numpy(to_float32(checkpoint.read(own))) for name, (own,) in names.items()}
     missing = model.load_state_dict(weights, strict=False, assign=True)
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     assert not missing.unexpected_keys

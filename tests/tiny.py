@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.weights.config import spec_from_config
+from quire.weights.names import transformers_parameters
 from quire.weights.tensors import expected_tensors
 from tests.text.vocabularies import byte_level_json
 from tests.weights.makers import safetensors_bytes
@@ -20,8 +21,8 @@ TEMPLATE = (
 
 def write_tiny_model(folder: Path, *, seed: int = 0, max_model_len: int = 4096) -> Path:
     """Write a llama model with 2 layers, hidden size 64, 4 heads and 2 KV heads."""
-    spec = byte_level_json()
-    vocab_size = max(*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])) + 1
+    words = byte_level_json()
+    vocab_size = max(*words["model"]["vocab"].values(), *(token["id"] for token in words["added_tokens"])) + 1
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
@@ -39,13 +40,15 @@ def write_tiny_model(folder: Path, *, seed: int = 0, max_model_len: int = 4096) 
     }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "tokenizer.json").write_text(json.dumps(words))
     settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     rng = np.random.default_rng(seed)
+    spec = spec_from_config(config, {}, "tiny", "F32")
+    names = {own: name for name, (own,) in transformers_parameters(spec).items()}
     arrays = {
-        name: (rng.standard_normal(shape) * 0.2 + (len(shape) == 1)).astype(np.float32)
-        for name, shape in expected_tensors(spec_from_config(config, {}, "tiny", "F32")).items()
+        names[own]: (rng.standard_normal(shape) * 0.2 + (len(shape) == 1)).astype(np.float32)
+        for own, shape in expected_tensors(spec).items()
     }
     (folder / "model.safetensors").write_bytes(safetensors_bytes(arrays))
     return folder

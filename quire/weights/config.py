@@ -119,6 +119,7 @@ def spec_from_config(
     architecture = find_architecture(whole)
     family = BY_ARCHITECTURE[architecture]
     fields = _text_fields(whole, family, architecture)
+    refuse_other_layers(whole)
     _refuse_settings(fields, family)
     shape = read_shape(fields, ShapeKeys(ffn_size=family.ffn_size))
     is_gemma, scales = family.is_gemma, _multipliers(fields, family)
@@ -145,6 +146,8 @@ def spec_from_config(
 
 def _refuse_settings(fields: Fields, family: Family) -> None:
     """Raise for settings that change the equations and that quire does not know."""
+    if fields.prefix:
+        _refuse_other_text_model(fields, family)
     if family.is_gemma and fields.flag("use_bidirectional_attention", False):
         raise UnsupportedModel(
             f"{fields.source}: use_bidirectional_attention is true: only causal models are supported"
@@ -153,18 +156,6 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
         raise UnsupportedModel(f"{fields.source}: clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
     if family.name == "ministral3" and fields.get("model_type") == "ministral3":
         fields.table("rope_parameters").real("rope_theta", MIN_THETA, MAX_THETA)  # required: its default is not plain
-    if family.name == "granite4":
-        if fields.get("position_embedding_type") != "rope":
-            kind = show(fields.get("position_embedding_type"))
-            raise UnsupportedModel(f"{fields.source}: position_embedding_type {kind} is not supported, only rope")
-        if fields.whole("num_local_experts", 0, MAX_EXPERTS):
-            raise UnsupportedModel(f"{fields.source}: num_local_experts is not 0: only dense Granite 4 is supported")
-        types = fields.get("layer_types")
-        if not isinstance(types, list) or any(one not in ("attention", "full_attention") for one in types):
-            raise UnsupportedModel(
-                f"{fields.source}: layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
-                "the H models have layers with a state"
-            )
 
 
 # Layers
@@ -326,6 +317,35 @@ def refuse_quantized(config: Fields) -> None:
                 )
 
 
+def refuse_other_layers(config: Fields) -> None:
+    """Raise if a class that quire knows has layers of another kind: mlx-lm may run them, unlike unknown settings."""
+    architecture = find_architecture(config)
+    family = BY_ARCHITECTURE[architecture]
+    fields = _text_fields(config, family, architecture)
+    if family.name == "ministral3" and architecture in family.nested:
+        _refuse_other_text_model(fields, family)
+    if family.name != "granite4":
+        return
+    types = fields.get("layer_types")
+    if not isinstance(types, list) or any(one not in ("attention", "full_attention") for one in types):
+        raise UnsupportedModel(
+            f"{fields.source}: layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
+            "the H models have layers with a state"
+        )
+    if (num_experts := fields.get("num_local_experts")) != 0:
+        raise UnsupportedModel(
+            f"{fields.source}: num_local_experts is {show(num_experts)}: only dense Granite 4 is supported"
+        )
+    if (kind := fields.get("position_embedding_type")) != "rope":
+        raise UnsupportedModel(f"{fields.source}: position_embedding_type {show(kind)} is not supported, only rope")
+
+
+def _refuse_other_text_model(fields: Fields, family: Family) -> None:
+    kind = fields.get("model_type")
+    if kind not in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())):
+        raise UnsupportedModel(f"{fields.source}: {fields.prefix}model_type {show(kind)} is not {family.name}")
+
+
 def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
     """Return the language model's fields with transformers' defaults. The outer file takes precedence."""
     values: Mapping[str, Any] = config.values
@@ -335,11 +355,19 @@ def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
         inner = config.table("text_config").values
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
         values = {**inner, **{name: config.get(name) for name in outer if name in config}}
-        kind = values.get("model_type")
-        if kind not in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())):
-            raise UnsupportedModel(f"{config.source}: text_config.model_type {show(kind)} is not {family.name}")
     given = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
-    return Fields(config.source, {**family.defaults, **given}, prefix)
+    return Fields(config.source, {**_defaults(family, given), **given}, prefix)
+
+
+def _defaults(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the family's defaults. Ids of tokens that the model's vocabulary does not have are left out."""
+    defaults = dict(family.defaults)
+    vocab_size = given.get("vocab_size")
+    for name in ("bos_token_id", "eos_token_id"):
+        ids = defaults.get(name, 0)
+        if isinstance(vocab_size, int) and max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
+            del defaults[name]
+    return defaults
 
 
 def _activation(fields: Fields, name: str) -> Activation:

@@ -58,12 +58,10 @@ _SAMPLING = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 # Fields that change the equations if they are not 0.
-_UNKNOWN_EQUATIONS = (
-    "attention.q_lora_rank",
-    "expert_shared_count",
-    "expert_shared_feed_forward_length",
-    "nextn_predict_layers",
-)
+_UNKNOWN_EQUATIONS = ("attention.q_lora_rank", "nextn_predict_layers")
+_UNKNOWN_EXPERTS = ("expert_shared_count", "expert_shared_feed_forward_length")  # if there are routed experts
+# Sizes that some files list by layer, although they are equal.
+_BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 ReadFloats = Callable[[str, int], list[float] | None]
 
 
@@ -97,7 +95,7 @@ def spec_from_gguf(
     if "token_embd.weight" not in tensors:
         raise ModelFileError(f"{source}: tensor token_embd.weight is missing")
     values["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    fields = Fields(source, values, prefix)
+    fields = Fields(source, values | _equal_sizes(values), prefix)
     _refuse_other_shapes(fields)
     shape = read_shape(fields, _KEYS)
     quantization = most_common_type(tensors)
@@ -122,6 +120,13 @@ def spec_from_gguf(
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", shape.vocab_size)), None),
         eos_token_ids=_eos(tokens, shape.vocab_size),
     )
+
+
+def _equal_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that are listed by layer and equal in all of them."""
+    listed = {name: values[name] for name in _BY_LAYER if isinstance(values.get(name), list)}
+    num_layers = values.get("block_count")
+    return {name: one[0] for name, one in listed.items() if one and len(one) == num_layers and len(set(one)) == 1}
 
 
 def _multiplier(fields: Fields, family: Family, name: str) -> float:
@@ -205,12 +210,8 @@ def generation_from_gguf(metadata: Mapping[str, Any], source: str) -> Generation
 
 
 def _refuse_other_shapes(fields: Fields) -> None:
-    for name in (
-        "attention.q_lora_rank",
-        "expert_shared_count",
-        "expert_shared_feed_forward_length",
-        "nextn_predict_layers",
-    ):
+    names = _UNKNOWN_EQUATIONS + (_UNKNOWN_EXPERTS if fields.get("expert_count") else ())
+    for name in names:
         if fields.get(name):
             raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported")
     if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions

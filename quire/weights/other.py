@@ -1,7 +1,8 @@
 """`ModelSpec` of a model that quire has no equations for: mlx-lm and transformers have those of many more models.
 
 Such a spec holds what text, server and display need: names, sizes and token ids. Fields that only equations use have
-neutral values. Two kinds of models are described here: architectures that quire does not know, and quantised weights.
+neutral values. Three kinds of models are described here: architectures that quire does not know, quantised weights, and
+layers of another kind in a known architecture (the H models of Granite 4).
 A known architecture with a setting that quire does not know is refused by `spec_from_config`, because mlx-lm ignores
 some of these settings, and the answers would be wrong.
 """
@@ -24,10 +25,10 @@ from quire.weights.config import (
     find_architecture,
     name_architecture,
     read_eos,
+    refuse_other_layers,
     refuse_quantized,
     spec_from_config,
 )
-from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.fields import Fields
 from quire.weights.rope import MAX_CONTEXT
 from quire.weights.spec import OTHER, Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
@@ -65,6 +66,7 @@ def find_unsupported(config: Fields) -> str:
     """Return why quire's own equations do not run a model, from its architecture and quantisation; empty: they may."""
     try:
         find_architecture(config)
+        refuse_other_layers(config)
         refuse_quantized(config)
     except UnsupportedModel as error:
         return str(error)
@@ -75,12 +77,21 @@ def other_spec(
     config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str, reason: str
 ) -> ModelSpec:
     whole = Fields(source, config)
-    if name_architecture(whole) in BY_ARCHITECTURE:
+    if _is_known(whole):
         spec = spec_from_config(_unquantized(config), generation, source, _known_type(quantization))
     else:
         spec = _lenient_spec(whole, generation, quantization, reason)
     shown = _quantization(whole) or quantization
     return replace(spec, family=OTHER, quantization=shown, unsupported=reason)
+
+
+def _is_known(config: Fields) -> bool:
+    """Whether quire would have the equations if the weights were not quantised."""
+    try:
+        refuse_other_layers(config)
+    except UnsupportedModel:
+        return False
+    return True
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

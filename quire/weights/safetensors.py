@@ -101,8 +101,9 @@ class SafetensorsCheckpoint:
     def _listed(self) -> Iterator[tuple[_Shard, str]]:
         """Yield every tensor of the checkpoint with the file that holds it."""
         if not (self.path / INDEX).exists():
-            shard = self._open(self._single())
-            yield from ((shard, name) for name in shard.header)
+            for path in self._without_index():
+                shard = self._open(path)
+                yield from ((shard, name) for name in shard.header)
             return
         path = member(self.path, INDEX)
         weight_map = _read_index(path, MAX_TENSORS)
@@ -115,6 +116,15 @@ class SafetensorsCheckpoint:
         missing = [name for name, file in weight_map.items() if not self._has(name, file)]
         if missing:
             raise ModelFileError(f"{path}: weight_map lists {show(missing[0])}, which is not in the file it names")
+
+    def _without_index(self) -> list[Path]:
+        """Return the only file of weights, or all of a folder whose shards have no index. mlx-lm reads such folders."""
+        if (self.path / SINGLE).exists():
+            return [self._single()]
+        files = sorted(path.name for path in self.path.glob("model*.safetensors"))
+        if len(files) > MAX_SHARDS:
+            raise ModelFileError(f"{self.path}: holds {len(files)} files of weights: more than {MAX_SHARDS}")
+        return [member(self.path, file) for file in files] or [self._single()]
 
     def _add_others(self) -> None:
         """Check the files of a model that quire has no equations for, and list the tensors whose type quire can name.
@@ -163,8 +173,11 @@ class SafetensorsCheckpoint:
         return shard
 
     def _add(self, shard: _Shard, name: str) -> None:
-        if not is_left_over(name, is_multimodal=self._folder.is_multimodal):
-            self._file_tensors[name] = _read_entry(shard, name)
+        if is_left_over(name, is_multimodal=self._folder.is_multimodal):
+            return
+        if name in self._file_tensors:
+            raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")
+        self._file_tensors[name] = _read_entry(shard, name)
 
     def _find_places(self, found: Mapping[str, TensorInfo]) -> dict[str, Place]:
         family = self._folder.family

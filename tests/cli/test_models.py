@@ -19,7 +19,7 @@ from quire.cli.options import check_memory
 from quire.cli.suggestions import AGENT_CONTEXT, SUGGESTIONS, suggest
 from quire.engine.composition import EngineConfig
 from quire.errors import InvalidRequest
-from quire.weights.gguf_spec import FAMILIES
+from quire.weights.families import BY_NAME
 from quire.weights.huggingface import HubName
 from tests.cli.runs import EchoLLM, Terminal
 from tests.cli.scripted import NAME, serving
@@ -100,7 +100,7 @@ def test_suggestions_are_models_that_quire_runs() -> None:
         assert name is not None
         assert (name.gguf is None) == (one.type in ("BF16", MLX_4BIT))
         assert (name.repo.startswith("mlx-community/")) == (one.type == MLX_4BIT)
-        assert one.family in FAMILIES or one.type == MLX_4BIT  # mlx-lm has more
+        assert one.family in BY_NAME or one.type == MLX_4BIT  # mlx-lm has more
         assert one.type in FILE_BITS or one.type in MLX_FILE_BITS
         assert one.max_model_len >= AGENT_CONTEXT
         billions = float(one.parameters.removesuffix("B"))

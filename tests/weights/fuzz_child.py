@@ -182,7 +182,9 @@ def open_and_read_all(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     try:
         checkpoint.tokenizer_files()
-        checkpoint.spec.rope.inverse_frequencies(checkpoint.spec.max_model_len)
+        for layer in checkpoint.spec.layers:
+            if layer.attention.rope is not None:
+                layer.attention.rope.inverse_frequencies(checkpoint.spec.max_model_len)
         check_tensors(checkpoint)
         for name in checkpoint.tensors:
             to_float32(checkpoint.read(name))

@@ -10,7 +10,16 @@ import pytest
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.config import read_generation, spec_from_config
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.spec import Activation, GenerationDefaults, ModelSpec
+from quire.weights.spec import (
+    Activation,
+    AttentionSpec,
+    GenerationDefaults,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    QKNorm,
+    RopeSpec,
+)
 from tests.weights.makers import FFN, HEAD, HEADS, HIDDEN, KV_HEADS, SIZES, VOCAB, config
 
 
@@ -18,21 +27,28 @@ def spec(architecture: str = "LlamaForCausalLM", **changes: Any) -> ModelSpec:
     return spec_from_config(config(architecture, **changes), {}, "config.json", "F32")
 
 
+def rope(one: ModelSpec, layer: int = 0) -> RopeSpec:
+    found = one.layers[layer].attention.rope
+    assert found is not None
+    return found
+
+
 def test_llama() -> None:
     one = spec(attention_bias=True, mlp_bias=True, rope_theta=5e5, tie_word_embeddings=True)
-    assert (one.hidden_size, one.ffn_size, one.num_heads, one.num_kv_heads) == (HIDDEN, FFN, HEADS, KV_HEADS)
-    assert (one.head_size, one.vocab_size, one.max_model_len) == (HEAD, VOCAB, 256)
-    assert (one.rope.theta, one.rope.rotary_size, one.rope.factors) == (5e5, HEAD, ())
-    assert (one.has_qkv_bias, one.has_output_bias, one.has_mlp_bias, one.is_tied) == (True, True, True, True)
-    assert (one.windows, one.activation, one.attention_scale) == ((0, 0), Activation.SILU, HEAD**-0.5)
+    assert (one.num_layers, one.hidden_size, one.vocab_size, one.max_model_len) == (2, HIDDEN, VOCAB, 256)
+    attention = AttentionSpec(
+        HEADS, KV_HEADS, HEAD, HEAD**-0.5, RopeSpec(5e5, HEAD), has_qkv_bias=True, has_output_bias=True
+    )
+    assert one.layers == (LayerSpec(attention, MlpSpec(FFN, Activation.SILU, has_bias=True)),) * 2
+    assert one.is_tied
     assert not spec().is_tied
 
 
 def test_both_forms_of_rope_settings_are_equal() -> None:
     new = spec(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})
     old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
-    assert new.rope == old.rope
-    assert new.rope.factors == (4.0,) * (HEAD // 2)
+    assert new.layers == old.layers
+    assert rope(new).factors == (4.0,) * (HEAD // 2)
 
 
 def test_both_names_of_the_type() -> None:
@@ -45,7 +61,7 @@ def test_mistral_has_a_sliding_window() -> None:
     assert spec("MistralForCausalLM", sliding_window=None).windows == (0, 0)
     assert spec("MistralForCausalLM", sliding_window=32).windows == (32, 32)
     assert spec("MistralForCausalLM").windows == (4096, 4096)  # transformers' default
-    assert spec("MistralForCausalLM").family == "llama"
+    assert spec("MistralForCausalLM").family == "mistral"
 
 
 def test_qwen2_windows_only_where_they_are_used() -> None:
@@ -57,14 +73,14 @@ def test_qwen2_windows_only_where_they_are_used() -> None:
         spec("Qwen2ForCausalLM", sliding_window=None, layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(UnsupportedModel, match=r"layer_types\[1\] 'linear_attention'"):
         spec("Qwen2ForCausalLM", **used, layer_types=["full_attention", "linear_attention"])
-    one = spec("Qwen2ForCausalLM")
-    assert (one.has_qkv_bias, one.has_output_bias, one.has_qk_norm) == (True, False, False)
+    one = spec("Qwen2ForCausalLM").attention
+    assert (one.has_qkv_bias, one.has_output_bias, one.qk_norm) == (True, False, QKNorm.NONE)
 
 
 def test_qwen3() -> None:
-    one = spec("Qwen3ForCausalLM")
-    assert (one.head_size, one.has_qk_norm, one.has_qkv_bias) == (128, True, False)
-    assert spec("Qwen3ForCausalLM", attention_bias=True).has_output_bias
+    one = spec("Qwen3ForCausalLM").attention
+    assert (one.head_size, one.qk_norm, one.has_qkv_bias) == (128, QKNorm.HEAD, False)
+    assert spec("Qwen3ForCausalLM", attention_bias=True).attention.has_output_bias
 
 
 GEMMA: dict[str, Any] = {"head_dim": 32, "num_hidden_layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 64}
@@ -78,11 +94,11 @@ def test_gemma3() -> None:
     new = spec("Gemma3ForCausalLM", **GEMMA, layer_types=types, rope_parameters=ropes)
     assert old == new
     assert old.windows == (32, 32, 32, 32, 32, 0, 32)
-    assert old.rope.factors == (8.0,) * 16
-    assert old.local_rope is not None
-    assert (old.local_rope.theta, old.local_rope.factors) == (1e4, ())
-    assert (old.norm_offset, old.embedding_scale, old.attention_scale) == (1.0, 8.0, 64**-0.5)
-    assert (old.activation, old.is_tied, old.has_qk_norm) == (Activation.GELU_TANH, True, True)
+    assert rope(old, 5) == RopeSpec(1e6, 32, (8.0,) * 16)
+    assert rope(old, 0) == rope(old, 6) == RopeSpec(1e4, 32)
+    assert (old.norm_offset, old.embedding_scale, old.attention.scale) == (1.0, 8.0, 64**-0.5)
+    assert (old.mlp.activation, old.is_tied, old.attention.qk_norm) == (Activation.GELU_TANH, True, QKNorm.HEAD)
+    assert old.layers[0].has_post_norms
     assert spec("Gemma3ForCausalLM", **GEMMA, sliding_window_pattern=2).windows == (32, 0, 32, 0, 32, 0, 32)
     with pytest.raises(UnsupportedModel, match="use_bidirectional_attention"):
         spec("Gemma3ForCausalLM", **GEMMA, use_bidirectional_attention=True)
@@ -95,7 +111,9 @@ def test_multimodal_gemma3_relies_on_text_defaults() -> None:
     inner["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}  # type: ignore[assignment]
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner, "eos_token_id": [1, 106]}
     one = spec_from_config(whole, {}, "config.json", "BF16")
-    assert (one.hidden_size, one.num_heads, one.num_kv_heads, one.head_size) == (2560, 8, 4, 256)
+    attention = one.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_size) == (8, 4, 256)
+    assert (one.hidden_size, one.num_layers) == (2560, 34)
     assert (one.vocab_size, one.eos_token_ids, one.is_tied, one.dtype) == (262_208, (1, 106), True, "bfloat16")
     assert [i for i, window in enumerate(one.windows) if not window] == [5, 11, 17, 23, 29]
 
@@ -106,13 +124,13 @@ def test_phi3() -> None:
     old = spec("Phi3ForCausalLM", **changes, rope_scaling={"type": "su", **factors}, partial_rotary_factor=0.75)
     parameters = {"rope_type": "longrope", **factors, "partial_rotary_factor": 0.75, "rope_theta": 1e4}
     assert old == spec("Phi3ForCausalLM", **changes, rope_parameters=parameters)
-    assert (old.is_fused, old.windows, old.rope.rotary_size) == (True, (100, 100), 12)
-    assert old.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(64) / math.log(64)))
-    assert old.rope.inverse_frequencies(64)[0] == pytest.approx(1 / 1.5)
-    assert old.rope.inverse_frequencies(65)[0] == pytest.approx(1 / 3)
+    assert (old.windows, rope(old).rotary_size) == ((100, 100), 12)
+    assert rope(old).attention_factor == pytest.approx(math.sqrt(1 + math.log(64) / math.log(64)))
+    assert rope(old).inverse_frequencies(64)[0] == pytest.approx(1 / 1.5)
+    assert rope(old).inverse_frequencies(65)[0] == pytest.approx(1 / 3)
 
 
-def test_only_phi3_rotates_a_part_of_a_head() -> None:
+def test_a_family_that_rotates_whole_heads_only() -> None:
     with pytest.raises(UnsupportedModel, match=r"partial_rotary_factor 0\.5"):
         spec(partial_rotary_factor=0.5)
     with pytest.raises(UnsupportedModel, match=r"rope_parameters\.full_attention"):
@@ -175,12 +193,8 @@ def test_rotations_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sizes = {**SIZES, "hidden_size": 256, "max_position_embeddings": 4096}
-    ours = spec_from_config(
-        {"architectures": ["LlamaForCausalLM"], **sizes, "rope_parameters": {"rope_theta": 5e5, **scaling}},
-        {},
-        "config.json",
-        "F32",
-    ).rope
+    settings = {"architectures": ["LlamaForCausalLM"], **sizes, "rope_parameters": {"rope_theta": 5e5, **scaling}}
+    ours = rope(spec_from_config(settings, {}, "config.json", "F32"))
     theirs = transformers.LlamaConfig(**sizes, rope_parameters={"rope_theta": 5e5, **scaling})
     contexts = (256, 4096) if scaling["rope_type"] == "longrope" else (4096,)
     for context in contexts:
@@ -194,5 +208,13 @@ def test_rotations_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
 
 
 def test_every_listed_architecture_is_read() -> None:
+    needed: dict[str, dict[str, Any]] = {
+        "granite4": {
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "layer_types": ["attention"] * SIZES["num_hidden_layers"],
+        }
+    }
     for architecture, family in BY_ARCHITECTURE.items():
-        assert spec(architecture, text_config=dict(SIZES)).family == family.name
+        one = spec(architecture, text_config=dict(SIZES), bos_token_id=1, **needed.get(family.name, {}))
+        assert one.family == family.name

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.families import BY_NAME
 from quire.weights.gguf import GgufCheckpoint
-from quire.weights.names import check_tensors, from_gguf
+from quire.weights.names import gguf_targets
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.spec import QKNorm, RopeSpec
+from quire.weights.tensors import Target, check_tensors
 from tests.weights.makers import (
     F32,
     HEAD,
@@ -47,7 +50,7 @@ def test_metadata_tensors_and_vocabulary_of_a_valid_file(tmp_path: Path) -> None
     checkpoint = opened(tmp_path, tiny_gguf())
     check_tensors(checkpoint)
     spec = checkpoint.spec
-    assert (spec.family, spec.num_layers, spec.head_size, spec.vocab_size) == ("llama", LAYERS, HEAD, VOCAB)
+    assert (spec.family, spec.num_layers, spec.attention.head_size, spec.vocab_size) == ("llama", LAYERS, HEAD, VOCAB)
     assert (spec.is_tied, spec.quantization, spec.eos_token_ids) == (True, "Q4_0", (2,))
     files = checkpoint.tokenizer_files()
     assert files.gguf is not None
@@ -59,7 +62,7 @@ def test_metadata_tensors_and_vocabulary_of_a_valid_file(tmp_path: Path) -> None
 
 def test_tensors_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, tiny_gguf())
-    raw = checkpoint.read("model.embed_tokens.weight")
+    raw = checkpoint.read("embedding.weight")
     assert raw.data.shape == (VOCAB, HIDDEN // 32 * 34)
     assert not raw.data.flags.writeable
     checkpoint.close()
@@ -67,7 +70,7 @@ def test_tensors_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> 
     del raw
     checkpoint.close()
     with pytest.raises(ModelFileError, match="is closed"):
-        checkpoint.read("model.norm.weight")
+        checkpoint.read("norm.weight")
 
 
 def test_metadata_and_vocabulary_import_neither_numpy_nor_gguf(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_query_and_key_rows_are_in_hugging_face_order(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors["blk.0.attn_q.weight"] = Tensor((HIDDEN, HEADS * HEAD), F32, data)
     checkpoint = opened(tmp_path, make_gguf(llama_keys(), list(tensors.items())))
-    query = to_float32(checkpoint.read("model.layers.0.self_attn.q_proj.weight"))
+    query = to_float32(checkpoint.read("layers.0.q_proj.weight"))
     assert query[:, 0].tolist() == rows.tolist()
     assert query[:, -1].tolist() == rows.tolist()
 
@@ -96,7 +99,7 @@ def test_query_and_key_rows_are_in_hugging_face_order(tmp_path: Path) -> None:
 def test_a_quantised_row_is_moved_whole(tmp_path: Path) -> None:
     tensors = llama_tensors()
     checkpoint = opened(tmp_path, make_gguf(llama_keys(), list(tensors.items())))
-    raw = checkpoint.read("model.layers.0.self_attn.k_proj.weight").data
+    raw = checkpoint.read("layers.0.k_proj.weight").data
     stored = np.frombuffer(tensors["blk.0.attn_k.weight"].data, np.uint8).reshape(raw.shape)
     assert (raw[1] == stored[2]).all()
     assert (raw[HEAD // 2] == stored[1]).all()
@@ -112,34 +115,41 @@ def test_only_llama_files_are_permuted(tmp_path: Path) -> None:
     keys[0] = ("general.architecture", "qwen2")
     checkpoint = opened(tmp_path, make_gguf(keys, list(tensors.items())))
     check_tensors(checkpoint)
-    raw = checkpoint.read("model.layers.0.self_attn.q_proj.weight").data
+    raw = checkpoint.read("layers.0.q_proj.weight").data
     assert raw.tobytes() == tensors["blk.0.attn_q.weight"].data
 
 
 @pytest.mark.parametrize(
     ("family", "name", "expected"),
     [
-        ("llama", "token_embd.weight", "model.embed_tokens.weight"),
-        ("llama", "output_norm.weight", "model.norm.weight"),
-        ("llama", "output.weight", "lm_head.weight"),
-        ("llama", "blk.11.attn_norm.weight", "model.layers.11.input_layernorm.weight"),
-        ("llama", "blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-        ("qwen2", "blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias"),
-        ("qwen3", "blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
-        ("gemma3", "blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight"),
-        ("gemma3", "blk.0.post_attention_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-        ("gemma3", "blk.0.ffn_norm.weight", "model.layers.0.pre_feedforward_layernorm.weight"),
-        ("gemma3", "blk.0.post_ffw_norm.weight", "model.layers.0.post_feedforward_layernorm.weight"),
-        ("phi3", "blk.3.attn_qkv.weight", "model.layers.3.self_attn.qkv_proj.weight"),
-        ("phi3", "blk.3.ffn_up.weight", "model.layers.3.mlp.gate_up_proj.weight"),
-        ("llama", "blk.3.ffn_up.weight", "model.layers.3.mlp.up_proj.weight"),
-        ("llama", "blk.03.ffn_up.weight", "blk.03.ffn_up.weight"),
-        ("llama", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inp.weight"),
-        ("llama", "nonsense", "nonsense"),
+        ("llama", "token_embd.weight", ["embedding.weight"]),
+        ("llama", "output_norm.weight", ["norm.weight"]),
+        ("llama", "output.weight", ["head.weight"]),
+        ("llama", "blk.11.attn_norm.weight", ["layers.11.input_norm.weight"]),
+        ("llama", "blk.0.ffn_norm.weight", ["layers.0.mlp_norm.weight"]),
+        ("qwen2", "blk.0.attn_q.bias", ["layers.0.q_proj.bias"]),
+        ("qwen3", "blk.0.attn_k_norm.weight", ["layers.0.k_norm.weight"]),
+        ("gemma3", "blk.0.attn_norm.weight", ["layers.0.input_norm.weight"]),
+        ("gemma3", "blk.0.post_attention_norm.weight", ["layers.0.post_attention_norm.weight"]),
+        ("gemma3", "blk.0.ffn_norm.weight", ["layers.0.mlp_norm.weight"]),
+        ("gemma3", "blk.0.post_ffw_norm.weight", ["layers.0.post_mlp_norm.weight"]),
+        ("phi3", "blk.3.attn_qkv.weight", [f"layers.3.{one}_proj.weight" for one in "qkv"]),
+        ("phi3", "blk.3.ffn_up.weight", ["layers.3.gate_proj.weight", "layers.3.up_proj.weight"]),
+        ("llama", "blk.3.ffn_up.weight", ["layers.3.up_proj.weight"]),
+        ("llama", "blk.03.ffn_up.weight", None),
+        ("qwen3_moe", "blk.0.ffn_gate_inp.weight", ["layers.0.router.weight"]),
+        ("llama", "nonsense", None),
     ],
 )
-def test_names(family: str, name: str, expected: str) -> None:
-    assert from_gguf(name, family) == expected
+def test_names(family: str, name: str, expected: list[str] | None) -> None:
+    found = gguf_targets([name], BY_NAME[family])
+    assert found == ({} if expected is None else {name: Target(tuple(expected))})
+
+
+def test_names_of_stacks() -> None:
+    names = ("layers.1.experts.{}.gate_proj.weight", "layers.1.experts.{}.up_proj.weight")
+    found = gguf_targets(["blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_up_exps.weight"], BY_NAME["qwen3_moe"])
+    assert list(found.values()) == [Target(names[1:], is_stack=True), Target(names, is_stack=True)]
 
 
 def test_a_split_model_is_one_model(tmp_path: Path) -> None:
@@ -238,21 +248,24 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "no layers": (lambda: tiny_gguf(llama__block_count=0), r"llama\.block_count is 0"),
     "too many layers": (lambda: tiny_gguf(llama__block_count=1025), r"llama\.block_count is 1025"),
     "layers a string": (lambda: tiny_gguf(llama__block_count="2"), r"llama\.block_count is '2'"),
-    "heads by layer": (lambda: tiny_gguf(llama__attention__head_count=[4, 4]), r"head_count is \[4, 4\]"),
+    "heads by layer": (lambda: tiny_gguf(llama__attention__head_count=[4, 2]), r"head_count is \[4, 2\]"),
+    "heads of more layers": (lambda: tiny_gguf(llama__attention__head_count=[4] * 3), r"head_count is \[4, 4, 4\]"),
+    "heads of no layer": (lambda: tiny_gguf(llama__attention__head_count_kv=[]), r"head_count_kv is \[\]"),
+    "layers to predict further tokens": (lambda: tiny_gguf(llama__nextn_predict_layers=1), "predict_layers is 1: not"),
     "heads that do not divide": (lambda: tiny_gguf(llama__attention__head_count_kv=3), "does not divide"),
     "odd head": (lambda: tiny_gguf(llama__attention__key_length=15), "the size is not even"),
     "eps NaN": (lambda: tiny_gguf(llama__attention__layer_norm_rms_epsilon=float("nan")), "rms_epsilon is nan"),
     "theta infinite": (lambda: tiny_gguf(llama__rope__freq_base=float("inf")), r"rope\.freq_base is inf"),
     "eos beyond the vocabulary": (lambda: tiny_gguf(tokenizer__ggml__eos_token_id=64), "eos_token_id is 64"),
-    "experts": (lambda: tiny_gguf(llama__expert_count=8), r"expert_count is 8"),
+    "experts without a number": (lambda: tiny_gguf(llama__expert_count=8), r"llama\.expert_used_count is missing"),
     "unknown scaling": (lambda: tiny_gguf(llama__rope__scaling__type="ntk"), "rope scaling 'ntk' is not supported"),
     "a template that is none": (lambda: tiny_gguf(tokenizer__chat_template=7), "chat_template is 7"),
     "split without a name for it": (lambda: tiny_gguf(split__count=3), r"split\.count is 3"),
     "rope table of the wrong size": (lambda: with_tensor(ROPE, Tensor((4,), F32, ZEROS)), r"not F32 \(8,\)"),
     "rope table of zeros": (lambda: with_tensor(ROPE, Tensor((8,), F32, bytes(32))), r"rope_freqs.weight\[0\]"),
     "no embedding": (lambda: make_gguf(KEYS, TENSORS[1:]), "token_embd.weight is missing"),
-    "a norm missing": (lambda: make_gguf(KEYS, [TENSORS[0], *TENSORS[2:]]), "missing: model.norm.weight"),
-    "a tensor left over": (lambda: with_tensor("blk.9.attn_q.weight", Tensor((8,), F32, ZEROS)), "unexpected: 'model"),
+    "a norm missing": (lambda: make_gguf(KEYS, [TENSORS[0], *TENSORS[2:]]), "missing: norm.weight"),
+    "a tensor left over": (lambda: with_tensor("blk.9.attn_q.weight", Tensor((8,), F32, ZEROS)), "unexpected: 'lay"),
 }  # fmt: skip
 
 
@@ -275,7 +288,7 @@ def test_forged_files_are_refused_by_name_and_value(case: str, tmp_path: Path) -
 
 def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, tiny_gguf(llama__feed_forward_length=100))
-    with pytest.raises(ModelFileError, match=r"wrong shape: model\.layers\.0\.mlp\.gate_proj.* and 1 more"):
+    with pytest.raises(ModelFileError, match=r"wrong shape: layers\.0\.gate_proj.* and 1 more"):
         check_tensors(checkpoint)
 
 
@@ -290,19 +303,25 @@ def test_paths_that_are_not_files_are_refused(tmp_path: Path) -> None:
 # Parameters of other families
 
 
+def rope_of(checkpoint: GgufCheckpoint) -> RopeSpec:
+    rope = checkpoint.spec.attention.rope
+    assert rope is not None
+    return rope
+
+
 def test_llama3_factors_come_from_the_file(tmp_path: Path) -> None:
     factors = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
     table = Tensor((HEAD // 2,), F32, struct.pack("<8f", *factors))
-    assert list(opened(tmp_path, with_tensor("rope_freqs.weight", table)).spec.rope.factors) == factors
+    assert list(rope_of(opened(tmp_path, with_tensor("rope_freqs.weight", table))).factors) == factors
 
 
 def test_yarn_and_linear_scaling_of_a_gguf(tmp_path: Path) -> None:
     yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
-    rope = opened(tmp_path, tiny_gguf(**yarn, llama__rope__scaling__original_context_length=64)).spec.rope
+    rope = rope_of(opened(tmp_path, tiny_gguf(**yarn, llama__rope__scaling__original_context_length=64)))
     assert rope.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
     assert rope.factors[-1] == pytest.approx(4)
     linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 2.0}
-    assert opened(tmp_path, tiny_gguf(**linear)).spec.rope.factors == (2.0,) * 8
+    assert rope_of(opened(tmp_path, tiny_gguf(**linear))).factors == (2.0,) * 8
 
 
 def family_keys(family: str, **changes: Any) -> list[tuple[str | bytes, Any]]:
@@ -316,9 +335,9 @@ def test_gemma3_spec_of_a_gguf(tmp_path: Path) -> None:
     keys = [(key, 7 if key == "gemma3.block_count" else value) for key, value in keys]
     spec = opened(tmp_path, make_gguf(keys, TENSORS)).spec
     assert spec.windows == (32, 32, 32, 32, 32, 0, 32)
-    assert (spec.norm_offset, spec.embedding_scale, spec.attention_scale) == (0.0, 8.0, 32**-0.5)
-    assert spec.local_rope is not None
-    assert (spec.local_rope.theta, spec.has_qk_norm, spec.has_post_norms) == (10000.0, True, True)
+    assert (spec.norm_offset, spec.embedding_scale, spec.attention.scale) == (0.0, 8.0, 32**-0.5)
+    assert spec.attention.rope == RopeSpec(10000.0, 32)
+    assert (spec.attention.qk_norm, spec.layers[0].has_post_norms) == (QKNorm.HEAD, True)
 
 
 def test_phi3_spec_of_a_gguf(tmp_path: Path) -> None:
@@ -326,10 +345,9 @@ def test_phi3_spec_of_a_gguf(tmp_path: Path) -> None:
     keys.append(("phi3.rope.scaling.attn_factor", 1.25))
     short, long = (Tensor((6,), F32, struct.pack("<6f", *[value] * 6)) for value in (1.5, 3.0))
     tables = [("rope_factors_short.weight", short), ("rope_factors_long.weight", long)]
-    spec = opened(tmp_path, make_gguf(keys, [*TENSORS, *tables])).spec
-    assert spec.is_fused
-    assert (spec.rope.factors, spec.rope.long_factors) == ((1.5,) * 6, (3.0,) * 6)
-    assert (spec.rope.attention_factor, spec.rope.original_context, spec.rope.rotary_size) == (1.25, 64, 12)
+    others = [(name, one) for name, one in TENSORS if "ffn_gate" not in name]
+    rope = rope_of(opened(tmp_path, make_gguf(keys, [*others, *tables])))
+    assert rope == RopeSpec(10000.0, 12, (1.5,) * 6, 1.25, (3.0,) * 6, 64)
 
 
 def test_all_end_tokens_are_read(tmp_path: Path) -> None:

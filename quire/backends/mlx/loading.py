@@ -213,7 +213,7 @@ def _fields_of_spec(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_fields(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the names that mlx-lm reads for `rope_parameters`, under which transformers 5 saves rotary settings.
+    """Return the names that mlx-lm reads for those of transformers 5, such as `rope_parameters`.
 
     Most of mlx-lm's models do not read `rope_parameters` and would use their defaults instead.
     """
@@ -233,10 +233,12 @@ def _rotary_fields(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, 
 
 
 def _older_names(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if isinstance(num_experts := config.get("num_local_experts"), int):  # as transformers 5 writes it
+        found["num_experts"] = num_experts
     parameters = config.get("rope_parameters")
-    if not isinstance(parameters, dict):
-        return {}
-    found = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+    parameters = parameters if isinstance(parameters, dict) else {}
+    found |= {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind != "default":
         found["rope_scaling"] = {"type": kind, **parameters}

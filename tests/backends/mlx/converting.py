@@ -14,9 +14,9 @@ from quire.backends.mlx.loading import find_classes
 from quire.backends.mlx.spec_model import config_from_spec
 from quire.text.gguf_vocab import gguf_vocab
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.names import transformers_parameters
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
-from quire.weights.tensors import expected_tensors
 
 
 def write_mlx_folder(
@@ -33,8 +33,10 @@ def write_mlx_folder(
     _write_tokenizer(folder, checkpoint, config)
     model_class, arguments = find_classes(config)
     model = model_class(arguments.from_dict(config))
-    names = expected_tensors(checkpoint.spec)
-    model.load_weights([(name, mx.array(to_float32(checkpoint.read(name))).astype(mx.float16)) for name in names])
+    names = transformers_parameters(checkpoint.spec)  # mlx-lm has the same; none of a llama's is fused
+    model.load_weights(
+        [(name, mx.array(to_float32(checkpoint.read(own))).astype(mx.float16)) for name, (own,) in names.items()]
+    )
     checkpoint.close()
 
     def choose(path: str, _layer: object) -> bool | dict[str, Any]:

@@ -22,6 +22,7 @@ from quire.backends.mlx.gguf_model import UNPACKED
 from quire.backends.mlx.gguf_weights import PACKINGS, pack
 from quire.backends.mlx.loading import LoadedModel, load_from_tensors, load_model
 from quire.backends.mlx.quantization import Layout, quantized_layers
+from quire.backends.mlx.spec_model import MODEL_TYPES
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
@@ -84,7 +85,12 @@ def change_config(folder: Path, **changes: Any) -> Path:
 # The families that quire knows, against transformers
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# mlx-lm has these as well, but not as transformers 5 saves them: it ignores Gemma 2's windows, reads one rotary
+# embedding of OLMo 3, and does not know the name of Granite 4's layers.
+NOT_IN_MLX = ("gemma2", "olmo3", "granite4")
+
+
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in NOT_IN_MLX])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp("model"))
 
@@ -99,6 +105,11 @@ def test_folders_equal_transformers(reference: Reference) -> None:
 def test_tensors_equal_transformers(reference: Reference) -> None:
     """The code that reads GGUF files, with the tensors of a folder."""
     checkpoint = open_checkpoint(reference.path)
+    if checkpoint.spec.family not in MODEL_TYPES:
+        refusal = f"does not read GGUF files or dummy weights of {checkpoint.spec.family}"
+        with pytest.raises(UnsupportedModel, match=refusal):
+            load_from_tensors(checkpoint, FLOAT32)
+        return
     loaded = load_from_tensors(checkpoint, FLOAT32)
     assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
 

@@ -1,0 +1,173 @@
+"""Every family: the tensors that transformers saves, and the same model as a GGUF file of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.families import FAMILIES as ROWS
+from quire.weights.opening import open_checkpoint
+from quire.weights.quants import to_float32
+from quire.weights.tensors import check_tensors, expected_tensors
+from tests.weights.converting import write_gguf
+
+pytest.importorskip("transformers")
+from tests.backends.torch.families import FAMILIES, Reference
+
+# GGUF has no key for these settings, and llama.cpp assumes: every sixth layer of Gemma 3 and every fourth of SmolLM3
+# differ, Gemma's scale follows from the size of a head, experts of Qwen are renormalised, those of OLMoE are not.
+IN_GGUF: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "num_hidden_layers": 7,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 32,
+    },
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},
+}
+# The converter does not write the window, and llama.cpp's Qwen 3 has no dense layers.
+NOT_IN_GGUF = ("mistral with a window", "qwen3_moe with a dense layer")
+MOE = ("qwen3_moe", "mixtral", "olmoe")
+
+
+def test_every_row_is_tested() -> None:
+    names = {name.split()[0] for name in FAMILIES}
+    assert names == {row.name for row in ROWS}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def saved(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers saves it."""
+    return Reference(name, tmp_path_factory.mktemp("saved"), **IN_GGUF.get(name, {})).path
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: to_float32(checkpoint.read(name)).copy() for name in checkpoint.tensors}
+
+
+def same_tensors(one: Checkpoint, other: Checkpoint) -> None:
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, array in read_all(one).items():
+        shift = one.spec.norm_offset - other.spec.norm_offset if name.endswith("norm.weight") else 0.0
+        assert np.array_equal(array + np.float32(shift), to_float32(other.read(name))), name
+
+
+def test_the_tensors_that_transformers_saves(name: str, saved: Path) -> None:
+    checkpoint = open_checkpoint(saved)
+    check_tensors(checkpoint)
+    assert checkpoint.spec.family == name.split()[0]
+    sizes = [array.size for file in saved.glob("*.safetensors") for array in load_file(file).values()]
+    assert sum(sizes) == sum(int(np.prod(shape)) for shape in expected_tensors(checkpoint.spec).values())
+
+
+# Experts in safetensors
+
+
+def write_stacked(source: Path, folder: Path) -> Path:
+    """Write a copy whose experts are stacked, as transformers 5 holds them in memory."""
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    arrays = load_file(source / "model.safetensors")
+    found = {
+        name.replace("block_sparse_moe", "mlp"): array for name, array in arrays.items() if ".experts." not in name
+    }
+    layers = sorted({name.split(".experts.")[0] for name in arrays if ".experts." in name})
+    for layer in layers:
+        num_experts = len({name for name in arrays if name.startswith(f"{layer}.experts.")}) // 3
+        gate, down, up = (
+            np.stack([arrays[f"{layer}.experts.{i}.{one}.weight"] for i in range(num_experts)])
+            for one in (("w1", "w2", "w3") if "block_sparse_moe" in layer else ("gate_proj", "down_proj", "up_proj"))
+        )
+        stacked = layer.replace("block_sparse_moe", "mlp")
+        found[f"{stacked}.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        found[f"{stacked}.experts.down_proj"] = down
+    save_file(found, folder / "model.safetensors")
+    return folder
+
+
+def write_sharded(source: Path, folder: Path, *, has_index: bool) -> Path:
+    """Write a copy in three files; an expert's matrices are in different ones."""
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    arrays = load_file(source / "model.safetensors")
+    weight_map = {name: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, name in enumerate(arrays)}
+    for file in set(weight_map.values()):
+        save_file({name: array for name, array in arrays.items() if weight_map[name] == file}, folder / file)
+    if has_index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("name", [*MOE, "qwen3_moe with a dense layer"], scope="module")
+def test_stacked_and_sharded_experts(saved: Path, tmp_path: Path) -> None:
+    alone = open_checkpoint(saved)
+    folders = (
+        write_stacked(saved, tmp_path / "stacked"),
+        write_sharded(saved, tmp_path / "sharded", has_index=True),
+        write_sharded(saved, tmp_path / "no index", has_index=False),
+    )
+    for folder in folders:
+        other = open_checkpoint(folder)
+        check_tensors(other)
+        assert other.spec == alone.spec
+        same_tensors(alone, other)
+
+
+# GGUF
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every number, string and None of nested dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield from flat(getattr(value, one.name), f"{path}.{one.name}")
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from flat(item, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def fields_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the fields of a spec that do not depend on the format: a GGUF's norms include Gemma's offset."""
+    ignored = (".family", ".architecture", ".norm_offset")
+    return {path: value for path, value in flat(checkpoint.spec) if path not in ignored}
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    found = list(one.keys() ^ other.keys())
+    for path in one.keys() & other.keys():
+        first, second = one[path], other[path]
+        is_real = isinstance(first, float) and isinstance(second, float)
+        if first != (pytest.approx(second, rel=1e-6) if is_real else second):
+            found.append(f"{path}: {first} {second}")
+    return sorted(found)
+
+
+def test_a_gguf_of_the_same_model_is_equal(name: str, saved: Path, tmp_path: Path) -> None:
+    if name in NOT_IN_GGUF:
+        pytest.skip("llama.cpp's converter cannot express it")
+    ours, theirs = open_checkpoint(saved), open_checkpoint(write_gguf(saved, tmp_path / "m.gguf"))
+    check_tensors(theirs)
+    assert differences(fields_of(ours), fields_of(theirs)) == []
+    same_tensors(ours, theirs)
+
+
+@pytest.mark.parametrize("name", MOE, scope="module")
+def test_a_gguf_with_fused_experts(saved: Path, tmp_path: Path) -> None:
+    theirs = open_checkpoint(write_gguf(saved, tmp_path / "m.gguf", fuses_experts=True))
+    check_tensors(theirs)
+    same_tensors(open_checkpoint(saved), theirs)
