@@ -8,6 +8,7 @@ models that call attention twice in a layer, or a layer twice in a pass.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +27,11 @@ PAGED = "quire"  # names of attention implementations
 RECORDING = "quire_recording"  # the same function; it also gets masks
 
 _SINKS = ("s_aux", "sinks")
+# Arguments of attention functions that are used here, or that do not change the result.
+_KNOWN = {
+    *_SINKS, "scaling", "softcap", "sliding_window", "is_causal", "dropout", "position_ids", "position_embeddings",
+    "cache_position", "use_cache", "past_key_values", "output_attentions", "output_hidden_states", "return_dict",
+}  # fmt: skip
 
 
 class Visitor(Protocol):
@@ -148,6 +154,11 @@ class Recorder:
     ) -> Tensor:
         if q.dim() != 4 or len(q) != 1 or k.shape[:1] != q.shape[:1] or k.shape[2] != q.shape[2]:
             raise UnsupportedModel(f"{self._source}: attends to something else than the tokens before")
+        others = sorted(name for name, value in settings.items() if name not in _KNOWN and value is not None and value is not False)
+        if others:
+            raise UnsupportedModel(f"{self._source}: its attention needs {', '.join(others)}: not supported")
+        if "get_seq_length" in _source_code(module):
+            raise UnsupportedModel(f"{self._source}: its attention takes positions from a cache of the library")
         scale = settings.get("scaling")
         heads = RotatedHeads(
             index=self._layer(k, v),
@@ -184,6 +195,13 @@ class Recorder:
         raise UnsupportedModel(
             f"{self._source}: changes the mask of its attention: position biases and masks of its own do not run"
         )
+
+
+def _source_code(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # there is no file
+        return ""
 
 
 def _is_part(mask: Tensor, whole: Tensor) -> bool:
