@@ -17,7 +17,7 @@ class ModelRig(Rig):
         self.config = EngineConfig(
             backend="torch", num_blocks=num_blocks, max_num_seqs=8, threads=1, block_size=BLOCK_SIZE
         )
-        store = KVStore(model.spec, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+        store = KVStore(model.kv_spec, num_blocks, BLOCK_SIZE, model.dtype, model.device)
         runner = TorchRunner(model, store, max_num_seqs=8, max_model_len=max_model_len)
         self.engine = Engine(runner, make_scheduler(runner, self.config), on_plan=self._count)
         self.vocab_size = self.engine.capacity.vocab_size

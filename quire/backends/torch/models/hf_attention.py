@@ -12,13 +12,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.backends.torch.layers import Heads, Pass
 from quire.errors import UnsupportedModel
 
 # T tokens in the row, H query heads, K kv heads, D head size, Dv size of a value
@@ -87,34 +87,16 @@ class RecordedMask(NamedTuple):
     function: Callable[..., Tensor] | None  # (batch index, head, query, key): whether the query sees the key
 
 
-@dataclass(frozen=True, slots=True)
-class RotatedHeads:
-    """Parameters of attention in one call, for `Pass.attend_rotated`."""
-
-    index: int  # of the cache's layer
-    num_heads: int
-    num_kv_heads: int
-    head_size: int  # the larger of D and Dv
-    scale: float
-    cap: float  # 0: none
-    window: int  # 0: none
-    sinks: Tensor | None  # [H]: one more score per head in every softmax; its value is zero
-
-
 class AttentionCall(NamedTuple):
     module: nn.Module
-    heads: RotatedHeads
-    value_size: int
-
-
-class RotatedPass(Protocol):
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Any) -> Tensor: ...
+    heads: Heads
+    value_size: int  # at most the head size
 
 
 class PagedAttention:
     """Attends to the paged cache in one pass over a step."""
 
-    def __init__(self, step: RotatedPass, calls: Sequence[AttentionCall]) -> None:
+    def __init__(self, step: Pass, calls: Sequence[AttentionCall]) -> None:
         self._step = step
         self._calls = iter(calls)
 
@@ -145,7 +127,7 @@ class Recorder:
     def __init__(self, source: str, max_model_len: int) -> None:
         self.calls: list[AttentionCall] = []
         self.masks: list[RecordedMask] = []
-        self._keys: list[tuple[Tensor, Tensor]] = []  # kept alive: compared by identity
+        self._stored: list[tuple[Tensor, Tensor, int]] = []  # keys, values, window; kept alive: compared by identity
         self._source = source
         self._max_model_len = max_model_len
 
@@ -160,26 +142,27 @@ class Recorder:
         if "get_seq_length" in _source_code(module):
             raise UnsupportedModel(f"{self._source}: its attention takes positions from a cache of the library")
         scale = settings.get("scaling")
-        heads = RotatedHeads(
-            index=self._layer(k, v),
+        window = self._window(module, mask, settings)
+        heads = Heads(
+            index=self._layer(k, v, window),
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
             head_size=max(q.shape[-1], v.shape[-1]),
             scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
             cap=float(settings.get("softcap") or 0.0),
-            window=self._window(module, mask, settings),
+            window=window,
             sinks=next((settings[name] for name in _SINKS if settings.get(name) is not None), None),
         )
         self.calls.append(AttentionCall(module, heads, v.shape[-1]))
         return _attend_densely(q, k, v, heads)
 
-    def _layer(self, k: Tensor, v: Tensor) -> int:
+    def _layer(self, k: Tensor, v: Tensor, window: int) -> int:
         """Return the cache's layer: layers that attend to the same keys and values share one."""
-        for index, (key, value) in enumerate(self._keys):
-            if key is k and value is v:
+        for index, (key, value, other) in enumerate(self._stored):
+            if key is k and value is v and other == window:
                 return index
-        self._keys.append((k, v))
-        return len(self._keys) - 1
+        self._stored.append((k, v, window))
+        return len(self._stored) - 1
 
     def _window(self, module: nn.Module, mask: Tensor | None, settings: Mapping[str, Any]) -> int:
         is_causal = settings.get("is_causal")
@@ -189,12 +172,21 @@ class Recorder:
             return int(settings.get("sliding_window") or 0)
         for recorded in self.masks:
             if _is_part(mask, recorded.mask):
-                if recorded.function is None:
-                    return 0
-                return find_window(recorded.function, self._max_model_len, mask.device, self._source)
+                return self._window_of(recorded, settings)
         raise UnsupportedModel(
             f"{self._source}: changes the mask of its attention: position biases and masks of its own do not run"
         )
+
+
+    def _window_of(self, recorded: RecordedMask, settings: Mapping[str, Any]) -> int:
+        if recorded.function is None:
+            return 0
+        device = recorded.mask.device
+        try:
+            return find_window(recorded.function, self._max_model_len, device, self._source)
+        except IndexError:  # the mask depends on the tokens of this prompt: images, of which it has none
+            seen = find_window(recorded.function, recorded.mask.shape[-1], device, self._source)
+            return seen or int(settings.get("sliding_window") or 0)
 
 
 def _source_code(module: nn.Module) -> str:
@@ -233,7 +225,7 @@ def find_window(sees: Callable[..., Tensor], max_model_len: int, device: torch.d
     return 0 if window == length else window
 
 
-def _attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: RotatedHeads) -> Tensor:
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     num_groups = heads.num_heads // heads.num_kv_heads
     k, v = k.repeat_interleave(num_groups, 1), v.repeat_interleave(num_groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * heads.scale  # [1, H, T, T]

@@ -12,15 +12,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.backends.base import Progress
+from quire.backends.kv_spec import KVSpec, LayerKV
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import build_batch
 from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
 from quire.backends.torch.models.hf_loading import load_hf_model
@@ -42,14 +44,6 @@ TRIAL_BLOCK_SIZE = 4
 # differently; a wrong position or a wrong key changes the logits completely.
 TRIAL_ERROR = 1e-3
 TRIAL_ERROR_16_BITS = 0.15
-
-
-class LayerKV(NamedTuple):
-    """What one layer of the cache stores."""
-
-    num_kv_heads: int
-    head_size: int
-    window: int  # 0: none
 
 
 def load_transformers_model(
@@ -86,31 +80,29 @@ def adapt_model(model: Any, spec: ModelSpec, max_model_len: int, source: str) ->
 
 
 class TransformersModel:
+    """A model of `transformers` as a `Model`.
+
+    `is_capturable`: passes never wait for the device, so CUDA graphs of them can be captured.
+    """
+
     def __init__(
         self, model: Any, body: Body, calls: Sequence[AttentionCall], spec: ModelSpec, vocab_size: int
     ) -> None:
         _use_attention(model, hf_attention.PAGED)
         self.model = model
-        self.is_capturable = True  # whether passes may be captured in a CUDA graph: they never wait for the device
         self.kv_spec = _kv_spec(calls)
-        self.weight_bytes = sum(one.nbytes for one in {id(p): p for p in model.parameters()}.values())
-        self.num_heads = max(call.heads.num_heads for call in calls)
         first: Tensor = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        self.spec = replace(
-            spec,
-            vocab_size=vocab_size,
-            num_layers=len(self.kv_spec),
-            num_kv_heads=max(layer.num_kv_heads for layer in self.kv_spec),
-            head_size=max(layer.head_size for layer in self.kv_spec),
-            windows=tuple(layer.window for layer in self.kv_spec),
-        )
+        self.num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.num_active_weights = _count_active_weights(model)
+        self.is_capturable = True
+        self.spec = replace(spec, vocab_size=vocab_size, hidden_size=body.hidden_size)
         self._calls = tuple(calls)
         self._body = body
         self._head = model.get_output_embeddings()
         self._has_plain_head = type(self._head) is nn.Linear and self._head.bias is None
 
-    def forward(self, step: Any) -> Tensor:
+    def forward(self, step: Pass) -> Tensor:
         """Return the hidden states [T, E] after the last norm."""
         token = current_step.set(step)
         try:
@@ -148,9 +140,10 @@ class TransformersModel:
 class Body:
     """The part of a model that ends with its last norm. It can return given hidden states, to compute the head only."""
 
-    def __init__(self, module: Any, output_type: Any) -> None:
+    def __init__(self, module: Any, output: Any) -> None:
         self.module = module
-        self._output_type = output_type
+        self.hidden_size = int(output.last_hidden_state.shape[-1])
+        self._output_type = type(output)
         self._replayed: Tensor | None = None
         self._forward = module.forward
         module.forward = self._run
@@ -169,16 +162,29 @@ class Body:
             self._replayed = None
 
 
-def _kv_spec(calls: Sequence[AttentionCall]) -> tuple[LayerKV, ...]:
-    layers: dict[int, LayerKV] = {}
-    for call in calls:
-        heads = call.heads
-        window = heads.window
-        if heads.index in layers:  # layers that share a cache: the longest window counts
-            other = layers[heads.index].window
-            window = max(window, other) if window and other else 0
-        layers[heads.index] = LayerKV(heads.num_kv_heads, heads.head_size, window)
-    return tuple(layers[index] for index in sorted(layers))
+def _kv_spec(calls: Sequence[AttentionCall]) -> KVSpec:
+    layers = {
+        heads.index: LayerKV(
+            heads.num_kv_heads, heads.head_size, heads.window, heads.num_heads // heads.num_kv_heads
+        )
+        for heads in (call.heads for call in calls)
+    }
+    return KVSpec(tuple(layers[index] for index in range(len(layers))))
+
+
+def _count_active_weights(model: Any) -> int:
+    """Return the number of weights that take part in the product of one token, without embedding and head."""
+    config = model.config.get_text_config()
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    num_chosen = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+    outer = {id(one.weight) for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None}
+    total = 0
+    for parameter in model.parameters():
+        if parameter.dim() == 3 and 0 < num_chosen < len(parameter):  # experts, one matrix each
+            total += parameter.numel() // len(parameter) * num_chosen
+        elif id(parameter) not in outer:
+            total += parameter.numel()
+    return total
 
 
 def _use_attention(model: nn.Module, name: str) -> None:
@@ -191,20 +197,19 @@ def _use_attention(model: nn.Module, name: str) -> None:
 def freeze_rope(model: nn.Module, max_model_len: int) -> None:
     """Choose the frequencies for contexts up to `max_model_len`, the same for all requests of an engine.
 
-    The library chooses them by the longest request of every pass, which would change the keys of others.
+    The library chooses them by the longest request of every pass, which would change the keys of the others.
     """
+    device = next(model.parameters()).device
+    last = torch.tensor([[max_model_len - 1]], device=device)
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if kinds is None or not isinstance(module, nn.Module):
-            continue
-        places: Any = torch.tensor([[max_model_len - 1]], device=next(model.parameters()).device)
-        x = torch.zeros(1, device=places.device)
+        kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer_type, kind in by_layer.items():
-            if kind == "longrope" or "dynamic" in str(kind):
-                module(x, places, **({} if layer_type is None else {"layer_type": layer_type}))
-        frozen = {name: "default" if kind == "longrope" or "dynamic" in str(kind) else kind for name, kind in by_layer.items()}
-        module.rope_type = frozen if isinstance(kinds, dict) else frozen[None]  # type: ignore[assignment]
+        changing = [name for name, kind in by_layer.items() if kind == "longrope" or "dynamic" in str(kind)]
+        for name in changing:
+            module(torch.zeros(1, device=device), last, **({} if name is None else {"layer_type": name}))
+        if changing:
+            frozen: Any = by_layer | dict.fromkeys(changing, "default")
+            module.rope_type = frozen if isinstance(kinds, dict) else frozen[None]
 
 
 # Trial
@@ -238,7 +243,7 @@ def _record(
         nonlocal depth
         depth -= 1
         if depth == 0 and hasattr(output, "last_hidden_state"):
-            found.append((module, type(output)))
+            found.append((module, output))
 
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
     hooks = [one for part in parts for one in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))]
@@ -271,13 +276,13 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
     cuts[1].append((len(prompts[1]) - 2, len(prompts[1]) - 1))
     cuts.append([(len(prompt) - 1, len(prompt)) for prompt in prompts])
     num_blocks = 2 * -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE) + 1
-    store = KVStore(model.spec, num_blocks, TRIAL_BLOCK_SIZE, model.dtype, model.device)
+    store = KVStore(model.kv_spec, num_blocks, TRIAL_BLOCK_SIZE, model.dtype, model.device)
     samples = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
     errors: list[float] = []
     try:
         for ranges in cuts:
             slices = [_trial_slice(index, prompts[index], *ranges[index]) for index in range(len(prompts))]
-            batch = build_batch(slices, store, model.spec.windows, samples)
+            batch = build_batch(slices, store, model.kv_spec.windows, samples)
             hidden = model.forward(ReferencePass(batch, store))[list(batch.last_rows)]
             model.choose_head(hidden)
             for row, index in zip(model.logits(hidden).float(), batch.order, strict=True):
