@@ -3,75 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from quire.backends.base import Progress
+from quire.backends.support import LAYER_TYPES, find_layer_problem, find_transformers_problem
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.dummy import DummyCheckpoint
-from quire.weights.fields import read_json, show
+from quire.weights.fields import read_json
 from quire.weights.folder import member
 
-MIN_VERSION = (5, 10)
 DUMMY_SEED = 0
-QUANTIZED = ("quantization_config", "quantization", "compression_config")
-LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")
-ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "global", "local", "dense", "sparse", "moe"}
-NOTICE = "{architecture} runs through transformers {version}: correct, slower than a native family"
-
-
-def notice(architecture: str) -> str:
-    """Return the line that tells users which equations run their model."""
-    import transformers
-
-    return NOTICE.format(architecture=architecture, version=transformers.__version__)
-
-
-def find_problem(config: Mapping[str, Any]) -> str:
-    """Return why `transformers` does not run a model with this config.json, without loading it; empty: it may."""
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    text = config.get("text_config")
-    inner: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
-    model_type = config.get("model_type")
-    for name in QUANTIZED:
-        if config.get(name) or inner.get(name):
-            return "weights that are quantised do not run through transformers: take a checkpoint in 16 bits"
-    if model_type not in CONFIG_MAPPING_NAMES:
-        if config.get("auto_map"):
-            return (
-                f"models of type {show(model_type)} run the code in their own folder, which quire never does:"
-                " a newer version of transformers may have this type"
-            )
-        return f"transformers has no models of type {show(model_type)}: a newer version may"
-    if config.get("is_encoder_decoder"):
-        return "it is an encoder with a decoder: only decoders run"
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return f"models of type {show(model_type)} are no decoders of text"
-    return _find_other_layers(config, inner)
-
-
-def _find_other_layers(config: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
-    for name in LAYER_TYPES:
-        kinds = inner.get(name) or config.get(name) or ()
-        others = sorted({str(kind) for kind in kinds} - ATTENTION_LAYERS) if isinstance(kinds, list) else []
-        if others:
-            return f"layers of type {', '.join(others)} do not run: only attention over all tokens or a window does"
-    return ""
 
 
 def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
     """Refuse layers with a recurrent state. A class that may have such layers runs if this model has none."""
     text = config.get_text_config()
     values = {name: getattr(text, name, None) for name in LAYER_TYPES}
-    problem = _find_other_layers(values, {})
+    problem = find_layer_problem(values)
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     if not problem and getattr(model_class, "_is_stateful", False) and not any(values.values()):
         problem = "models with a recurrent state do not run"
@@ -87,7 +40,7 @@ def load_hf_model(
     transformers = _import_transformers()
     if not checkpoint.path.is_dir():
         raise UnsupportedModel(f"{source}: transformers runs folders of safetensors, not GGUF files")
-    problem = find_problem(read_json(member(checkpoint.path, "config.json")))
+    problem = find_transformers_problem(read_json(member(checkpoint.path, "config.json")))
     if problem:
         raise UnsupportedModel(f"{source}: {problem}")
     try:
@@ -114,10 +67,6 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError:
         raise MissingExtra.of("a model that quire has no equations for", "transformers") from None
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < MIN_VERSION:
-        wanted = ".".join(map(str, MIN_VERSION))
-        raise UnsupportedModel(f"transformers {transformers.__version__} is installed: {wanted} or newer is needed")
     return transformers
 
 
