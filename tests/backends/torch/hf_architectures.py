@@ -80,16 +80,47 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": LATENT,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {"layer_types": ["attention"] * NUM_LAYERS, "num_local_experts": 0},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * NUM_LAYERS,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
     "hy_v4": LATENT,
     "inkling_text": {},
     "kimi_linear": LATENT,
     "longcat_flash": {**LATENT, "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "minicpm3": LATENT,
     "mistral4": LATENT,
     "olmo3": SOME_WINDOWS,
     "reformer": {"is_decoder": True},
     "youtu": LATENT,
+}
+
+# Model types that run, and have the distributions of eager attention.
+EQUAL = """
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text
+    ctrl cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
+    flint gemma gemma2 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe
+    glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    jais2 jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2
+    olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+""".split()
+# Model types that do not run, and a part of the reason: one of each kind, because all of them take minutes.
+REFUSED = {
+    "bert": "attends to later tokens",
+    "bloom": "has attention of its own",
+    "deepseek_v32": "layers of type indexed_attention",
+    "doge": "changes the mask of its attention",
+    "falcon_h1": "layers of type hybrid",
+    "llama4_text": "layers of type chunked_attention",
+    "lfm2": "layers of type conv",
+    "mamba": "layers of type linear_attention",
+    "qwen3_next": "layers of type linear_attention",
+    "rwkv": "recurrent state",
 }
 
 

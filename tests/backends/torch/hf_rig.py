@@ -9,15 +9,15 @@ from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from tests.backends.torch.rig import Rig
 
-BLOCK_SIZE = 16
-
 
 class ModelRig(Rig):
-    def __init__(self, model: TransformersModel, *, max_model_len: int = 256, num_blocks: int = 64) -> None:
+    def __init__(
+        self, model: TransformersModel, *, max_model_len: int = 256, num_blocks: int = 64, block_size: int = 16
+    ) -> None:
         self.config = EngineConfig(
-            backend="torch", num_blocks=num_blocks, max_num_seqs=8, threads=1, block_size=BLOCK_SIZE
+            backend="torch", num_blocks=num_blocks, max_num_seqs=8, threads=1, block_size=block_size
         )
-        store = KVStore(model.kv_spec, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+        store = KVStore(model.kv_spec, num_blocks, block_size, model.dtype, model.device)
         runner = TorchRunner(model, store, max_num_seqs=8, max_model_len=max_model_len)
         self.engine = Engine(runner, make_scheduler(runner, self.config), on_plan=self._count)
         self.vocab_size = self.engine.capacity.vocab_size

@@ -1,6 +1,6 @@
 """Tries every causal model type of `transformers` in a small size and prints a line for each.
 
-    python -m tests.backends.torch.hf_survey [MODEL_TYPE ...]
+python -m tests.backends.torch.hf_survey [MODEL_TYPE ...]
 """
 
 from __future__ import annotations

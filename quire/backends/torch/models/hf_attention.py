@@ -136,7 +136,9 @@ class Recorder:
     ) -> Tensor:
         if q.dim() != 4 or len(q) != 1 or k.shape[:1] != q.shape[:1] or k.shape[2] != q.shape[2]:
             raise UnsupportedModel(f"{self._source}: attends to something else than the tokens before")
-        others = sorted(name for name, value in settings.items() if name not in _KNOWN and value is not None and value is not False)
+        others = sorted(
+            name for name, value in settings.items() if name not in _KNOWN and value is not None and value is not False
+        )
         if others:
             raise UnsupportedModel(f"{self._source}: its attention needs {', '.join(others)}: not supported")
         if "get_seq_length" in _source_code(module):
@@ -176,7 +178,6 @@ class Recorder:
         raise UnsupportedModel(
             f"{self._source}: changes the mask of its attention: position biases and masks of its own do not run"
         )
-
 
     def _window_of(self, recorded: RecordedMask, settings: Mapping[str, Any]) -> int:
         if recorded.function is None:

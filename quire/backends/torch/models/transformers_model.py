@@ -164,9 +164,7 @@ class Body:
 
 def _kv_spec(calls: Sequence[AttentionCall]) -> KVSpec:
     layers = {
-        heads.index: LayerKV(
-            heads.num_kv_heads, heads.head_size, heads.window, heads.num_heads // heads.num_kv_heads
-        )
+        heads.index: LayerKV(heads.num_kv_heads, heads.head_size, heads.window, heads.num_heads // heads.num_kv_heads)
         for heads in (call.heads for call in calls)
     }
     return KVSpec(tuple(layers[index] for index in range(len(layers))))
@@ -246,7 +244,9 @@ def _record(
             found.append((module, output))
 
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
-    hooks = [one for part in parts for one in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))]
+    hooks = [
+        one for part in parts for one in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
+    ]
     _use_attention(model, hf_attention.RECORDING)
     ids = torch.tensor([tokens], device=device)
     try:
@@ -283,8 +283,10 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
         for ranges in cuts:
             slices = [_trial_slice(index, prompts[index], *ranges[index]) for index in range(len(prompts))]
             batch = build_batch(slices, store, model.kv_spec.windows, samples)
-            hidden = model.forward(ReferencePass(batch, store))[list(batch.last_rows)]
+            step = ReferencePass(batch, store)
+            hidden = model.forward(step)[list(batch.last_rows)]
             model.choose_head(hidden)
+            model.is_capturable = model.is_capturable and not _waits_for_device(model, step, hidden)
             for row, index in zip(model.logits(hidden).float(), batch.order, strict=True):
                 errors.append(_relative_error(row, expected[index][ranges[index][1] - 1]))
     except torch.OutOfMemoryError:
@@ -297,6 +299,25 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
     if error <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
         return ""
     return f"logits differ by {error:.2g} of their spread"
+
+
+def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> bool:
+    """Return whether a pass reads results back from the GPU, which a CUDA graph cannot. Capturing it would fail.
+
+    A failed capture is worse than none: PyTorch's allocator stays in the state of a capture.
+    """
+    if model.device.type != "cuda":
+        return False
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.logits(hidden)
+        model.forward(step)  # stores the same keys again
+    except RuntimeError as error:
+        log.warning("decode steps run without CUDA graphs, which is slower: %s", _describe(error))
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def _relative_error(logits: Tensor, expected: Tensor) -> float:
