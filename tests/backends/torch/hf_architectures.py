@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "mlp_dim": 96,
     # attention
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
-    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 16, "global_head_dim": 32, "dim_head": 16,
+    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 16, "dim_head": 16,
     "kv_channels": 16, "sliding_window": 8, "query_pre_attn_scalar": 16,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     # experts
@@ -75,7 +75,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "exaone4": SOME_WINDOWS,
     "gemma3_text": SOME_WINDOWS,
     "gemma3n_text": {**SOME_WINDOWS, "num_kv_shared_layers": 1, "laurel_rank": 8, "num_hidden_layers": 3},
-    "gemma4_text": {**SOME_WINDOWS, "num_kv_shared_layers": 1},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "global_head_dim": 32,
+    },
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},

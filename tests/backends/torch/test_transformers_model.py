@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,9 @@ from tests.backends.torch.hf_architectures import (
 from tests.backends.torch.hf_rig import ModelRig
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
 @pytest.mark.parametrize("model_type", EQUAL)
 def test_distributions_equal_those_of_eager_attention(model_type: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, model_type)
@@ -46,22 +48,23 @@ def test_other_models_are_refused_by_name(model_type: str, reason: str, tmp_path
         load_tiny(tmp_path)
 
 
+@pytest.fixture(scope="module", params=["gpt_oss", "deepseek_v3", "gemma4_text"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("model")
+    model = write_model(folder, request.param)
+    return EagerReference(model), ModelRig(load_tiny(folder), block_size=32)
+
+
 class TestContract(Contract):
     """All tests of backends on models with windows, sinks, experts, values of another size, and shared caches."""
 
     bound = BOUND
 
-    @pytest.fixture(scope="class", params=["gpt_oss", "deepseek_v3", "gemma4_text", "gpt2"])
-    def pair(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-        folder = tmp_path_factory.mktemp("model")
-        model = write_model(folder, request.param)
-        yield EagerReference(model), ModelRig(load_tiny(folder), block_size=32)
-
 
 def test_layers_of_a_model_have_their_own_shapes_and_windows(tmp_path: Path) -> None:
     write_model(tmp_path, "gemma4_text")
     layers = load_tiny(tmp_path).kv_spec.layers
-    # The last of three layers attends to the keys of the first, which has the same window.
+    # The last of three layers attends to the keys of the second.
     assert [(layer.head_size, layer.window) for layer in layers] == [(16, 8), (32, 0)]
 
 

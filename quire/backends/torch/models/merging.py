@@ -42,11 +42,13 @@ class Siblings:
 
     def groups(self) -> list[list[nn.Linear]]:
         """Return the linears of the same module that were called once, with the same tensor, in the order of calls."""
-        found: dict[tuple[int, int], list[nn.Linear]] = {}
+        found: dict[tuple[int, int, bool, torch.dtype, torch.device], list[nn.Linear]] = {}
         parents = {child: parent for parent in self._model.modules() for child in parent.children()}
         for linear, inputs in self._inputs.items():
             if len(inputs) == 1 and linear in parents:
-                found.setdefault((id(parents[linear]), id(inputs[0])), []).append(linear)
+                weight, has_bias = linear.weight, linear.bias is not None
+                kind = (id(parents[linear]), id(inputs[0]), has_bias, weight.dtype, weight.device)
+                found.setdefault(kind, []).append(linear)
         return [group for group in found.values() if len(group) > 1 and _can_merge(group)]
 
     def clear(self) -> None:
@@ -54,16 +56,8 @@ class Siblings:
 
 
 def _can_merge(group: list[nn.Linear]) -> bool:
-    first = group[0]
-    return len({linear.weight.data_ptr() for linear in group}) == len(group) and all(
-        linear.in_features == first.in_features
-        and linear.weight.dtype == first.weight.dtype
-        and linear.weight.device == first.weight.device
-        and (linear.bias is None) == (first.bias is None)
-        and not linear._forward_hooks
-        and "forward" not in vars(linear)
-        for linear in group
-    )
+    is_plain = all(not linear._forward_hooks and "forward" not in vars(linear) for linear in group)
+    return is_plain and len({linear.weight.data_ptr() for linear in group}) == len(group)
 
 
 class MergedLinear:
