@@ -112,7 +112,7 @@ EQUAL = """
     minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2
     olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
     smollm3 solar_open stablelm starcoder2 vaultgemma youtu
-""".split()
+""".split()  # noqa: SIM905
 # Model types that do not run, and a part of the reason: one of each kind, because all of them take minutes.
 REFUSED = {
     "bert": "attends to later tokens",

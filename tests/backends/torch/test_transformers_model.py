@@ -30,7 +30,7 @@ from tests.backends.torch.hf_architectures import (
     write_model,
 )
 from tests.backends.torch.hf_rig import ModelRig
-
+from tests.backends.torch.rig import Rig, same_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
@@ -160,7 +160,7 @@ def test_missing_tensors_are_not_random(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["transformer.h.1.attn.c_attn.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelFileError, match="1 tensors are missing or have other shapes: .*c_attn"):
+    with pytest.raises(ModelFileError, match=r"1 tensors are missing or have other shapes: .*c_attn"):
         load_tiny(tmp_path)
 
 
@@ -238,6 +238,16 @@ def test_long_rope_is_chosen_by_the_longest_context_of_the_engine(tmp_path: Path
     answer = ModelRig(long).answer(prompt, 2)
     expected = EagerReference(reference).logprobs([*prompt, *answer.tokens])
     assert float((torch.stack(answer.rows) - expected[99:101]).abs().max()) < BOUND
+
+
+def test_an_engine_runs_a_folder_that_quire_has_no_equations_for(tmp_path: Path) -> None:
+    reference = EagerReference(write_model(tmp_path, "gpt2"))
+    rig = Rig(tmp_path)
+    prompt = random_prompt(4, 40)
+    answer = rig.answer(prompt, 4)
+    expected = reference.logprobs([*prompt, *answer.tokens])
+    assert same_rows(answer, expected, len(prompt)) < BOUND
+    rig.engine.close()
 
 
 def test_the_notice_names_the_version() -> None:

@@ -94,7 +94,7 @@ class TransformersModel:
         first: Tensor = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self.num_active_weights = _count_active_weights(model)
+        self.num_layer_weights = _count_layer_weights(model)
         self.is_capturable = True
         self.spec = replace(spec, vocab_size=vocab_size, hidden_size=body.hidden_size)
         self._calls = tuple(calls)
@@ -170,7 +170,7 @@ def _kv_spec(calls: Sequence[AttentionCall]) -> KVSpec:
     return KVSpec(tuple(layers[index] for index in range(len(layers))))
 
 
-def _count_active_weights(model: Any) -> int:
+def _count_layer_weights(model: Any) -> int:
     """Return the number of weights that take part in the product of one token, without embedding and head."""
     config = model.config.get_text_config()
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
