@@ -180,7 +180,7 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 
 def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise if the backend that these settings choose does not run the model, before a process is started for it."""
-    if spec.unsupported and choose_backend(config) not in ("mlx", "fake"):
+    if spec.unsupported and choose_backend(config) not in ("mlx", "torch", "fake"):
         refuse_unsupported(spec)
 
 
