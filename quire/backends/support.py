@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.backends.machine import is_apple_silicon
-from quire.errors import UnsupportedModel
+from quire.errors import UnsupportedModel, install_command
 from quire.weights.fields import show
 from quire.weights.spec import ModelSpec
 
@@ -27,7 +27,15 @@ _QUANTIZED = ("quantization_config", "quantization", "compression_config")
 def refuse_unsupported(spec: ModelSpec) -> None:
     """Raise if quire's own equations do not run the model: for every backend but mlx and fake."""
     if spec.unsupported:
-        raise UnsupportedModel(f"{spec.unsupported}{mlx_hint()}")
+        raise UnsupportedModel(f"{spec.unsupported}{transformers_hint()}{mlx_hint()}")
+
+
+def transformers_hint() -> str:
+    """Return advice to run a model through transformers."""
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            return f". Many models run through transformers: {install_command('torch transformers')}"
+    return ". The torch backend may run it, through transformers: --backend torch"
 
 
 def mlx_hint() -> str:

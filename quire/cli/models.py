@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.backend_fit import find_backend_problem
+from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, read_memory
 from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
 from quire.sizes import file_size
@@ -33,7 +33,8 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 def _with_problem(model: LocalModel) -> LocalModel:
     """The model, with a problem if the backend of this machine does not run it."""
-    return replace(model, problem=model.problem or find_backend_problem(model.unsupported))
+    problem = model.problem or find_backend_problem(model.unsupported, read_config(model.path))
+    return replace(model, problem=problem)
 
 
 def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> dict[str, object]:

@@ -187,7 +187,7 @@ def _count_layer_weights(model: Any) -> int:
 
 def _use_attention(model: nn.Module, name: str) -> None:
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation_internal = name
 
@@ -295,10 +295,10 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
         return _describe(error)
     # In 16 bits, rounding may lead a token to other experts, which changes single rows; an error in a pass changes all.
     is_exact = model.dtype == torch.float32
-    error = max(errors) if is_exact else statistics.median(errors)
-    if error <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
+    largest = max(errors) if is_exact else statistics.median(errors)
+    if largest <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
         return ""
-    return f"logits differ by {error:.2g} of their spread"
+    return f"logits differ by {largest:.2g} of their spread"
 
 
 def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> bool:
