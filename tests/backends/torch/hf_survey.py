@@ -28,8 +28,8 @@ def try_type(model_type: str) -> str:
             rig = ModelRig(load_tiny(Path(name)))
         except QuireError as error:
             return str(error).replace(f"{name}: ", "").replace(f"{name}/config.json: ", "")
-        error = largest_error(EagerReference(model), rig)
-        return "equal" if error < BOUND else f"DIFFERS by {error:.2g}"
+        largest = largest_error(EagerReference(model), rig)
+        return "equal" if largest < BOUND else f"DIFFERS by {largest:.2g}"
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def replace_norms(model: nn.Module) -> int:
         if offset is not None:
             weight: Any = module.weight
             norm = RMSNorm(weight.data.float() + offset, eps)
-            module.forward = _make_forward(norm, weight.dtype, module.forward)  # type: ignore[method-assign]
+            module.forward = _make_forward(norm, weight.dtype, module.forward)
             num_replaced += 1
     return num_replaced
 

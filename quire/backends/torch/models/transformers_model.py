@@ -25,7 +25,7 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
-from quire.backends.torch.models.hf_loading import load_hf_model
+from quire.backends.torch.models.hf_loading import load_hf_model, silence
 from quire.backends.torch.models.hf_norms import current_step, replace_norms
 from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.core.request import SamplingParams
@@ -63,6 +63,7 @@ def adapt_model(model: Any, spec: ModelSpec, max_model_len: int, source: str) ->
     """Prepare a loaded model for quire's passes: merge its products and replace its norms, then compare results."""
     hf_attention.register()
     freeze_rope(model, max_model_len)
+    silence(model)
     device = next(model.parameters()).device
     prompts = [_trial_tokens(length, spec.vocab_size) for length in TRIAL_LENGTHS]
     expected = [_run_eagerly(model, prompt, device, source) for prompt in prompts]
@@ -187,7 +188,7 @@ def _count_layer_weights(model: Any) -> int:
 
 def _use_attention(model: nn.Module, name: str) -> None:
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation_internal = name
 
@@ -295,10 +296,10 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
         return _describe(error)
     # In 16 bits, rounding may lead a token to other experts, which changes single rows; an error in a pass changes all.
     is_exact = model.dtype == torch.float32
-    error = max(errors) if is_exact else statistics.median(errors)
-    if error <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
+    largest = max(errors) if is_exact else statistics.median(errors)
+    if largest <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
         return ""
-    return f"logits differ by {error:.2g} of their spread"
+    return f"logits differ by {largest:.2g} of their spread"
 
 
 def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> bool:
