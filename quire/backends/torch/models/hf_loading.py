@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from quire.backends.base import Progress
 from quire.backends.support import LAYER_TYPES, find_layer_problem, find_transformers_problem
@@ -18,6 +19,7 @@ from quire.weights.fields import read_json
 from quire.weights.folder import member
 
 DUMMY_SEED = 0
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
 def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
@@ -68,6 +70,13 @@ def _import_transformers() -> Any:
     except ImportError:
         raise MissingExtra.of("a model that quire has no equations for", "transformers") from None
     return transformers
+
+
+def silence(model: nn.Module) -> None:
+    """Skip the library's check of every input for padding tokens, which waits for the device."""
+    for module in model.modules():
+        if hasattr(module, PADDING_CHECK):
+            setattr(module, PADDING_CHECK, lambda *_, **__: None)
 
 
 def _neutral(config: Any) -> Any:

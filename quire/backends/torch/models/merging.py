@@ -65,13 +65,13 @@ class MergedLinear:
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self._weight = _merge([linear.weight for linear in linears])
-        biases: Any = linears[0].bias  # torch declares it as always given
-        self._bias = None if biases is None else _merge([linear.bias for linear in linears])
+        biases: list[Any] = [linear.bias for linear in linears]
+        self._bias = None if biases[0] is None else _merge(biases)
         self._sizes = [linear.out_features for linear in linears]
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         for place, linear in enumerate(linears):
-            linear.forward = self._make_forward(place, linear)  # type: ignore[method-assign,assignment]
+            linear.forward = self._make_forward(place, linear)  # type: ignore[method-assign, assignment]
 
     def _make_forward(self, place: int, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
-from quire.backends.torch.models.hf_loading import load_hf_model
+from quire.backends.torch.models.hf_loading import load_hf_model, silence
 from quire.backends.torch.models.hf_norms import current_step, replace_norms
 from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.core.request import SamplingParams
@@ -63,6 +63,7 @@ def adapt_model(model: Any, spec: ModelSpec, max_model_len: int, source: str) ->
     """Prepare a loaded model for quire's passes: merge its products and replace its norms, then compare results."""
     hf_attention.register()
     freeze_rope(model, max_model_len)
+    silence(model)
     device = next(model.parameters()).device
     prompts = [_trial_tokens(length, spec.vocab_size) for length in TRIAL_LENGTHS]
     expected = [_run_eagerly(model, prompt, device, source) for prompt in prompts]
