@@ -372,8 +372,9 @@ def _defaults(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dict(family.defaults)
     vocab_size = given.get("vocab_size")
     for name in ("bos_token_id", "eos_token_id"):
-        ids = defaults.get(name, 0)
-        if isinstance(vocab_size, int) and max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
+        ids = defaults.get(name, [])
+        largest = max(ids, default=-1) if isinstance(ids, list) else ids
+        if isinstance(vocab_size, int) and name in defaults and largest >= vocab_size:
             del defaults[name]
     return defaults
 
