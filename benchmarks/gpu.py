@@ -43,6 +43,7 @@ from gpu_workloads import (
     QWEN,
     READY,
     SHAPES,
+    TREE,
     Anchor,
     B,
     C,
@@ -58,7 +59,7 @@ from gpu_workloads import (
 
 from quire import __version__
 
-STAGES = ("correctness", "A", "B", "C", "ready", "idle", "transformers", "cache")
+STAGES = ("correctness", "A", "B", "C", "T", "ready", "idle", "transformers", "cache")
 CLIENTS = 4
 PEER = "64 x 256, beside transformers"
 
@@ -187,7 +188,7 @@ class Bench:
         if "ready" in self.stages:
             for shape in self.shapes:
                 self._attempt(f"{READY}, {shape}", self._ready, shape)
-        if {"correctness", "A", "B", "C", "idle", "cache"} & {*self.stages}:
+        if {"correctness", "A", "B", "C", "T", "idle", "cache"} & {*self.stages}:
             for shape in self.shapes:
                 self._attempt(shape, self._shape, shape)
         if "transformers" in self.stages and QWEN in self.shapes:
@@ -239,6 +240,7 @@ class Bench:
             "A": self._a,
             "B": self._b,
             "C": self._c,
+            "T": self._t,
             "cache": self._cache,
             "idle": self._idle,
         }
@@ -279,6 +281,12 @@ class Bench:
         rates = [machine.run(together).tokens_per_s for _ in range(self.repeats)]
         note = f"{_number(statistics.median(rates), 'tok/s')} over {_number(best, 'tok/s')}"
         self._add(GAIN, shape, [rate / best for rate in rates], note=note)
+
+    def _t(self, machine: Machine, shape: str) -> None:
+        machine.run_tree()
+        runs = [machine.run_tree() for _ in range(self.repeats)]
+        note = f"{runs[0].num_cached} tokens found in the cache"
+        self._add(TREE, shape, [run.tokens_per_s for run in runs], note=note)
 
     def _cache(self, machine: Machine, shape: str) -> None:
         """Run with and without the cache in turn: each pair gives its cost."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from quire.backends.torch.loading import DUMMY_STD
 from quire.core.request import SamplingParams
 from quire.weights.spec import ModelSpec
-from tests.backends.torch.families import Reference, logprobs
+from tests.backends.torch.families import MORE_FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Answer as RigAnswer
 from tests.backends.torch.rig import Rig
 
-FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3")
+FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3", *MORE_FAMILIES)
 QUICK_FAMILIES = ("qwen3",)
 FP32_BOUND = 1e-4  # of a log-probability, over a few layers and two libraries
 BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our largest distance from fp32 relative to that of `transformers` in bf16

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from gpu_workloads import Scale, Workload, write_shape
+from gpu_workloads import Scale, Workload, first_turn_of_tree, next_turn_of_tree, write_shape
 
 from quire.core.request import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
@@ -118,11 +118,17 @@ class Machine(AbstractContextManager["Machine"]):
         return Engine(runner, make_scheduler(runner, replace(self.config, enable_prefix_caching=False)))
 
     def run(
-        self, workload: Workload, engine: Engine | None = None, on_step: Callable[[int], None] | None = None
+        self,
+        workload: Workload,
+        engine: Engine | None = None,
+        on_step: Callable[[int], None] | None = None,
+        *,
+        keeps_cache: bool = False,
     ) -> Run:
         """Run from the first request to the last token. `on_step` is called with the number of each step before it."""
         engine = engine or self.engine
-        engine.scheduler.cache.clear()
+        if not keeps_cache:
+            engine.scheduler.cache.clear()
         steps: list[StepRecord] = []
         engine.on_plan = lambda plan: steps.append(StepRecord(len(plan.slices), plan.num_tokens))
         answers: dict[int, Answer] = {}
@@ -140,6 +146,18 @@ class Machine(AbstractContextManager["Machine"]):
         if run.num_out != workload.num_out:
             raise RuntimeError(f"{workload.name}: {run.num_out} tokens were generated, not {workload.num_out}")
         return run
+
+    def run_tree(self) -> Run:
+        """Run all turns of workload T, one after the other."""
+        turn = first_turn_of_tree(self.scale)
+        runs = [self.run(turn)]
+        for number in range(2, self.scale.t_turns + 1):
+            answers = [answer.tokens for answer in runs[-1].answers]
+            histories = [prompt + answer for prompt, answer in zip(turn.prompts, answers, strict=True)]
+            turn = next_turn_of_tree(self.scale, number, histories)
+            runs.append(self.run(turn, keeps_cache=True))
+        every = [answer for run in runs for answer in run.answers]
+        return Run(sum(run.wall_s for run in runs), every, [step for run in runs for step in run.steps])
 
     def _add(self, engine: Engine, prompt: list[int], sampling: SamplingParams) -> int:
         self._num_requests += 1

@@ -6,7 +6,6 @@ vLLM's figures are for one H200 in bf16 with random weights. They apply only to 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,9 +15,9 @@ from quire.backends.kv_spec import KVSpec
 from quire.core.request import SamplingParams
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
-from quire.weights.tensors import expected_tensors
+from quire.weights.tensors import num_active_weights, num_weights
 
-QWEN, LLAMA = "qwen3-0.6b", "llama-3-8b"
+QWEN, LLAMA, QWEN_MOE = "qwen3-0.6b", "llama-3-8b", "qwen3-30b-a3b"
 SHAPES: dict[str, dict[str, Any]] = {
     QWEN: {
         "architectures": ["Qwen3ForCausalLM"],
@@ -50,6 +49,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     },
+    QWEN_MOE: {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
 }
 TINY = {
     "num_hidden_layers": 2,
@@ -60,6 +79,9 @@ TINY = {
     "head_dim": 16,
     "vocab_size": 300,
     "max_position_embeddings": 512,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 
 # Of the card: bytes per second that a copy reaches (read and written), and products per second in bf16.
@@ -83,6 +105,13 @@ class Scale:
     b_out: int = 128
     c_in: int = 128
     c_out: int = 256
+    t_system: int = 1500
+    t_persona: int = 500
+    t_personas: int = 8
+    t_users: int = 256
+    t_turns: int = 3
+    t_in: int = 100
+    t_out: int = 100
     peer_requests: int = 64
     peer_in: int = 128
     peer_out: int = 256
@@ -105,6 +134,13 @@ QUICK = Scale(
     b_out=4,
     c_in=8,
     c_out=8,
+    t_system=40,
+    t_persona=12,
+    t_personas=2,
+    t_users=4,
+    t_turns=2,
+    t_in=6,
+    t_out=4,
     peer_requests=2,
     peer_in=4,
     peer_out=4,
@@ -160,6 +196,26 @@ def workload_c(scale: Scale, clients: int = 1, seed: int = 0) -> Workload:
     return Workload("C" if clients == 1 else f"C x {clients}", prompts, samplings)
 
 
+def first_turn_of_tree(scale: Scale, seed: int = 0) -> Workload:
+    """Return the first turn of workload T: users of several personas, which share a system prompt."""
+    rng = Random(seed)
+    system = random_prompt(rng, scale, scale.t_system)
+    heads = [system + random_prompt(rng, scale, scale.t_persona) for _ in range(scale.t_personas)]
+    prompts = [heads[user % len(heads)] + random_prompt(rng, scale, scale.t_in) for user in range(scale.t_users)]
+    return Workload("T, turn 1", prompts, _tree_samplings(scale, 1))
+
+
+def next_turn_of_tree(scale: Scale, turn: int, histories: list[list[int]]) -> Workload:
+    """Return a later turn: every user's history, prompt and answer, and a new question."""
+    rng = Random(turn)
+    prompts = [history + random_prompt(rng, scale, scale.t_in) for history in histories]
+    return Workload(f"T, turn {turn}", prompts, _tree_samplings(scale, turn))
+
+
+def _tree_samplings(scale: Scale, turn: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0.6, seed=1000 * turn + i, max_tokens=scale.t_out) for i in range(scale.t_users)]
+
+
 def workload_peer(scale: Scale, seed: int = 0) -> Workload:
     """Return the workload for the comparison with `transformers`."""
     rng = Random(seed)
@@ -188,10 +244,9 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
     A step reads all matrices once, and the KV of every context once (a shared prefix once for all); prompts cost
     products. Products of decodes and reads of prompts are counted as free.
     """
-    shapes = expected_tensors(spec)
-    embedding = math.prod(shapes["embedding.weight"])
-    num_used = sum(math.prod(shape) for shape in shapes.values()) - (0 if spec.is_tied else embedding)
-    num_layers = num_used - embedding  # the embedding and the head have the same shape
+    embedding = spec.vocab_size * spec.hidden_size
+    num_used = num_weights(spec) - (0 if spec.is_tied else embedding)
+    num_layers = num_active_weights(spec) - embedding  # the embedding and the head have the same shape
     kv_bytes = KVSpec.of(spec).block_bytes(1, 2)
     lengths = [one.max_tokens or 0 for one in workload.samplings]
     num_steps = max(lengths)
@@ -200,6 +255,8 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
         for prompt, length in zip(workload.prompts, lengths, strict=True)
     )
     num_read += workload.num_shared * num_steps
+    if len(workload.prompts) == 1:  # a single row reads only the experts it chooses
+        num_used = num_layers + embedding
     num_prompt = workload.num_in - workload.num_shared * (len(workload.prompts) - 1)
     read_s = (num_read * kv_bytes + num_steps * 2 * num_used) / COPY_RATE
     return read_s + 2 * num_layers * num_prompt / PRODUCT_RATE
@@ -219,7 +276,7 @@ class Anchor(NamedTuple):
 
 
 A0, A1, B, C, GAIN = "A, seed 0", "A, seed 1", "B", "C", "C x 4 over the best single"
-READY, CACHE = "ready, cold", "prefix cache at 0 % hits"
+READY, CACHE, TREE = "ready, cold", "prefix cache at 0 % hits", "T"
 ANCHORS: dict[tuple[str, str], Anchor] = {
     (A0, QWEN): Anchor("tok/s", 21_200, 25_500, 32_000),
     (A1, QWEN): Anchor("tok/s", 23_190, 27_800, 32_000),
@@ -235,5 +292,11 @@ ANCHORS: dict[tuple[str, str], Anchor] = {
     (GAIN, LLAMA): Anchor("x", None, 3.2),
     (READY, LLAMA): Anchor("s", 76, 10),
     (CACHE, LLAMA): Anchor("%", None, 1),
+    (TREE, QWEN): Anchor("tok/s", 13_740, None),
+    (TREE, LLAMA): Anchor("tok/s", 8_160, None),
+    (A0, QWEN_MOE): Anchor("tok/s", 5_855, 6_150, 7_600),
+    (TREE, QWEN_MOE): Anchor("tok/s", 7_120, 7_200),
+    (C, QWEN_MOE): Anchor("tok/s", None, 250),
+    (READY, QWEN_MOE): Anchor("s", 116, 20),
 }
 PEER_ANCHOR = Anchor("tok/s", None, None)

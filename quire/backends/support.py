@@ -1,22 +1,41 @@
-"""Which models the backends run, without loading one. mlx-lm has more architectures than quire's own equations."""
+"""Which models the backends run, without loading one.
+
+mlx-lm and `transformers` have more architectures than quire's own equations: the mlx and the torch backend run them.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import resource
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quire.backends.machine import is_apple_silicon
-from quire.errors import UnsupportedModel
+from quire.errors import UnsupportedModel, install_command
 from quire.weights.fields import show
 from quire.weights.spec import ModelSpec
+
+MIN_TRANSFORMERS = (5, 10)
+LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in config.json
+ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe"}
+_QUANTIZED = ("quantization_config", "quantization", "compression_config")
 
 
 def refuse_unsupported(spec: ModelSpec) -> None:
     """Raise if quire's own equations do not run the model: for every backend but mlx and fake."""
     if spec.unsupported:
-        raise UnsupportedModel(f"{spec.unsupported}{mlx_hint()}")
+        raise UnsupportedModel(f"{spec.unsupported}{transformers_hint()}{mlx_hint()}")
+
+
+def transformers_hint() -> str:
+    """Return advice to run a model through transformers."""
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            return f". Many models run through transformers: {install_command('torch transformers')}"
+    return ". The torch backend may run it, through transformers: --backend torch"
 
 
 def mlx_hint() -> str:
@@ -56,3 +75,52 @@ def import_mlx_lm() -> None:
         import mlx_lm  # noqa: F401
     finally:
         resource.setrlimit = set_limits
+
+
+def transformers_notice(architecture: str) -> str:
+    """Return the line that tells users who has the equations of their model."""
+    version = importlib.metadata.version("transformers")
+    return f"{architecture} runs through transformers {version}: correct, slower than a native family"
+
+
+def find_transformers_problem(config: Mapping[str, Any]) -> str:
+    """Return why `transformers` does not run a model with this config.json; empty: the torch backend may run it."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRANSFORMERS:
+        return f"transformers {version} is installed: {'.'.join(map(str, MIN_TRANSFORMERS))} or newer is needed"
+    inner = config.get("text_config")
+    text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
+    if any(holder.get(name) for holder in (config, text) for name in _QUANTIZED):
+        return "quantised weights do not run through transformers: use a checkpoint in 16 bits"
+    if config.get("is_encoder_decoder"):
+        return "it is an encoder with a decoder: only decoders run through transformers"
+    return _find_type_problem(config) or find_layer_problem({**config, **text})
+
+
+def _find_type_problem(config: Mapping[str, Any]) -> str:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = config.get("model_type")
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return ""
+    if model_type in CONFIG_MAPPING_NAMES:
+        return f"transformers has no decoder of text for models of type {show(model_type)}"
+    if config.get("auto_map"):
+        return (
+            f"models of type {show(model_type)} need the code in their folder, which quire never runs; a newer version"
+            " of transformers may have this type"
+        )
+    return f"transformers has no models of type {show(model_type)}; a newer version may"
+
+
+def find_layer_problem(config: Mapping[str, Any]) -> str:
+    """Return which layers of a config do not run over a paged cache; empty: all layers are attention."""
+    for name in LAYER_TYPES:
+        kinds = config.get(name)
+        others = sorted({str(kind) for kind in kinds} - ATTENTION_LAYERS) if isinstance(kinds, list | tuple) else []
+        if others:
+            return f"layers of type {', '.join(others)} do not run: only attention to all tokens or to a window does"
+    return ""

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from quire.backends.support import mlx_hint
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.backends.support import find_transformers_problem, mlx_hint, transformers_hint
 from quire.engine.composition import EngineConfig, choose_backend
+from quire.errors import QuireError
+from quire.weights.fields import read_json
+from quire.weights.folder import member
 
 
-def find_backend_problem(unsupported: str) -> str:
-    """Return why `--backend auto` does not run a model, from `ModelSpec.unsupported`; empty: it may run it."""
+def find_backend_problem(unsupported: str, config: Mapping[str, Any] | None = None) -> str:
+    """Return why `--backend auto` does not run a model; empty: it may run it.
+
+    `unsupported` is `ModelSpec.unsupported`. `config` holds the contents of config.json, if there is one: transformers
+    may run the model. Asking transformers takes seconds.
+    """
     if not unsupported or choose_backend(EngineConfig()) == "mlx":
         return ""
-    return f"{unsupported}{mlx_hint()}"
+    problem = "" if config is None else find_transformers_problem(config)
+    if config is not None and not problem:
+        return ""
+    return f"{unsupported}{f'; {problem}' if problem else transformers_hint()}{mlx_hint()}"
+
+
+def read_config(path: Path) -> Mapping[str, Any] | None:
+    """Return config.json of a model folder; None for a file, or if it cannot be read."""
+    try:
+        return read_json(member(path, "config.json")) if path.is_dir() else None
+    except QuireError:
+        return None

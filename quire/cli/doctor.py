@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli.backend_fit import find_backend_problem
+from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.errors import install_command
 from quire.sizes import file_size, reported_size
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
@@ -234,7 +234,7 @@ def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]
 def _model(model: LocalModel, packages: dict[str, str | None]) -> dict[str, Any]:
     has_reader = packages[model.format] is not None  # a format has the name of the package that reads it
     problem = model.problem or ("" if has_reader else f"{model.format} is not installed")
-    problem = problem or find_backend_problem(model.unsupported)
+    problem = problem or find_backend_problem(model.unsupported, read_config(model.path))
     return {
         "name": model.name,
         "path": str(model.path),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.backend_fit import find_backend_problem
+from quire.cli.backend_fit import find_backend_problem, read_config
+from quire.cli.families import family_rows
 from quire.cli.machine_fit import Fit, read_memory
 from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
 from quire.sizes import file_size
@@ -20,8 +21,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def models(
+    families: Annotated[
+        bool, typer.Option("--families", help="List the model families that run, and nothing else.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
     """List the models on this machine with sizes and paths, and suggest models that run on it."""
+    if families:
+        typer.echo(json.dumps({"families": family_rows()}, indent=2)) if as_json else _print_families()
+        return
     here = [_with_problem(model) for model in local_models()]
     names = {model.name for model in here if not model.problem}
     suggested = suggest(read_memory(), names)
@@ -31,9 +40,29 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         _print_tables(here, names, suggested)
 
 
+def _print_families() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("FAMILY", "MODELS", "TOOLS", "REASONING"):
+        table.add_column(head, overflow="fold")
+    for row in family_rows():
+        table.add_row(row["family"], row["models"], row["tools"], row["reasoning"] or "")
+    console.print(table)
+    console.print(
+        "\nEach runs on the native, torch and mlx backends, from safetensors and GGUF files. Other decoders run through"
+        "\ntransformers (torch backend) or mlx-lm (mlx backend): `quire doctor PATH` says whether a model does.",
+    )
+
+
 def _with_problem(model: LocalModel) -> LocalModel:
     """The model, with a problem if the backend of this machine does not run it."""
-    return replace(model, problem=model.problem or find_backend_problem(model.unsupported))
+    problem = model.problem or find_backend_problem(model.unsupported, read_config(model.path))
+    return replace(model, problem=problem)
 
 
 def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.backends.kv_spec import KVSpec
-from quire.cli.backend_fit import find_backend_problem
+from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import fit, fit_mlx, read_memory
 from quire.cli.models import short_path
 from quire.sizes import file_size, memory_size
@@ -57,7 +57,7 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     if spec.unsupported and spec.quantization not in DTYPES:
         weights.clear()  # MLX packs several weights into a number: shapes do not say how many there are
     place = fit_mlx(weight_bytes(path), read_memory()) if spec.unsupported else fit(weights, read_memory())
-    problem = find_backend_problem(spec.unsupported)
+    problem = find_backend_problem(spec.unsupported, read_config(path))
     return {
         "path": str(path),
         "size_bytes": size_of(path),

@@ -169,25 +169,26 @@ def make_engine(
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
-    if config.quantize is not None and (name := choose_backend(config)) not in ("mlx", "fake"):
+    if config.quantize is not None and (name := choose_backend(config, checkpoint.spec)) not in ("mlx", "fake"):
         raise InvalidRequest(
             f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx can"
         )
-    backend = import_backend(config)
+    backend = import_backend(config, checkpoint.spec)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
     return runner
 
 
 def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise if the backend that these settings choose does not run the model, before a process is started for it."""
-    if spec.unsupported and choose_backend(config) not in ("mlx", "fake"):
+    if spec.unsupported and choose_backend(config, spec) not in ("mlx", "torch", "fake"):
         refuse_unsupported(spec)
 
 
-def choose_backend(config: EngineConfig) -> str:
+def choose_backend(config: EngineConfig, spec: ModelSpec | None = None) -> str:
     """Resolve `auto`: mlx on Apple silicon, torch for an NVIDIA GPU and settings only torch supports, else native.
 
-    Where the native library is missing, torch or mlx is used instead.
+    Where the native library is missing, torch or mlx is used instead. A model that quire has no equations for needs
+    torch, with transformers.
     """
     if config.backend != "auto":
         return config.backend
@@ -198,6 +199,8 @@ def choose_backend(config: EngineConfig) -> str:
     if config.device == "cuda" or config.dtype not in ("auto", "int8"):
         return "torch"
     if config.device == "auto" and has_torch and has_nvidia():
+        return "torch"
+    if spec is not None and spec.unsupported and has_torch and importlib.util.find_spec("transformers") is not None:
         return "torch"
     if (has_torch or has_mlx) and (problem := _native_problem()) is not None:
         other = "torch" if has_torch else "mlx"
@@ -217,9 +220,9 @@ def _native_problem() -> str | None:
     return None
 
 
-def import_backend(config: EngineConfig) -> ModuleType:
+def import_backend(config: EngineConfig, spec: ModelSpec | None = None) -> ModuleType:
     """The backend's module. Importing its libraries may take seconds the first time."""
-    name = choose_backend(config)
+    name = choose_backend(config, spec)
     try:
         return importlib.import_module(BACKENDS[name])
     except ModuleNotFoundError as error:

@@ -73,7 +73,7 @@ _QWEN = PreTokenizer((_QWEN2,))
 _O200K = PreTokenizer((_GPT4O,))
 
 # Keys are the names that llama.cpp's converter writes. It finds a name by encoding a text, so that models share the
-# name of another model with the same splits: the comments name such models.
+# name of another model with the same splits. The comments name such models; they were not checked with their files.
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
     # GPT-2's expression

@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.errors import ModelFileError, UnsupportedModel
+from quire.errors import ModelFileError
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.folder import ModelFolder
+from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
 
 TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
@@ -24,13 +25,11 @@ class DummyCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._folder = ModelFolder(folder)
-        if self._folder.unsupported:
-            raise UnsupportedModel(self._folder.unsupported)
         self.spec = self._folder.spec(TYPE)
         self.generation = self._folder.generation()
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(name, TYPE, shape, math.prod(shape) * ITEM_BYTES)
-            for name, shape in expected_tensors(self.spec).items()
+            for name, shape in (expected_tensors(self.spec) if self.spec.family != OTHER else {}).items()
         }
 
     def read(self, name: str) -> RawTensor:

@@ -46,7 +46,9 @@ class Family:
     model_types: tuple[str, ...]  # model_type in config.json, one for each class
     gguf: str  # general.architecture in GGUF files
     models: str  # examples with sizes, for people
-    defaults: Mapping[str, Any]  # of transformers, for fields that config.json omits
+    tools: str = ""  # the tool format (`quire.text.tool_formats`) of its models' chat templates; empty: none of these
+    reasoning: str = ""  # the reasoning format (`quire.text.reasoning`) of those models that reason; empty: none do
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers, for fields config.json omits
     has_pre_norms: bool = True
     has_post_norms: bool = False
     qk_norm: QKNorm = QKNorm.NONE
@@ -125,6 +127,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("llama",),
         gguf="llama",
         models="Llama 2, 3, 3.1, 3.2, 3.3 (1B to 70B), SmolLM2, TinyLlama, DeepSeek-R1 distillations of Llama",
+        tools="llama3",
+        reasoning="think",
         defaults={"max_position_embeddings": 2048},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -137,6 +141,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mistral",),
         gguf="llama",
         models="Mistral 7B, Nemo 12B, Small 22B and 24B, Codestral, Devstral",
+        tools="mistral",
         defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
         windows=Windows.ALL,
         is_permuted_in_gguf=True,
@@ -171,6 +176,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen2",),
         gguf="qwen2",
         models="Qwen 2, 2.5 and 2.5-Coder (0.5B to 72B), QwQ 32B, DeepSeek-R1 distillations of Qwen",
+        tools="hermes",
+        reasoning="think",
         defaults=_QWEN_DEFAULTS,
         qkv_bias=True,
         windows=Windows.SOME,
@@ -182,6 +189,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen3",),
         gguf="qwen3",
         models="Qwen 3 (0.6B to 32B)",
+        tools="hermes",
+        reasoning="think",
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         qk_norm=QKNorm.HEAD,
         qkv_bias="attention_bias",
@@ -195,6 +204,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen3_moe",),
         gguf="qwen3moe",
         models="Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder",
+        tools="hermes",
+        reasoning="think",
         defaults={
             "max_position_embeddings": 32_768,
             "num_key_value_heads": 4,
@@ -253,6 +264,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("olmo3",),
         gguf="olmo2",
         models="OLMo 3 (7B, 32B)",
+        reasoning="think",
         defaults={
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
@@ -281,6 +293,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("smollm3",),
         gguf="smollm3",
         models="SmolLM3 3B",
+        tools="hermes",
+        reasoning="think",
         defaults={
             "vocab_size": 128_256,
             "max_position_embeddings": 32_768,
@@ -317,6 +331,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("granitemoehybrid",),
         gguf="granite",
         models="Granite 4.0 dense (350M, 1B, Micro 3B); not the H models, whose layers have a state",
+        tools="hermes",
         defaults={"max_position_embeddings": 2048, "shared_intermediate_size": 1024, "num_local_experts": 8},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -334,6 +349,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("ministral3", "mistral3"),
         gguf="mistral3",
         models="Ministral 3 (3B, 8B, 14B), Mistral Small 3.1 and 3.2 (text only)",
+        reasoning="mistral",
         defaults={
             "max_position_embeddings": 262_144,
             "num_key_value_heads": 8,
@@ -351,6 +367,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("glm4",),
         gguf="glm4",
         models="GLM-4-0414 and GLM-Z1-0414 (9B, 32B)",
+        reasoning="think",
         defaults={
             "max_position_embeddings": 131_072,
             "num_key_value_heads": 2,
@@ -378,6 +395,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("seed_oss",),
         gguf="seed_oss",
         models="Seed-OSS 36B",
+        reasoning="seed",
         defaults={
             "max_position_embeddings": 524_288,
             "num_key_value_heads": 8,
@@ -432,6 +450,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("phi3",),
         gguf="phi3",
         models="Phi-3, Phi-3.5, Phi-4 and Phi-4-mini",
+        reasoning="think",
         defaults={
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.checkpoint import TensorType
 from quire.weights.families import BY_NAME
-from quire.weights.gguf import GgufCheckpoint
+from quire.weights.gguf import FILE_TYPES, GgufCheckpoint
 from quire.weights.names import gguf_targets
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
@@ -58,6 +60,12 @@ def test_metadata_tensors_and_vocabulary_of_a_valid_file(tmp_path: Path) -> None
     assert files.chat_template == "{{ messages }}"
     assert all(np.isfinite(to_float32(checkpoint.read(name))).all() for name in checkpoint.tensors)
     checkpoint.close()
+
+
+def test_the_documentation_lists_every_type() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text("utf-8")
+    listed = page.partition("Tensor types:")[2].partition("A file with any other")[0]
+    assert {*re.findall(r"\w+", listed)} == {kind.value for kind, _ in FILE_TYPES.values()} == {*TensorType}
 
 
 def test_tensors_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from quire.backends.native.model import NativeModel, block_bytes
 from quire.backends.native.packing import pack_model
 from quire.backends.native.runner import NativeRunner
 from quire.backends.support import refuse_unsupported
-from quire.errors import InvalidRequest, UnsupportedModel
+from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 
 
@@ -18,8 +18,6 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     spec = checkpoint.spec
     refuse_unsupported(spec)
     load_library()
-    if spec.has_experts:
-        raise UnsupportedModel("the native backend does not run routed experts yet; use --backend torch")
     if options.device not in ("auto", "cpu"):
         raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU; use --backend torch")
     if options.dtype not in ("auto", "int8"):

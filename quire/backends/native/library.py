@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.backends.machine import is_apple_silicon
 from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
-ABI = 5
+ABI = 6
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -42,12 +42,18 @@ class Linear(ctypes.Structure):
     _fields_ = (("parts", Matrix * 3), ("num_parts", ctypes.c_int32), ("bias", ctypes.c_void_p))
 
 
+class Expert(ctypes.Structure):
+    _fields_ = (("gate_up", Linear), ("down", Linear))
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         ("qkv", Linear),
         ("o", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("experts", ctypes.POINTER(Expert)),
+        ("router", ctypes.c_void_p),
         ("input_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
         ("post_attention_norm", ctypes.c_void_p),
@@ -66,6 +72,10 @@ class Layer(ctypes.Structure):
         ("is_norm_of_width", ctypes.c_int32),
         ("is_half_attention", ctypes.c_int32),
         ("activation", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("num_chosen", ctypes.c_int32),
+        ("renormalizes", ctypes.c_int32),
+        ("experts_scale", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
         ("attention_softcap", ctypes.c_float),
         ("residual_scale", ctypes.c_float),

@@ -62,6 +62,10 @@ class NativeModel:
         self._args.block_size = block_size
 
     @property
+    def has_experts_on_disk(self) -> bool:
+        return self._packed.has_experts_on_disk
+
+    @property
     def weight_bytes(self) -> int:
         return self._packed.num_bytes
 

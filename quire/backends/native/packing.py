@@ -2,12 +2,13 @@
 
 Types whose groups of 32 are a scale and small integers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0 and TQ2_0 in 4 bits,
 Q8_0, Q5_0, IQ4_NL, IQ4_XS and MXFP4 in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
-(Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Matrices are packed in parallel: the library
-releases the interpreter lock.
+(Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Routers stay in fp32: rounded scores would
+choose other experts. Matrices are packed in parallel: the library releases the interpreter lock.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,14 +16,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.backends.base import Progress
-from quire.backends.native.library import Bytes, Floats, Layer, Linear, Matrix, load_library
+from quire.backends.native.expert_memory import ExpertMemory
+from quire.backends.native.library import GROUP, Bytes, Expert, Floats, Layer, Linear, Matrix, load_library
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.quants import to_float32
-from quire.weights.spec import Activation, LayerSpec
+from quire.weights.spec import Activation, ExpertsSpec, LayerSpec
 from quire.weights.tensors import check_tensors, expected_tensors
 
 DUMMY_STD = 0.02
+DUMMY_KIND = 1  # of random matrices: 8 bits, see csrc/quire.h
+CODE_STD = 73.9  # of bytes that are all equally frequent
 NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
 
 # Types that C reads from the file's bytes, numbered as in csrc/quire.h. Other types are decoded to F32 first.
@@ -57,6 +61,7 @@ class PackedModel:
     embedding: Linear
     head: Linear
     arrays: list[Bytes | Floats] = field(default_factory=list)
+    has_experts_on_disk: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +77,8 @@ def pack_model(checkpoint: Checkpoint, num_threads: int, progress: Progress | No
     embedding = packer.linear("", ["embedding"])
     head = embedding if spec.is_tied else packer.linear("", ["head"])
     layers = [_layer(packer, layer, index) for index, layer in enumerate(spec.layers)]
-    return PackedModel(layers, packer.floats("norm.weight"), embedding, head, list(packer.arrays.values()))
+    arrays = list(packer.arrays.values())
+    return PackedModel(layers, packer.floats("norm.weight"), embedding, head, arrays, packer.experts.is_file)
 
 
 def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
@@ -80,14 +86,28 @@ def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
     layer = Layer(
         qkv=packer.linear(prefix, ["q_proj", "k_proj", "v_proj"]),
         o=packer.linear(prefix, ["o_proj"]),
-        gate_up=packer.linear(prefix, ["gate_proj", "up_proj"]),
-        down=packer.linear(prefix, ["down_proj"]),
         activation=0 if spec.mlp.activation is Activation.SILU else 1,
     )
+    if isinstance(spec.mlp, ExpertsSpec):
+        _add_experts(layer, packer, spec.mlp, prefix)
+    else:
+        layer.gate_up, layer.down = _mlp(packer, prefix)
     for name in NORMS:
         if f"{prefix}{name}.weight" in packer.arrays:
             setattr(layer, name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
     return layer
+
+
+def _mlp(packer: _Packer, prefix: str) -> tuple[Linear, Linear]:
+    return packer.linear(prefix, ["gate_proj", "up_proj"]), packer.linear(prefix, ["down_proj"])
+
+
+def _add_experts(layer: Layer, packer: _Packer, spec: ExpertsSpec, prefix: str) -> None:
+    experts = [Expert(*_mlp(packer, f"{prefix}experts.{number}.")) for number in range(spec.num_experts)]
+    layer.experts = ctypes.cast((Expert * spec.num_experts)(*experts), ctypes.POINTER(Expert))
+    layer.router = packer.floats(f"{prefix}router.weight").ctypes.data
+    layer.num_experts, layer.num_chosen = spec.num_experts, spec.num_chosen
+    layer.renormalizes, layer.experts_scale = spec.renormalizes, spec.scale
 
 
 class _Packer:
@@ -98,7 +118,11 @@ class _Packer:
         self._kinds: dict[str, int] = {}
         self._lock = threading.Lock()
         self._num_done = 0
-        self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
+        expected = expected_tensors(checkpoint.spec)
+        self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected)
+        sizes = {name: self._packed_bytes(name) for name, shape in expected.items() if is_packed(name, shape)}
+        experts = {name: size for name, size in sizes.items() if ".experts." in name}
+        self.experts = ExpertMemory(experts, other_bytes=sum(sizes.values()) - sum(experts.values()))
 
     def start(self, pool: ThreadPoolExecutor) -> None:
         """Pack all tensors."""
@@ -126,39 +150,59 @@ class _Packer:
 
     def _take(self, name: str) -> None:
         info = self._checkpoint.tensors[name]
-        if len(info.shape) == 1:
-            offset = self._checkpoint.spec.norm_offset if name.endswith("norm.weight") else 0.0
-            array: Bytes | Floats = self._vector(name) + np.float32(offset)
+        if is_packed(name, info.shape):
+            array: Bytes | Floats = self._matrix(name)
         else:
-            array = self._matrix(name)
+            offset = self._checkpoint.spec.norm_offset if name.endswith("norm.weight") else 0.0
+            array = self._floats(name) + np.float32(offset)
         with self._lock:
             self.arrays[name] = array
             self._num_done += info.num_bytes
             if self._progress is not None:
                 self._progress(self._num_done, self._num_bytes)
 
-    def _vector(self, name: str) -> Floats:
+    def _floats(self, name: str) -> Floats:
         if isinstance(self._checkpoint, DummyCheckpoint):
             shape, spec = self._checkpoint.tensors[name].shape, self._checkpoint.spec
+            if name.endswith("router.weight"):
+                return _random(name).standard_normal(shape, np.float32) * np.float32(DUMMY_STD)
             value = 1 - spec.norm_offset if name.endswith("norm.weight") else 0.0
             return np.full(shape, value, np.float32)
         return to_float32(self._checkpoint.read(name))
 
+    def _packed_bytes(self, name: str) -> int:
+        info = self._checkpoint.tensors[name]
+        kind = DUMMY_KIND
+        if not isinstance(self._checkpoint, DummyCheckpoint):
+            kind = load_library().quire_source_kind(SOURCES.get(info.type, SOURCES[TensorType.F32]))
+        self._kinds[name] = kind
+        return int(load_library().quire_packed_bytes(kind, *info.shape))
+
     def _matrix(self, name: str) -> Bytes:
-        library = load_library()
         rows, cols = self._checkpoint.tensors[name].shape
-        source, data = self._source(name)
-        kind = self._kinds[name] = library.quire_source_kind(source)
-        out: Bytes = np.empty(library.quire_packed_bytes(kind, rows, cols), np.uint8)
-        library.quire_pack(source, data.ctypes.data, rows, cols, out.ctypes.data)
+        is_expert = ".experts." in name
+        out: Bytes = self.experts[name] if is_expert else np.empty(self._packed_bytes(name), np.uint8)
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            _fill_random(name, out)
+            return out
+        raw: RawTensor = self._checkpoint.read(name)
+        source = SOURCES.get(raw.info.type, SOURCES[TensorType.F32])
+        data = np.ascontiguousarray(raw.data) if raw.info.type in SOURCES else to_float32(raw)
+        load_library().quire_pack(source, data.ctypes.data, rows, cols, out.ctypes.data)
         return out
 
-    def _source(self, name: str) -> tuple[int, Bytes | Floats]:
-        if isinstance(self._checkpoint, DummyCheckpoint):
-            shape = self._checkpoint.tensors[name].shape
-            random = np.random.default_rng(list(name.encode()))
-            return SOURCES[TensorType.F32], random.standard_normal(shape, np.float32) * np.float32(DUMMY_STD)
-        raw: RawTensor = self._checkpoint.read(name)
-        if raw.info.type in SOURCES:
-            return SOURCES[raw.info.type], np.ascontiguousarray(raw.data)
-        return SOURCES[TensorType.F32], to_float32(raw)
+
+def is_packed(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and not name.endswith("router.weight")
+
+
+def _random(name: str) -> np.random.Generator:
+    """Return a generator for one tensor: the same in every run, and another for every tensor."""
+    return np.random.default_rng(list(name.encode()))
+
+
+def _fill_random(name: str, out: Bytes) -> None:
+    """Write random codes with one scale. Rounding random numbers instead would take minutes for many experts."""
+    out.view(np.uint64)[:] = _random(name).integers(0, 1 << 64, out.nbytes // 8, np.uint64)
+    groups = out.reshape(-1, 8 * (GROUP + 2))  # of 8 rows: codes, then scales
+    groups[:, 8 * GROUP :].view(np.float16)[:] = DUMMY_STD / CODE_STD

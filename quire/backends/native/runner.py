@@ -64,10 +64,11 @@ class NativeRunner:
         return self._capacity
 
     def facts(self) -> RunnerFacts:
+        on_disk = ["experts on disk"] if self.model.has_experts_on_disk else []
         return RunnerFacts(
             backend=f"native ({kernels_in_use()})",
             device="cpu",
-            dtype=f"{self.model.spec.quantization}, {self.model.precision}",
+            dtype=", ".join((self.model.spec.quantization, self.model.precision, *on_disk)),
             num_threads=self.model.engine.num_threads,
             weight_bytes=self.model.weight_bytes,
             kv_bytes=self.model.pool.nbytes,

@@ -10,14 +10,16 @@ import torch
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
-from quire.backends.support import refuse_unsupported
+from quire.backends.support import transformers_notice
 from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import load_weights
+from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.errors import InvalidRequest, install_command
+from quire.errors import InvalidRequest, UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.spec import ModelSpec
+from quire.weights.spec import OTHER, ModelSpec
 
 CUDA_SHARE = 0.9
 CUDA_MAX_SEQS = 256
@@ -28,7 +30,6 @@ log = logging.getLogger(__name__)
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
-    refuse_unsupported(spec)
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
@@ -54,8 +55,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
                     max_model_len=max_model_len,
                 )
             compiling.cancel()
-        weights = load_weights(checkpoint, dtype, device, progress)
-        model = DecoderModel(spec, weights, max_model_len)
+        model = load_model(checkpoint, dtype, device, max_model_len, progress)
         pool = PoolRequest(options, model.kv_spec.block_bytes(options.block_size, dtype.itemsize), max_model_len)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
@@ -64,6 +64,28 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             num_blocks = pool.num_blocks_on_cpu()
         store = KVStore(model.kv_spec, num_blocks, options.block_size, dtype, device)
     return TorchRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Progress | None,
+    linear: type[Linear] = Linear,
+) -> Model:
+    """Load a model of quire's own equations; of others, those of transformers."""
+    spec = checkpoint.spec
+    if spec.family != OTHER:
+        weights = load_weights(checkpoint, dtype, device, progress, linear)
+        return DecoderModel(spec, weights, max_model_len)
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedModel(f"{spec.unsupported}. transformers may run it: {install_command('transformers')}")
+    from quire.backends.torch.models.transformers_model import load_transformers_model
+
+    model = load_transformers_model(checkpoint, dtype, device, max_model_len, progress)
+    log.warning("%s", transformers_notice(spec.architecture))
+    return model
 
 
 def _has_triton() -> bool:

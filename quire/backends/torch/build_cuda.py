@@ -12,20 +12,19 @@ from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import PoolRequest
+from quire.backends.torch.build import load_model
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
 from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls, launch, routed_calls
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.base import Model
-from quire.backends.torch.models.decoder import DecoderModel
+from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.spec import ModelSpec
-from quire.weights.tensors import num_active_weights
+from quire.weights.spec import OTHER, ModelSpec
 
 STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
 MAX_GAP_S = 0.0024  # prompts in a step with up to 64 answers may delay these by about this much
@@ -45,8 +44,10 @@ def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device
     """Start compiling in child processes: the kernels that every step needs, then the others."""
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, 32)  # the same as Triton's driver reports once it runs
+    if spec.family == OTHER:  # the shapes of its kernels are known only when it is loaded
+        return Compiling([], [], target)
     first = first_calls(spec, dtype, block_size, torch.device("meta"))
-    first += routed_calls(spec, dtype, default_step_tokens(spec))
+    first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)))
     return Compiling(first, later_calls(spec, dtype, block_size), target)
 
 
@@ -62,15 +63,15 @@ def make_cuda_runner(
     max_model_len: int,
 ) -> CudaRunner:
     clock = [time.monotonic()]
-    weights = load_weights(checkpoint, dtype, device, progress, FusedLinear)
-    model = DecoderModel(checkpoint.spec, weights, max_model_len)
+    model = load_model(checkpoint, dtype, device, max_model_len, progress, FusedLinear)
     clock.append(time.monotonic())
     compiling.wait_first()
     clock.append(time.monotonic())
-    launch(first_calls(checkpoint.spec, dtype, options.block_size, device), device)
+    if model.spec.family != OTHER:
+        launch(first_calls(model.spec, dtype, options.block_size, device), device)
     clock.append(time.monotonic())
-    step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.spec), max_num_seqs)
-    graph_tokens = min(_num_tokens_within(LAUNCH_S, model.spec), MAX_GRAPH_TOKENS, step_tokens)
+    step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.num_layer_weights), max_num_seqs)
+    graph_tokens = min(_num_tokens_within(LAUNCH_S, model.num_layer_weights), MAX_GRAPH_TOKENS, step_tokens)
     needed, token_s = measure_step(model, options.block_size, dtype, step_tokens, max_num_seqs, max_model_len)
     reserved = (
         needed
@@ -95,6 +96,7 @@ def make_cuda_runner(
         max_mixed_tokens=_mixed_tokens(token_s),
         max_graph_tokens=graph_tokens,
         compiling=compiling,
+        has_graphs=model.is_capturable,
     )
 
 
@@ -119,15 +121,14 @@ def _mixed_tokens(token_s: float) -> int:
     return max(fitting, default=MIN_MIXED_ROWS) - MIXED_ANSWERS - SPARE_ROWS
 
 
-def default_step_tokens(spec: ModelSpec) -> int:
+def default_step_tokens(num_weights: int) -> int:
     """Return a power of two that depends on the model's size: 16,384 for 1 billion weights, 8,192 for 8 billion."""
     low, high = STEP_TOKENS
-    return min(max(1 << max(_num_tokens_within(STEP_S, spec).bit_length() - 1, 0), low), high)
+    return min(max(1 << max(_num_tokens_within(STEP_S, num_weights).bit_length() - 1, 0), low), high)
 
 
-def _num_tokens_within(seconds: float, spec: ModelSpec) -> int:
+def _num_tokens_within(seconds: float, num_weights: int) -> int:
     """Return the number of tokens whose products take this long on an H200."""
-    num_weights = num_active_weights(spec) - spec.vocab_size * spec.hidden_size
     return int(seconds * PRODUCT_RATE / (2 * num_weights))
 
 

@@ -169,7 +169,7 @@ class CudaRunner:
         """Compile kernels for graphs of few rows in child processes; meanwhile and afterwards, capture the graphs."""
         has_compiled = self._has_compiled()
         with self._on_stream():
-            if self._graphs.prepare():
+            if self._has_graphs and self._graphs.prepare():
                 return True
             if has_compiled:
                 return self._sampler.prepare(self.store.dtype)

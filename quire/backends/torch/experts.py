@@ -45,7 +45,7 @@ class Experts:
         """Return the output [T, E] for x [T, E] and logits [T, N], in plain PyTorch. On a GPU, waits for the device."""
         ids, weights = self._route(router_logits)
         y = x.new_zeros((*ids.shape, x.shape[1]))  # [T, K, E]
-        for expert in ids.unique().tolist():
+        for expert in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert).nonzero(as_tuple=True)
             hidden = gated(product(x[row], self.gate_up[expert]), self.activation)
             y[row, place] = product(hidden, self.down[expert])

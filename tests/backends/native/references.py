@@ -50,6 +50,7 @@ class RoundedReference(Reference):
         from transformers.masking_utils import eager_mask
 
         super().__init__(name, folder, seed, **changes)
+        self.has_experts = any(parameter.dim() == 3 for parameter in self.model.parameters())
         for name, parameter in self.model.named_parameters():
             if parameter.dim() == 2 and not name.endswith("mlp.gate.weight"):
                 parameter.data = _rounded(parameter.data)

@@ -35,14 +35,11 @@ from tests.weights.makers import config, write_folder
 BOUND = 2e-3
 MEAN_BOUND = 4e-4
 HALF_BOUND = 1.5e-2  # attention in fp16: 8e-3 at most with gemma3, 1.4e-3 with the others
+OTHER_EXPERT_BOUND = 0.5  # rows for which a router chose another expert
 ROUNDED_BOUND = {"balanced": 0.1, "fast": 0.15}
 HEAD = 70  # tokens: two full blocks and a tail
 
 Pair = tuple[RoundedReference, Rig]
-
-
-def has_experts(name: str) -> bool:
-    return any(part in name for part in ("moe", "mixtral"))
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -50,7 +47,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, 160) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if not has_experts(name)])
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
     reference = RoundedReference(request.param, folder)
@@ -64,13 +61,17 @@ def check(reference: RoundedReference, prompt: list[int], *answers: Answer, boun
         assert answer.error is None
         expected = reference.logprobs([*prompt, *answer.tokens])
         found = torch.stack(answer.rows)
-        check_rows(found, expected[len(prompt) - 1 : len(prompt) - 1 + len(found)], bound)
+        check_rows(reference, found, expected[len(prompt) - 1 : len(prompt) - 1 + len(found)], bound)
 
 
-def check_rows(found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
+def check_rows(reference: RoundedReference, found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
+    """Compare distributions. A router may choose another expert where two have almost the same score, in a few rows."""
     difference = (found - expected).abs()
-    assert float(difference.max()) < bound
-    assert float(difference.mean()) < bound * MEAN_BOUND / BOUND
+    is_close = difference.amax(1) < bound
+    num_far = int((~is_close).sum())
+    assert num_far <= (1 + len(found) // 10 if reference.has_experts else 0)
+    assert float(difference.max()) < (OTHER_EXPERT_BOUND if num_far else bound)
+    assert float(difference[is_close].mean()) < bound * MEAN_BOUND / BOUND
 
 
 def test_one_request(pair: Pair) -> None:
@@ -174,7 +175,7 @@ def test_prompt_logprobs(pair: Pair) -> None:
     answer = rig.answer(prompt, 2, prompt_logprobs=160)
     assert sorted(answer.prompt_rows) == list(range(1, HEAD))
     found = torch.stack([answer.prompt_rows[position] for position in range(1, HEAD)])
-    check_rows(found, reference.logprobs(prompt)[:-1])
+    check_rows(reference, found, reference.logprobs(prompt)[:-1])
 
 
 @pytest.mark.parametrize("precision", ROUNDED_BOUND)
@@ -191,7 +192,7 @@ def test_other_precisions_are_close(name: str, precision: str, tmp_path: Path) -
     rig.engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3", "olmoe"])
 def test_long_prompts(name: str, tmp_path: Path) -> None:
     """Over many blocks, in a batch with short prompts, with a window that excludes most of them."""
     reference = RoundedReference(name, tmp_path, max_position_embeddings=2048)
@@ -203,7 +204,7 @@ def test_long_prompts(name: str, tmp_path: Path) -> None:
     check(reference, long, answers[ids[1]])
     check(reference, random_prompt(8, 300), answers[ids[2]])
     found = torch.stack([answers[ids[1]].prompt_rows[position] for position in range(1, 1100)])
-    check_rows(found, reference.logprobs(long)[:-1])
+    check_rows(reference, found, reference.logprobs(long)[:-1])
     rig.engine.close()
 
 

@@ -13,6 +13,7 @@ import torch
 from quire.backends.sampling import BROKEN
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import cuda, fused, graphs, inputs
+from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import FAMILIES, MORE_FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig
@@ -153,8 +154,8 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
     answers = rig.run(*ids)
     for request_id, tokens in zip(ids, prompts, strict=True):
         check(llama, tokens, answers[request_id])
-    assert not rig.runner.store.pool[:, 0].any()  # the null block
-    assert int((rig.runner.store.pool[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
+    assert not any(pool[:, 0].any() for pool in rig.runner.store.pools.values())  # the null block
+    assert int((rig.runner.store.layers[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
 
 
 @pytest.mark.parametrize("name", ["llama tied", "qwen3", "gemma3"])
@@ -183,7 +184,7 @@ def test_steps_with_prompts_run_as_graphs(name: str, tmp_path: Path, monkeypatch
     tokens = prompt(9, 9)
     check(reference, tokens, rig.answer(tokens, 2))
     assert used[-1].size == 32
-    assert not rig.runner.store.pool[:, 0].any()  # padding writes nothing
+    assert not any(pool[:, 0].any() for pool in rig.runner.store.pools.values())  # padding writes nothing
 
 
 PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_parts", "gated_tile_product"]
@@ -350,9 +351,10 @@ def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: 
 def test_nan_fails_only_its_own_request(llama: Reference) -> None:
     rig = FusedRig(llama.path)
     with torch.inference_mode():
+        assert isinstance(rig.runner.model, DecoderModel)
         rig.runner.model.embedding[7] = float("nan")
     ids = [rig.start([7, *prompt(40, 1)], 3), rig.start(prompt(40, 2), 3)]
     answers = rig.run(*ids)
     assert answers[ids[0]].error == BROKEN
     assert answers[ids[1]].error is None
-    assert torch.isfinite(rig.runner.store.pool).all()
+    assert all(torch.isfinite(pool).all() for pool in rig.runner.store.pools.values())

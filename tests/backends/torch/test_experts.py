@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
-from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, SHORT, Tiling, expert_calls, max_tiles, tiling
+from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, expert_calls, is_alone, max_tiles, tiling
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
+from tests.backends.torch.test_compiling import Launches
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
 
@@ -56,7 +57,7 @@ def exact(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
     rows = []
     for row, logit in zip(x.double(), logits.double(), strict=True):
         weights = logit.softmax(0)
-        ids = sorted(range(len(logit)), key=lambda n, logit=logit: (-float(logit[n]), n))[: experts.num_chosen]
+        ids = logit.sort(descending=True, stable=True).indices[: experts.num_chosen].tolist()
         total = sum(float(weights[n]) for n in ids) if experts.renormalizes else 1.0
         out = torch.zeros_like(row)
         for n in ids:
@@ -79,9 +80,7 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     ("num_rows", "num_experts", "num_chosen", "size", "width"),
     [(1, 4, 1, 64, 32), (1, 16, 8, 70, 33), (2, 24, 3, 33, 65), (MAX_ALONE, 32, 2, 40, 24)],
 )
-def test_few_rows(
-    num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype
-) -> None:
+def test_few_rows(num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype) -> None:
     experts = make_experts(num_experts, num_chosen, size, width, dtype, renormalizes=False, scale=1.5)
     x, logits = make_rows(experts, num_rows)
     want = exact(experts, x, logits)
@@ -100,9 +99,7 @@ def test_few_rows(
         (200, 64, 8, 32, 16),  # more slots than SHORT
     ],
 )
-def test_many_rows(
-    num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype
-) -> None:
+def test_many_rows(num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype) -> None:
     experts = make_experts(num_experts, num_chosen, size, width, dtype)
     x, logits = make_rows(experts, num_rows)
     want = experts.reference(x.float(), logits) if dtype == FP32 else exact(experts, x, logits)
@@ -171,9 +168,9 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dt
     """Its place in a tile changes, and the rows around it, and the number of tiles of its experts."""
     experts = make_experts(8, 2, 32, 16, dtype)
     x, logits = make_rows(experts, 40)
-    assert tiling(40, 8, 2, dtype.itemsize) == tiling(5, 8, 2, dtype.itemsize)
+    assert tiling(40, 8, 2, dtype.itemsize) == tiling(20, 8, 2, dtype.itemsize)
     whole = experts.fused(x, logits)
-    assert torch.equal(experts.fused(x[7:12].clone(), logits[7:12].clone()), whole[7:12])
+    assert torch.equal(experts.fused(x[7:27].clone(), logits[7:27].clone()), whole[7:27])
     assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
     logits[1:, 3] = 10  # every other row chooses this expert
     assert torch.equal(experts.fused(x, logits)[0], whole[0])
@@ -197,7 +194,7 @@ def check_sorted(ids: Tensor, num_experts: int, tile_rows: int) -> None:
     assert order == sorted(range(len(experts)), key=lambda slot: (experts[slot], slot))
     num_tiles, *entries = slots.tiles.tolist()[: 1 + 3 * slots.max_tiles]
     assert num_tiles <= slots.max_tiles == max_tiles(num_rows, num_experts, num_chosen, tile_rows)
-    covered = []
+    covered: list[int] = []
     for tile in range(num_tiles):
         expert, first, end = entries[3 * tile : 3 * tile + 3]
         places = range(first, min(first + tile_rows, end))
@@ -230,29 +227,73 @@ def test_the_number_of_tiles_is_bounded_tightly() -> None:
 
 
 def test_larger_batches_have_larger_tiles() -> None:
-    rows = [tiling(num_rows, 128, 8, 2).rows for num_rows in (8, 64, 128, 512, 2048, 8192)]
-    assert rows == sorted(rows)
-    assert rows[0] == 16
-    assert rows[-1] == 128
+    assert [tiling(num_rows, 128, 8, 2).rows for num_rows in (8, 64, 128, 256, 512, 8192)] == [16, 16, 32, 32, 128, 128]
 
 
-@pytest.mark.parametrize("shape", sorted({tiling(rows, 4, 2, size) for rows in range(5, 300) for size in (2, 4)}))
-def test_every_tiling(shape: Tiling) -> None:
-    """Test tiles for large batches on a small one. The width is not a multiple of their outputs."""
-    experts = make_experts(2, 1, shape.gate_up.inputs, shape.down.inputs + 8)
-    x, logits = make_rows(experts, 6)
+def test_which_rows_are_not_sorted() -> None:
+    assert is_alone(1, 2, 2)  # a single row never is
+    assert is_alone(4, 128, 8)
+    assert not is_alone(5, 1000, 1)
+    assert is_alone(2, 64, 8)
+    assert not is_alone(3, 64, 8)  # some would share an expert
+
+
+SHAPES = [
+    (shape, dtype)
+    for dtype in (FP32, BF16)
+    for shape in sorted({tiling(num_rows, 4, 2, dtype.itemsize) for num_rows in range(5, 300)})
+]
+
+
+@pytest.mark.parametrize("padding", [0, 8])
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
+    """Test tiles for large batches on small matrices, with inputs that are whole tiles and that are not."""
+    dtype = dtype if DEVICE == "cuda" else FP32
+    experts = make_experts(2, 1, shape.gate_up.inputs + padding, shape.down.inputs + padding, dtype)
+    x, logits = make_rows(experts, 6 if padding else 150)
+    logits[:, 0] += 0.5  # full tiles, and at least one that is not half full
     routing = kernels.route(logits, 1, renormalizes=False, scale=1.0)
     experts.renormalizes = False
     got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
-    assert_near(got, experts.reference(x, logits), FP32)
+    assert_near(got, experts.reference(x, logits), dtype)
 
 
-def test_compiled_in_advance() -> None:
-    gate_up, down = torch.empty(8, 64, 32, device="meta"), torch.empty(8, 32, 32, device="meta")
-    options = {"num_chosen": 2, "activation": Activation.SILU, "renormalizes": True, "scale": 1.0}
-    few = expert_calls(gate_up, down, logits_dtype=FP32, max_rows=8, **options)  # type: ignore[arg-type]
-    many = expert_calls(gate_up, down, logits_dtype=FP32, max_rows=4096, **options)  # type: ignore[arg-type]
-    assert len(few) < len(many)
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the larger tiles and the longer sorts, and nothing is compiled that is not used."""
+    gate_up, down = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((64, 128, 128), (64, 128, 64)))
+    launches = Launches(monkeypatch, is_run=False)
+    calls = expert_calls(
+        gate_up,
+        down,
+        num_chosen=8,
+        activation=Activation.SILU,
+        renormalizes=True,
+        scale=1.0,
+        logits_dtype=dtype,
+        max_rows=600,
+    )
+    for call in calls:
+        call()
+    ahead, launches.forms = launches.forms, set()
+    experts = Experts(
+        gate_up, down, num_chosen=8, activation=Activation.SILU, renormalizes=True, scale=1.0
+    )  # fmt: skip
+    for num_rows in (1, 2, 3, 4, 17, 32, 33, 128, 129, 192, 193, 256, 257, 512, 513, 600):
+        experts.fused(
+            torch.empty(num_rows, 128, dtype=dtype, device="meta"),
+            torch.empty(num_rows, 64, dtype=dtype, device="meta"),
+        )
+    assert launches.forms == ahead
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 33])
+def test_addresses_are_aligned(num_rows: int) -> None:
+    """Triton compiles a kernel again for an address that is not a multiple of 16 bytes."""
+    slots = kernels.sort_slots(torch.zeros(num_rows, 3, dtype=torch.int32, device=DEVICE), 5, 16)
+    assert slots.order.data_ptr() % 16 == slots.tiles.data_ptr() % 16 == 0
 
 
 def test_shapes_must_match() -> None:
@@ -261,4 +302,3 @@ def test_shapes_must_match() -> None:
                 renormalizes=True, scale=1.0)  # fmt: skip
     with pytest.raises(ValueError, match="num_chosen"):
         make_experts(2, 3, 4, 4)
-    assert SHORT < LONG

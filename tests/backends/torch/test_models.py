@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
 from tests.backends.contract import HEAD, Contract, random_prompt
 from tests.backends.torch.families import FAMILIES, Reference
@@ -85,6 +86,7 @@ def test_nan_fails_only_its_own_request(tmp_path: Path) -> None:
     runner = rig.engine.runner
     assert isinstance(runner, TorchRunner)
     with torch.inference_mode():
+        assert isinstance(runner.model, DecoderModel)
         runner.model.embedding[77] = float("nan")
     good, bad = random_prompt(11, 50), [*random_prompt(12, 40), 77, *random_prompt(13, 60)]
     good = [token if token != 77 else 78 for token in good]

@@ -3,41 +3,11 @@
 #include <string.h>
 
 #include "half.h"
-#include "inner.h"
-
-enum { UNITS_PER_THREAD = 4 }; /* units of a product per thread, so that one delayed thread does not delay the others */
+#include "pass.h"
 
 enum { PIECE = 256 }; /* tokens of a piece of the context, of which each can be processed by another thread */
 enum { MAX_RECORDS = 1 << 24 }; /* floats for the states of pieces: 64 MiB */
 
-typedef struct { /* a range of pieces of a tile, for all KV heads */
-    int32_t tile, first_piece, last_piece, is_divided; /* whether other parts have the tile's other pieces */
-    size_t records; /* position of its records, if so */
-} attention_part;
-
-typedef struct {
-    quire_engine *engine;
-    const quire_variant *run;
-    const quire_model *model;
-    const quire_batch *batch;
-    float *x;      /* [T, E]: the residual stream */
-    float *inner;  /* [T, largest output of a product] */
-    float *mixed;  /* [T, max(H * D, E)]: output of attention, and of products */
-    float *normed; /* [T, E] */
-    quire_input input;
-    int32_t *sequences; /* [T]: the sequence of each row */
-    int32_t *tiles;     /* [tiles]: first row of each */
-    int num_tiles;
-    attention_part *parts; /* [parts] */
-    int32_t *merges;       /* [merges]: first part of each divided tile */
-    float *records;        /* [max_records]: states of the pieces of divided tiles */
-    size_t max_records;
-    int num_parts, num_merges;
-    const quire_layer *divided; /* a layer that the parts are for, or NULL */
-} pass;
-
-static int largest(int a, int b) { return a > b ? a : b; }
-static int smallest(int a, int b) { return a < b ? a : b; }
 static size_t rounded(size_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
 static int outputs(const quire_linear *linear) {
@@ -47,7 +17,7 @@ static int outputs(const quire_linear *linear) {
 }
 
 static int qkv_size(const quire_layer *layer) { return (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size; }
-static int ffn_size(const quire_layer *layer) { return layer->down.parts[0].cols; }
+static int ffn_size(const quire_layer *layer) { return layer->num_experts ? 0 : layer->down.parts[0].cols; }
 
 /* Matrix products */
 
@@ -73,23 +43,28 @@ static int num_units(int num_pieces, int num_threads) {
     return smallest(UNITS_PER_THREAD * num_threads, num_pieces);
 }
 
-static void multiply_unit(void *context, int unit, int thread) {
-    const product *job = context;
-    float *scratch = quire_own_memory(job->engine, thread);
-    const int first = first_panel(job, unit), last = smallest(first_panel(job, unit + 1), job->num_panels);
+void multiply_range(
+    const quire_variant *run, const quire_linear *linear, const quire_input *input, int first, int last, float *scratch,
+    float *y, int stride) {
     int part_first = 0, column = 0;
-    for (int i = 0; i < job->linear->num_parts; i++) {
-        const quire_matrix *part = &job->linear->parts[i];
+    for (int i = 0; i < linear->num_parts; i++) {
+        const quire_matrix *part = &linear->parts[i];
         const int panels = ceil_div(part->rows, PANEL);
-        const size_t size = (size_t)panel_bytes(part->kind) * (size_t)job->input->num_groups;
+        const size_t size = (size_t)panel_bytes(part->kind) * (size_t)input->num_groups;
         const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
         if (from < to)
-            job->run->panels(part->data + (size_t)from * size, part->kind, job->input, scratch,
-                             job->y + column + from * PANEL, (size_t)job->stride,
-                             smallest(to * PANEL, part->rows) - from * PANEL);
+            run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + column + from * PANEL,
+                        (size_t)stride, smallest(to * PANEL, part->rows) - from * PANEL);
         part_first += panels;
         column += part->rows;
     }
+}
+
+static void multiply_unit(void *context, int unit, int thread) {
+    const product *job = context;
+    const int first = first_panel(job, unit), last = smallest(first_panel(job, unit + 1), job->num_panels);
+    multiply_range(
+        job->run, job->linear, job->input, first, last, quire_own_memory(job->engine, thread), job->y, job->stride);
 }
 
 static void add_bias(const quire_variant *run, const float *bias, int num_rows, int count, float *y) {
@@ -107,8 +82,6 @@ static void project(
 }
 
 /* Rows: norms, rounding, rotation */
-
-enum { ROWS_PER_UNIT = 4 };
 
 typedef struct {
     pass *step;
@@ -150,12 +123,6 @@ static void norm_one(row_job *job, int row) {
 static void norm_unit(void *context, int unit, int thread) {
     (void)thread;
     each_row(context, unit, ((row_job *)context)->step->input.num_rows, norm_one);
-}
-
-static void set_input(quire_input *input, int num_rows, int cols, int refine) {
-    input->num_rows = num_rows;
-    input->num_groups = ceil_div(cols, GROUP);
-    input->num_refined = num_refined(input->num_groups, refine);
 }
 
 /* Adds the output of the last product to the residual stream, with `post_norm` and `residual_scale` of its layer. The
@@ -435,6 +402,10 @@ static void run_layer(pass *step, int index) {
     quantize_rows(step, step->mixed, num_tokens, layer->num_heads * layer->head_size, model->refine.o);
     project(step->engine, step->run, &layer->o, &step->input, step->mixed);
     norm_rows(step, layer->post_attention_norm, layer->residual_scale, layer->mlp_norm, model->refine.gate_up);
+    if (layer->num_experts) {
+        run_experts(step, layer);
+        return;
+    }
     project(step->engine, step->run, &layer->gate_up, &step->input, step->inner);
     gate_rows(step, layer, step->inner, ffn_size(layer), model->refine.down);
     project(step->engine, step->run, &layer->down, &step->input, step->mixed);
@@ -442,14 +413,13 @@ static void run_layer(pass *step, int index) {
 
 /* The whole pass */
 
-static size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
+size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
     if (base) *out = (char *)base + *used;
     *used += rounded(num_bytes);
     return *used;
 }
 
-/* Lays out the memory of an input. Without a base, only returns its size. */
-static size_t lay_input(quire_input *input, void *base) {
+size_t lay_input(quire_input *input, void *base) {
     const size_t rows = (size_t)input->num_rows, cells = rows * (size_t)input->num_groups;
     const size_t rests = rows * (size_t)input->num_refined;
     size_t used = 0;
@@ -530,7 +500,8 @@ static size_t lay_out(pass *step, void *base) {
     if (base) step->input = input;
     carve(base, &used, rows * 4, (void **)&step->sequences);
     carve(base, &used, rows * 4, (void **)&step->tiles);
-    return used + lay_attention(step, base ? (char *)base + used : NULL);
+    used += lay_attention(step, base ? (char *)base + used : NULL);
+    return used + lay_experts(step, base ? (char *)base + used : NULL);
 }
 
 static void embed(pass *step) {
@@ -585,9 +556,12 @@ static int reserve(pass *step) {
     lay_out(step, base);
     size_t most = panel_scratch(ceil_div(widest(step->model).input, GROUP));
     for (int index = 0; index < step->model->num_layers; index++) {
-        const attention_shape shape = shape_of(step, &step->model->layers[index], 0);
+        const quire_layer *layer = &step->model->layers[index];
+        const attention_shape shape = shape_of(step, layer, 0);
         const size_t attention = step->run->attend_scratch(&shape);
+        const size_t expert = layer->num_experts ? panel_scratch(ceil_div(expert_size(layer), GROUP)) : 0;
         if (attention > most) most = attention;
+        if (expert > most) most = expert;
     }
     return quire_reserve_own(step->engine, 4 * most + 64);
 }

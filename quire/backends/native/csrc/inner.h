@@ -75,6 +75,9 @@ typedef struct {
     void (*gate)(float *gate, const float *up, int count, int activation);
     void (*rotate)(float *x, const float *cosines, const float *sines, int half);
     void (*add)(float *x, const float *y, int count);
+    /* Dot products of `weight` with each of `num_rows` rows of x, written `out_stride` apart. */
+    void (*dot)(const float *weight, const float *x, size_t stride, int num_rows, int count, float *out,
+                size_t out_stride);
     void (*halve)(const float *x, int count, uint16_t *out);
     size_t (*attend_scratch)(const attention_shape *shape);
     void (*attend)(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out);
@@ -85,7 +88,7 @@ typedef struct {
 #define VARIANT(name, is_supported, panels) \
     { \
         name, is_supported, panels, (int)LANES > (int)PANEL ? (int)LANES / (int)PANEL : 1, quantize_row, norm_row, \
-            gate_row, rotate_head, add_row, halve_row, attend_scratch, attend, merge_pieces \
+            gate_row, rotate_head, add_row, dot_rows, halve_row, attend_scratch, attend, merge_pieces \
     }
 
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and

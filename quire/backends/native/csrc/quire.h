@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 5
+#define QUIRE_ABI 6
 #define QUIRE_API __attribute__((visibility("default")))
 
 /* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F size of an MLP,
@@ -33,8 +33,15 @@ typedef struct { /* up to three matrices with the same input; their outputs are 
     const float *bias; /* for all outputs, or NULL */
 } quire_linear;
 
+typedef struct { /* an MLP that some rows choose */
+    quire_linear gate_up, down;
+} quire_expert;
+
 typedef struct { /* x + residual_scale * attention(norm(x)), then the same with the MLP */
-    quire_linear qkv, o, gate_up, down;
+    quire_linear qkv, o;
+    quire_linear gate_up, down;                       /* unused if the layer has experts */
+    const quire_expert *experts;                      /* [N], all of the same size, or NULL */
+    const float *router;                              /* [N, E] */
     const float *input_norm, *mlp_norm;               /* [E] or NULL: of the inputs of attention and MLP */
     const float *post_attention_norm, *post_mlp_norm; /* [E] or NULL: of their outputs */
     const float *q_norm, *k_norm; /* [D], one for all heads; or [H, D] and [K, D], of all heads together; or NULL */
@@ -48,6 +55,9 @@ typedef struct { /* x + residual_scale * attention(norm(x)), then the same with 
     int32_t is_norm_of_width;  /* q_norm and k_norm are of all heads together */
     int32_t is_half_attention; /* whether attention may multiply in fp16 if that is faster on this machine */
     int32_t activation;        /* of the gate: 0 silu, 1 gelu (tanh) */
+    int32_t num_experts, num_chosen; /* N, and experts per row; 0: none */
+    int32_t renormalizes;            /* the weights of the chosen experts are divided by their sum */
+    float experts_scale;             /* of the weighted sum of the experts */
     float attention_scale, attention_softcap; /* softcap 0: none */
     float residual_scale;
 } quire_layer;

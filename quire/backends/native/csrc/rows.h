@@ -75,6 +75,34 @@ static void add_row(float *x, const float *y, int count) {
     for (int i = 0; i < count; i++) x[i] += y[i];
 }
 
+static inline __attribute__((always_inline)) void dot_some(
+    const float *weight, const float *x, size_t stride, int count, float *out, size_t out_stride, const int num_rows) {
+    vec sums[4][2];
+    for (int m = 0; m < num_rows; m++) sums[m][0] = sums[m][1] = fill(0);
+    int i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const vec low = load(weight + i), high = load(weight + i + LANES);
+        for (int m = 0; m < num_rows; m++) {
+            const float *row = x + (size_t)m * stride + i;
+            sums[m][0] = mul_add(load(row), low, sums[m][0]);
+            sums[m][1] = mul_add(load(row + LANES), high, sums[m][1]);
+        }
+    }
+    for (int m = 0; m < num_rows; m++) {
+        float sum = total(add(sums[m][0], sums[m][1]));
+        for (int j = i; j < count; j++) sum += weight[j] * x[(size_t)m * stride + (size_t)j];
+        out[(size_t)m * out_stride] = sum;
+    }
+}
+
+static void dot_rows(
+    const float *weight, const float *x, size_t stride, int num_rows, int count, float *out, size_t out_stride) {
+    for (; num_rows >= 4; num_rows -= 4, x += 4 * stride, out += 4 * out_stride)
+        dot_some(weight, x, stride, count, out, out_stride, 4);
+    for (; num_rows > 0; num_rows--, x += stride, out += out_stride)
+        dot_some(weight, x, stride, count, out, out_stride, 1);
+}
+
 enum { PLACES = 2048 };
 
 /* Chooses the groups with the largest scales, as many as are refined, in ascending order. If scales differ only in

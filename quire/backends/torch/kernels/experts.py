@@ -31,8 +31,7 @@ from quire.weights.spec import Activation
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
 
 MAX_ALONE = 4  # rows that are not sorted by expert, if there are enough experts
-SHORT, LONG = 2048, 4096  # slots that a program of `_sort` reads; more slots are cut into chunks of LONG
-CHUNKS = 16  # whose counts are read at a time
+SHORT, LONG = 1024, 4096  # slots that a program of `_sort` reads; more slots are cut into chunks of LONG
 GROUP = 8  # tiles next to each other that read the same strip of their experts, if they have the same one
 SUM_BLOCK = 1024
 
@@ -48,6 +47,8 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
+    """The shapes of both grouped products."""
+
     rows: int
     gate_up: Tile
     down: Tile
@@ -88,10 +89,7 @@ def _route(
     chosen = (chosen_key ^ ((chosen_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     top = tl.sum(tl.where(slot == 0, chosen, 0.0), 0)
     weight = tl.where(slot < K, tl.exp(chosen - top), 0.0)
-    if RENORMALIZES:
-        total = tl.sum(weight, 0)
-    else:
-        total = tl.sum(tl.exp(logit - top), 0)
+    total = tl.sum(weight, 0) if RENORMALIZES else tl.sum(tl.exp(logit - top), 0)
     tl.store(ids + row * K + slot, expert, mask=slot < K)
     tl.store(weights + row * K + slot, weight / total * scale, mask=slot < K)
 
@@ -107,8 +105,7 @@ def _count(ids, counts, num_slots, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_slots", "num_chunks", "tile_rows"])
 def _sort(
-    ids, counts, order, tiles, num_slots, num_chunks, tile_rows,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     # A program finds the slots of one expert in one chunk. Nothing depends on the order in which programs run.
     mine, chunk = tl.program_id(0), tl.program_id(1)
@@ -122,11 +119,10 @@ def _sort(
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         earlier = tl.zeros((EXPERTS,), tl.int32)
-        for start in range(0, num_chunks, CHUNKS):
-            number = start + tl.arange(0, CHUNKS)[:, None]
-            count = tl.load(counts + number * EXPERTS + n[None, :], mask=number < num_chunks, other=0)
-            total += tl.sum(count, 0)
-            earlier += tl.sum(tl.where(number < chunk, count, 0), 0)
+        for number in tl.range(0, num_chunks, loop_unroll_factor=4):
+            count = tl.load(counts + number * EXPERTS + n)
+            total += count
+            earlier += tl.where(number < chunk, count, 0)
     first = tl.sum(tl.where(n < mine, total, 0), 0)
     is_mine = is_in & (expert == mine)
     place = first + tl.sum(tl.where(n == mine, earlier, 0), 0) + tl.cumsum(is_mine.to(tl.int32), 0) - 1
@@ -145,6 +141,12 @@ def _sort(
 
 
 @triton.jit
+def _load(at, i, IN: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Load inputs i of some rows. Loads without a mask are wide."""
+    return tl.load(at) if IS_WHOLE else tl.load(at, mask=(i < IN)[None, :], other=0.0)
+
+
+@triton.jit
 def _multiply(
     x, weight, order, out, expert, first, end, strip,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -159,36 +161,26 @@ def _multiply(
     i = tl.arange(0, INPUTS)
     source = slot // K if IS_GATED else place  # gated rows are written in the order of the experts
     x_at = x + source[:, None].to(tl.int64) * IN + i[None, :]
-    height: tl.constexpr = 2 * OUT if IS_GATED else OUT
-    if IS_BULK:  # strips past the end read the following rows, or zeros; they are not stored
-        w_row = expert * height + strip * OUTPUTS
+    w_row = expert * (2 * OUT if IS_GATED else OUT) + strip * OUTPUTS
+    if IS_BULK:  # a strip past the end reads what follows, or zeros, and is not stored
+        w_at = x_at  # not used
     else:  # columns past the end wrap around
-        w_at = weight + (expert.to(tl.int64) * height + column % OUT)[:, None] * IN + i[None, :]
+        w_at = weight + (w_row - strip * OUTPUTS + column % OUT)[:, None].to(tl.int64) * IN + i[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     up = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, IN, INPUTS):
-        if IN % INPUTS == 0:
-            a = tl.load(x_at)
-        else:
-            a = tl.load(x_at, mask=(start + i < IN)[None, :], other=0.0)
-        if IS_BULK:
-            total = tl.dot(a, weight.load([w_row, start]).T, total, input_precision="ieee")
-            if IS_GATED:
-                up = tl.dot(a, weight.load([w_row + OUT, start]).T, up, input_precision="ieee")
-        else:
-            if IN % INPUTS == 0:
-                b = tl.load(w_at)
-            else:
-                b = tl.load(w_at, mask=(start + i < IN)[None, :], other=0.0)
-            total = tl.dot(a, b.T, total, input_precision="ieee")
-            if IS_GATED:
-                if IN % INPUTS == 0:
-                    c = tl.load(w_at + OUT * IN)
-                else:
-                    c = tl.load(w_at + OUT * IN, mask=(start + i < IN)[None, :], other=0.0)
-                up = tl.dot(a, c.T, up, input_precision="ieee")
-            w_at += INPUTS
+        a = _load(x_at, start + i, IN, IN % INPUTS == 0)
+        b = weight.load([w_row, start]) if IS_BULK else _load(w_at, start + i, IN, IN % INPUTS == 0)
+        total = tl.dot(a, b.T, total, input_precision="ieee")
+        if IS_GATED:
+            b = (
+                weight.load([w_row + OUT, start])
+                if IS_BULK
+                else _load(w_at + OUT * IN, start + i, IN, IN % INPUTS == 0)
+            )
+            up = tl.dot(a, b.T, up, input_precision="ieee")
         x_at += INPUTS
+        w_at += INPUTS
     dtype: tl.constexpr = out.dtype.element_ty
     target = slot
     if IS_GATED:
@@ -217,11 +209,13 @@ def _grouped_product(
     end = tl.load(tiles + 3 + 3 * tile)
     if ROWS == 128 and end - first <= 64:  # an expert's last tile is often less than half full
         _multiply(
-            x, weight, order, out, expert, first, end, strip, IN, OUT, K, 64, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK
+            x, weight, order, out, expert, first, end, strip,
+            IN, OUT, K, 64, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK,
         )  # fmt: skip
     else:
         _multiply(
-            x, weight, order, out, expert, first, end, strip, IN, OUT, K, ROWS, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK
+            x, weight, order, out, expert, first, end, strip,
+            IN, OUT, K, ROWS, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK,
         )  # fmt: skip
 
 
@@ -240,64 +234,59 @@ def _weighted_sum(y, weights, out, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _gated_alone(
     x, weight, ids, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    IS_SILU: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(1)
+    # A program computes one gate and its up: small programs keep the most loads in flight.
+    column, slot = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + slot).to(tl.int64)
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    half = tl.arange(0, 2)  # gate and up
-    start = (half * F)[None, :] + tl.where(column < F, column, 0)[:, None]  # [OUTPUTS, 2]
-    w_at = weight + (expert * (2 * F) + start) * E
+    w_at = weight + (expert * (2 * F) + column + tl.arange(0, 2) * F) * E
     x_at = x + (slot // K).to(tl.int64) * E
-    total = tl.zeros((OUTPUTS, 2, INPUTS), tl.float32)
+    total = tl.zeros((2, INPUTS), tl.float32)
     for first in range(0, E, INPUTS):
         i = first + tl.arange(0, INPUTS)
         if E % INPUTS == 0:
-            w = tl.load(w_at[:, :, None] + i[None, None, :], eviction_policy="evict_first")
+            w = tl.load(w_at[:, None] + i[None, :], eviction_policy="evict_first")
             value = tl.load(x_at + i)
         else:
-            w = tl.load(w_at[:, :, None] + i[None, None, :], mask=(i < E)[None, None, :], other=0.0)
+            w = tl.load(w_at[:, None] + i[None, :], mask=(i < E)[None, :], other=0.0)
             value = tl.load(x_at + i, mask=i < E, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)[None, None, :]
+        total += w.to(tl.float32) * value.to(tl.float32)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
-    gate, up = tl.split(tl.sum(total, 2).to(dtype).to(tl.float32))  # rounded as when stored
-    value = (_activated(gate, IS_SILU) * up).to(dtype)
-    tl.store(out + slot.to(tl.int64) * F + column, value, mask=column < F)
+    gate, up = tl.split(tl.sum(total, 1).to(dtype).to(tl.float32))  # rounded as when stored
+    tl.store(out + slot.to(tl.int64) * F + column, (_activated(gate, IS_SILU) * up).to(dtype))
 
 
 @triton.jit
 def _down_alone(
     x, weight, ids, weights, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
+    # A program computes one output of all experts of a row.
+    column, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k = tl.arange(0, SLOTS)
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     expert = tl.load(ids + row * K + k, mask=k < K, other=0).to(tl.int64)
-    w_at = weight + (expert[None, :] * E + tl.where(column < E, column, 0)[:, None]) * F  # [OUTPUTS, SLOTS]
-    x_at = x + (row * K + tl.where(k < K, k, 0)) * F
-    total = tl.zeros((OUTPUTS, SLOTS, INPUTS), tl.float32)
+    w_at = weight + (expert * E + column) * F
+    x_at = x + (row * K + k) * F
+    total = tl.zeros((SLOTS, INPUTS), tl.float32)
     for first in range(0, F, INPUTS):
         i = first + tl.arange(0, INPUTS)
         if F % INPUTS == 0 and K == SLOTS:
-            w = tl.load(w_at[:, :, None] + i[None, None, :], eviction_policy="evict_first")
+            w = tl.load(w_at[:, None] + i[None, :], eviction_policy="evict_first")
             value = tl.load(x_at[:, None] + i[None, :])
         else:
             is_in = (k < K)[:, None] & (i < F)[None, :]
-            w = tl.load(w_at[:, :, None] + i[None, None, :], mask=is_in[None, :, :], other=0.0)
+            w = tl.load(w_at[:, None] + i[None, :], mask=is_in, other=0.0)
             value = tl.load(x_at[:, None] + i[None, :], mask=is_in, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)[None, :, :]
+        total += w.to(tl.float32) * value.to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
-    y = tl.sum(total, 2).to(dtype).to(tl.float32)
-    y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0)[None, :], 1)
-    tl.store(out + row * E + column, y.to(dtype), mask=column < E)
+    y = tl.sum(total, 1).to(dtype).to(tl.float32)
+    y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0), 0)
+    tl.store(out + row * E + column, y.to(dtype))
 
 
 @cache
 def _padded(size: int, least: int = 1) -> int:
-    return max(triton.next_power_of_2(size), least)
+    return max(int(triton.next_power_of_2(size)), least)
 
 
 @cache  # every layer of a step calls this
@@ -311,8 +300,6 @@ def tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> T
         return Tiling(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4))
     if mean <= 24:
         return Tiling(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))
-    if mean <= 48:
-        return Tiling(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 4))
     return Tiling(128, Tile(128, 64, 8, 4, is_bulk=True), Tile(256, 64, 8, 4, is_bulk=True))
 
 
@@ -345,17 +332,18 @@ def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
     num_rows, num_chosen = ids.shape
     num_slots = num_rows * num_chosen
     bound = max_tiles(num_rows, num_experts, num_chosen, tile_rows)
-    space = ids.new_empty(num_slots + 1 + 3 * bound)
-    order, tiles = space[1 + 3 * bound :], space
-    block, counts, num_chunks = (SHORT if num_slots <= SHORT else LONG), None, 1
-    experts = _padded(num_experts, 32)
+    start = -(-num_slots // 4) * 4  # Triton compiles another kernel for addresses that are not multiples of 16 bytes
+    space = ids.new_empty(start + 1 + 3 * bound)
+    order, tiles = space[:num_slots], space[start:]
+    block, experts = min(_padded(num_slots, SHORT), LONG), _padded(num_experts, 32)
+    counts, num_chunks = None, 1
     if num_slots > LONG:
         num_chunks = -(-num_slots // LONG)
         counts = ids.new_empty((num_chunks, experts))
-        _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=8)
+        _count[(num_chunks,)](ids, counts, num_slots, EXPERTS=experts, BLOCK=block, num_warps=4)
     _sort[(num_experts, num_chunks)](
-        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block, CHUNKS=CHUNKS,
-        num_warps=8,
+        ids, counts, order, tiles, num_slots, num_chunks, tile_rows, EXPERTS=experts, BLOCK=block,
+        num_warps=8 if counts is None else 4,
     )  # fmt: skip
     return SortedSlots(order, tiles, bound)
 
@@ -399,26 +387,17 @@ def experts_alone(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, ac
     num_rows, size = x.shape
     num_chosen, width = routing.ids.shape[1], down.shape[2]
     gated = x.new_empty((num_rows * num_chosen, width))
-    strip = _gated_strip(width, size)
-    _gated_alone[(-(-width // strip.outputs), num_rows * num_chosen)](
-        x, gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, OUTPUTS=strip.outputs, INPUTS=strip.inputs,
-        IS_SILU=activation is Activation.SILU, num_warps=strip.num_warps,
+    _gated_alone[(width, num_rows * num_chosen)](
+        x, gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, INPUTS=1024,
+        IS_SILU=activation is Activation.SILU, num_warps=2,
     )  # fmt: skip
     out = torch.empty_like(x)
-    strip = _down_strip(size, width)
-    _down_alone[(-(-size // strip.outputs), num_rows)](
-        gated, down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=_padded(num_chosen),
-        OUTPUTS=strip.outputs, INPUTS=strip.inputs, num_warps=strip.num_warps,
+    slots = _padded(num_chosen)
+    _down_alone[(size, num_rows)](
+        gated, down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=slots,
+        INPUTS=min(max(1024 // slots, 128), 512), num_warps=2 if width <= 4096 else 4,
     )  # fmt: skip
     return out
-
-
-def _gated_strip(_width: int, _size: int) -> Tile:
-    return Tile(outputs=2, inputs=512, num_warps=4, num_stages=1)
-
-
-def _down_strip(_size: int, _width: int) -> Tile:
-    return Tile(outputs=2, inputs=256, num_warps=4, num_stages=1)
 
 
 def experts_in_tiles(
@@ -459,7 +438,7 @@ def expert_calls(
         partial(experts_alone, meta(1, size), gate_up, down, chosen, activation),
         partial(weighted_sum, meta(num_chosen, size), chosen.weights),
     ]
-    for least in (1, SHORT + 1, LONG + 1):
+    for least in (1, SHORT + 1, 2 * SHORT + 1, LONG + 1):
         if least <= max_rows * num_chosen:
             ids = meta(-(-least // num_chosen), num_chosen, kind=torch.int32)
             calls.append(partial(sort_slots, ids, num_experts, 16))

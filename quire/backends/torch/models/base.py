@@ -17,6 +17,8 @@ class Model(Protocol):
     kv_spec: KVSpec
     device: torch.device
     num_bytes: int  # of the weights
+    num_layer_weights: int  # that take part in the products of one token, without embedding and head
+    is_capturable: bool  # a pass never waits for the device, so CUDA graphs of it can be captured
 
     def forward(self, step: Pass) -> Tensor:
         """Return the hidden states [T, E] after the last norm."""

@@ -8,6 +8,7 @@ from quire.backends.kv_spec import KVSpec
 from quire.backends.torch.layers import HeadNorm, Heads, Pass, RMSNorm, Rotary, query_factors, softcap
 from quire.backends.torch.loading import LayerWeights, MlpWeights, ModelWeights
 from quire.weights.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from quire.weights.tensors import num_active_weights
 
 # T tokens in the batch, H query heads, K kv heads, D head size, E hidden size, V vocabulary
 
@@ -47,6 +48,11 @@ class DecoderLayer:
         return step.route(x, weights.router, weights.experts)
 
 
+def layer_weights(spec: ModelSpec) -> int:
+    """Return the number of weights that take part in the products of one token, without embedding and head."""
+    return num_active_weights(spec) - spec.vocab_size * spec.hidden_size
+
+
 class DecoderModel:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int) -> None:
         self.spec = spec
@@ -56,6 +62,8 @@ class DecoderModel:
         self.norm = RMSNorm(weights.norm, spec.norm_eps)
         self.device = weights.embedding.device
         self.num_bytes = weights.num_bytes
+        self.num_layer_weights = layer_weights(spec)
+        self.is_capturable = True
         self._rotaries: dict[tuple[RopeSpec, int], Rotary] = {}
         self._factors: dict[AttentionSpec, Tensor] = {}
         self._max_model_len = max_model_len

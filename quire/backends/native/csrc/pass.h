@@ -1,0 +1,80 @@
+/* The state of one forward pass, shared by forward.c and experts.c. */
+#ifndef QUIRE_PASS_H
+#define QUIRE_PASS_H
+
+#include "inner.h"
+
+enum { UNITS_PER_THREAD = 4 }; /* units of a product per thread, so that one delayed thread does not delay the others */
+enum { ROWS_PER_UNIT = 4 };
+
+typedef struct { /* a range of pieces of a tile, for all KV heads */
+    int32_t tile, first_piece, last_piece, is_divided; /* whether other parts have the tile's other pieces */
+    size_t records; /* position of its records, if so */
+} attention_part;
+
+typedef struct { /* some panels of an expert's matrix */
+    int32_t expert, first, last;
+} expert_unit;
+
+/* Routing of R rows to C of N experts each. A choice is one row for one expert. Choices are sorted by expert. */
+typedef struct {
+    int first_row, num_rows; /* R rows of the batch */
+    float *scores;           /* [R, N] */
+    int32_t *chosen;         /* [R, C]: experts, in the order of their scores */
+    float *weights;          /* [R, C] */
+    int32_t *places;         /* [R, C]: position of the choice after sorting */
+    int32_t *rows;           /* [R * C]: row of each sorted choice */
+    int32_t *first_choices;  /* [N + 1]: first sorted choice of each expert */
+    expert_unit *units;      /* [num_units] */
+    int num_units;
+    quire_input input; /* [R * C rows] */
+    float *inner;      /* [R * C, 2, F] */
+    float *outputs;    /* [R * C, E] */
+} routing;
+
+typedef struct {
+    quire_engine *engine;
+    const quire_variant *run;
+    const quire_model *model;
+    const quire_batch *batch;
+    float *x;      /* [T, E]: the residual stream */
+    float *inner;  /* [T, largest output of a product] */
+    float *mixed;  /* [T, max(H * D, E)]: output of attention, and of products */
+    float *normed; /* [T, E]: input of the next product */
+    quire_input input; /* the same, rounded */
+    int32_t *sequences; /* [T]: the sequence of each row */
+    int32_t *tiles;     /* [tiles]: first row of each */
+    int num_tiles;
+    attention_part *parts; /* [parts] */
+    int32_t *merges;       /* [merges]: first part of each divided tile */
+    float *records;        /* [max_records]: states of the pieces of divided tiles */
+    size_t max_records;
+    int num_parts, num_merges;
+    const quire_layer *divided; /* a layer that the parts are for, or NULL */
+    routing routed;
+} pass;
+
+static inline int largest(int a, int b) { return a > b ? a : b; }
+static inline int smallest(int a, int b) { return a < b ? a : b; }
+
+static inline void set_input(quire_input *input, int num_rows, int cols, int refine) {
+    input->num_rows = num_rows;
+    input->num_groups = ceil_div(cols, GROUP);
+    input->num_refined = num_refined(input->num_groups, refine);
+}
+
+/* Working memory is laid out twice: without a base, only to return its size. */
+size_t carve(void *base, size_t *used, size_t num_bytes, void **out);
+size_t lay_input(quire_input *input, void *base);
+
+/* Multiplies panels [first, last) of the parts, as if they were one matrix, with all rows of the input. */
+void multiply_range(
+    const quire_variant *run, const quire_linear *linear, const quire_input *input, int first, int last, float *scratch,
+    float *y, int stride);
+
+/* Replaces the MLP of a layer with experts: from step->normed and step->input to step->mixed. */
+void run_experts(pass *step, const quire_layer *layer);
+size_t lay_experts(pass *step, void *base);
+static inline int expert_size(const quire_layer *layer) { return layer->experts[0].down.parts[0].cols; }
+
+#endif

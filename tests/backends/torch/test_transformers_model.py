@@ -1,0 +1,256 @@
+"""Decoders of `transformers` over the paged cache equal the library's own attention, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quire.backends.support import find_transformers_problem, transformers_notice
+from quire.backends.torch.models.hf_attention import find_window
+from quire.backends.torch.models.hf_norms import replace_norms
+from quire.backends.torch.models.merging import Siblings, merge_siblings
+from quire.backends.torch.models.transformers_model import adapt_model, load_transformers_model
+from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.dummy import DummyCheckpoint
+from quire.weights.safetensors import SafetensorsCheckpoint
+from tests.backends.contract import Contract, Pair, random_prompt
+from tests.backends.torch.hf_architectures import (
+    BOUND,
+    EQUAL,
+    MAX_MODEL_LEN,
+    REFUSED,
+    EagerReference,
+    largest_error,
+    load_tiny,
+    write_model,
+)
+from tests.backends.torch.hf_rig import ModelRig
+from tests.backends.torch.rig import Rig, same_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+@pytest.mark.parametrize("model_type", EQUAL)
+def test_distributions_equal_those_of_eager_attention(model_type: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path, model_type)
+    assert largest_error(EagerReference(model), ModelRig(load_tiny(tmp_path))) < BOUND
+
+
+@pytest.mark.parametrize(("model_type", "reason"), REFUSED.items())
+def test_other_models_are_refused_by_name(model_type: str, reason: str, tmp_path: Path) -> None:
+    write_model(tmp_path, model_type)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_tiny(tmp_path)
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "deepseek_v3", "gemma4_text"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("model")
+    model = write_model(folder, request.param)
+    return EagerReference(model), ModelRig(load_tiny(folder), block_size=32)
+
+
+class TestContract(Contract):
+    """All tests of backends on models with windows, sinks, experts, values of another size, and shared caches."""
+
+    bound = BOUND
+
+
+def test_layers_of_a_model_have_their_own_shapes_and_windows(tmp_path: Path) -> None:
+    write_model(tmp_path, "gemma4_text")
+    layers = load_tiny(tmp_path).kv_spec.layers
+    # The last of three layers attends to the keys of the second.
+    assert [(layer.head_size, layer.window) for layer in layers] == [(16, 8), (32, 0)]
+
+
+def test_a_layer_that_runs_twice_has_two_caches(tmp_path: Path) -> None:
+    write_model(tmp_path, "hrm_text")
+    model = load_tiny(tmp_path)
+    assert len({id(call.module) for call in model._calls}) < len(model.kv_spec.layers)
+
+
+# Merging and norms
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.other = nn.Linear(8, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.gate(x)) * self.up(x) + self.other(x))
+        return out
+
+
+def test_products_with_the_same_input_are_merged() -> None:
+    torch.manual_seed(0)
+    module = _Gated().requires_grad_(False)
+    x, y = torch.randn(2, 1, 5, 8)
+    expected, lone = module(x), module.up(y)
+    siblings = Siblings(module)
+    with siblings.recording():
+        module(x)
+    assert merge_siblings(siblings) == 1  # gate and up; `other` has no bias
+    assert module.gate.weight.untyped_storage().data_ptr() == module.up.weight.untyped_storage().data_ptr()
+    for _ in range(2):
+        torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(module.up(y), lone)  # out of order: a product of its own
+    module.gate(x)
+    torch.testing.assert_close(module.up(y), lone)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_a_llama_has_two_merged_products_per_layer_and_no_norm_of_the_library(tmp_path: Path) -> None:
+    model: Any = write_model(tmp_path, "llama")
+    siblings = Siblings(model)
+    with siblings.recording():
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+    groups = siblings.groups()
+    sizes = sorted(tuple(linear.out_features for linear in group) for group in groups)
+    assert sizes == [(64, 32, 32)] * 3 + [(96, 96)] * 3
+    assert replace_norms(model) == 2 * 3 + 1
+
+
+@pytest.mark.parametrize(("model_type", "count"), [("gemma3_text", 3 * 6 + 1), ("olmo", 0), ("gpt2", 0)])
+def test_only_standard_norms_are_replaced(model_type: str, count: int, tmp_path: Path) -> None:
+    """Gemma's 1 + w is known; norms without weights, and layer norms, stay."""
+    assert replace_norms(write_model(tmp_path, model_type)) == count
+
+
+# What must be refused
+
+
+def test_windows_are_read_from_masks() -> None:
+    from transformers import masking_utils as masks
+
+    cpu = torch.device("cpu")
+    assert find_window(masks.causal_mask_function, 100, cpu, "m") == 0
+    assert find_window(masks.sliding_window_causal_mask_function(7), 100, cpu, "m") == 7
+    assert find_window(masks.sliding_window_causal_mask_function(100), 100, cpu, "m") == 0
+    chunks = masks.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
+    for function in (masks.bidirectional_mask_function, chunks):
+        with pytest.raises(UnsupportedModel):
+            find_window(function, 100, cpu, "m")
+
+
+def test_a_model_with_other_results_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose attention is not what it asks for must not run: here the scale is wrong."""
+    from quire.backends.torch.attention import ReferencePass
+
+    model = write_model(tmp_path, "llama")
+    spec = SafetensorsCheckpoint(tmp_path).spec
+    attend = ReferencePass.attend_rotated
+    monkeypatch.setattr(
+        ReferencePass, "attend_rotated", lambda self, q, k, v, heads: attend(self, 1.1 * q, k, v, heads)
+    )
+    with pytest.raises(UnsupportedModel, match="logits differ by"):
+        adapt_model(model, spec, MAX_MODEL_LEN, "model")
+
+
+def test_missing_tensors_are_not_random(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_model(tmp_path, "gpt2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["transformer.h.1.attn.c_attn.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"1 tensors are missing or have other shapes: .*c_attn"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "deci", "auto_map": {"AutoConfig": "x.Deci"}}, "need the code in their folder"),
+        ({"model_type": "neverheard"}, "a newer version may"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "encoder"),
+        ({"model_type": "vit"}, "no decoder of text"),
+        ({"model_type": "gpt2", "quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ({"model_type": "gpt2"}, ""),
+        ({"model_type": "gpt2", "auto_map": {"AutoConfig": "x.Own"}}, ""),  # the library's class is used
+    ],
+)
+def test_reasons_are_known_before_loading(config: dict[str, Any], reason: str) -> None:
+    found = find_transformers_problem(config)
+    assert reason in found if reason else not found
+
+
+def test_the_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
+    write_model(tmp_path, "gpt2")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    load_tiny(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+# Loading
+
+
+def test_progress_is_reported(tmp_path: Path) -> None:
+    write_model(tmp_path, "gpt2")
+    seen: list[tuple[int, int]] = []
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    load_transformers_model(
+        checkpoint, torch.float32, torch.device("cpu"), MAX_MODEL_LEN, lambda done, total: seen.append((done, total))
+    )
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+
+
+def test_dummy_weights_are_the_same_every_time(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    models = [
+        load_transformers_model(DummyCheckpoint(tmp_path), torch.float32, torch.device("cpu"), MAX_MODEL_LEN)
+        for _ in range(2)
+    ]
+    first, second = (model.model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    weight = first["model.layers.0.mlp.gate_proj.weight"]
+    assert 0.01 < float(weight.std()) < 0.03
+
+
+def test_long_rope_is_chosen_by_the_longest_context_of_the_engine(tmp_path: Path) -> None:
+    """The library would choose by the longest request of a pass, and change the keys of the others."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    reference = write_model(tmp_path, "llama", rope_parameters=rope)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    cpu = torch.device("cpu")
+    short = load_transformers_model(checkpoint, torch.float32, cpu, 64)
+    long = load_transformers_model(checkpoint, torch.float32, cpu, 256)
+    frequencies = [model.model.model.rotary_emb.inv_freq for model in (short, long)]
+    torch.testing.assert_close(frequencies[0], 4.0 * frequencies[1])
+    prompt = random_prompt(3, 100)
+    answer = ModelRig(long).answer(prompt, 2)
+    expected = EagerReference(reference).logprobs([*prompt, *answer.tokens])
+    assert float((torch.stack(answer.rows) - expected[99:101]).abs().max()) < BOUND
+
+
+def test_an_engine_runs_a_folder_that_quire_has_no_equations_for(tmp_path: Path) -> None:
+    reference = EagerReference(write_model(tmp_path, "gpt2"))
+    rig = Rig(tmp_path)
+    prompt = random_prompt(4, 40)
+    answer = rig.answer(prompt, 4)
+    expected = reference.logprobs([*prompt, *answer.tokens])
+    assert same_rows(answer, expected, len(prompt)) < BOUND
+    rig.engine.close()
+
+
+def test_the_notice_names_the_version() -> None:
+    import transformers
+
+    assert transformers_notice("X").startswith(f"X runs through transformers {transformers.__version__}")
