@@ -35,6 +35,7 @@ MAX_HEADS = 4096
 MAX_HEAD_SIZE = 1024
 MAX_VOCAB_SIZE = 4 << 20
 MAX_EXPERTS = 4096
+MAX_ALL_EXPERTS = 1 << 16  # of all layers: a forged number would take memory before the weights are read
 MAX_TOP_K = (1 << 31) - 1
 MAX_MULTIPLIER = 1e6
 
@@ -168,7 +169,7 @@ def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) 
     scale_of = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) if is_gemma else float(shape.head_size)
     activation = _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
     dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
-    experts = _experts(fields, family, activation)
+    experts = _experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
     windows = _windows(fields, family, shape.num_layers)
     attention = {
@@ -244,14 +245,21 @@ def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
 # Experts
 
 
-def _experts(fields: Fields, family: Family, activation: Activation) -> ExpertsSpec | None:
+def read_num_experts(fields: Fields, name: str, num_layers: int) -> int:
+    num_experts = fields.whole(name, 1, MAX_EXPERTS)
+    if num_experts * num_layers > MAX_ALL_EXPERTS:
+        raise fields.wrong(name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
+    return num_experts
+
+
+def _experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
     names = family.experts
     if names is None:
         return None
     holder = names.num_experts
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
         holder = "num_local_experts"  # as transformers 5 writes it
-    num_experts = fields.whole(holder, 1, MAX_EXPERTS)
+    num_experts = read_num_experts(fields, holder, num_layers)
     rule = names.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,
@@ -364,8 +372,9 @@ def _defaults(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dict(family.defaults)
     vocab_size = given.get("vocab_size")
     for name in ("bos_token_id", "eos_token_id"):
-        ids = defaults.get(name, 0)
-        if isinstance(vocab_size, int) and max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
+        ids = defaults.get(name, [])
+        largest = max(ids, default=-1) if isinstance(ids, list) else ids
+        if isinstance(vocab_size, int) and name in defaults and largest >= vocab_size:
             del defaults[name]
     return defaults
 

@@ -12,13 +12,13 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorInfo
 from quire.weights.config import (
     DTYPES,
-    MAX_EXPERTS,
     MAX_FFN_SIZE,
     MAX_LAYERS,
     MAX_MULTIPLIER,
     Shape,
     ShapeKeys,
     read_generation,
+    read_num_experts,
     read_shape,
 )
 from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Ropes, Windows
@@ -176,7 +176,7 @@ def _layers(
 def _experts(fields: Fields, family: Family, shape: Shape, activation: Activation) -> ExpertsSpec | None:
     if family.experts is None:
         return None
-    num_experts = fields.whole("expert_count", 1, MAX_EXPERTS)
+    num_experts = read_num_experts(fields, "expert_count", shape.num_layers)
     rule = family.experts.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,

@@ -15,23 +15,36 @@ import struct
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.backends.native.packing import SOURCES
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import RawTensor
+from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.gguf import FILE_TYPES, map_file, read_header
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
 from tests.backends.native.matrices import Packed
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
-from tests.weights.makers import config, experts_gguf, tiny_gguf, write_folder
+from tests.weights.makers import (
+    LAYERS,
+    config,
+    experts_gguf,
+    make_gguf,
+    moe_arrays,
+    moe_config,
+    moe_keys,
+    moe_tensors,
+    tiny_gguf,
+    write_folder,
+)
 
 MEMORY_BYTES = 4 << 30
 SECONDS = 2.0
@@ -115,6 +128,21 @@ OTHERS = (
 )
 GGUF = tiny_gguf(llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
 
+MOE_GGUF = make_gguf(moe_keys(), list(moe_tensors().items()))
+FAMILY_FIELDS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1},
+    "num_local_experts": 0,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "position_embedding_type": "rope",
+    "layer_types": ["full_attention"] * LAYERS,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 1,
+    "no_rope_layers": [1] * LAYERS,
+    "residual_multiplier": 0.5,
+    "sliding_window": 32,
+}
+
 
 def make_gguf_mutant(rng: random.Random, folder: Path) -> Path:
     path = folder / "mutant.gguf"
@@ -149,12 +177,38 @@ def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
     return _mutate_folder(rng, folder, config(rope_scaling=rng.choice(ROPES)))
 
 
+def make_moe_gguf_mutant(rng: random.Random, folder: Path) -> Path:
+    path = folder / "mutant.gguf"
+    path.write_bytes(mutate_bytes(rng, MOE_GGUF, 4000))
+    return path
+
+
+def make_moe_mutant(rng: random.Random, folder: Path) -> Path:
+    return _mutate_folder(rng, folder, moe_config(), moe_arrays(is_stacked=rng.random() < 0.5))
+
+
+def make_family_mutant(rng: random.Random, folder: Path) -> Path:
+    """Write a config.json of any family, with some of its own fields."""
+    settings = config(rng.choice(list(BY_ARCHITECTURE)), **FAMILY_FIELDS)
+    settings["text_config"] = {**config(), **FAMILY_FIELDS}
+    settings = {name: value for name, value in settings.items() if rng.random() < 0.9}
+    (folder / "config.json").write_text(json.dumps(mutate_value(rng, settings)))
+    return folder
+
+
+def open_dummy(path: Path) -> None:
+    checkpoint = open_checkpoint(path, "dummy")
+    check_tensors(checkpoint)
+
+
 def make_other_mutant(rng: random.Random, folder: Path) -> Path:
     return _mutate_folder(rng, folder, rng.choice(OTHERS))
 
 
-def _mutate_folder(rng: random.Random, folder: Path, settings: dict[str, Any]) -> Path:
-    write_folder(folder, settings, num_shards=rng.choice((1, 2)))
+def _mutate_folder(
+    rng: random.Random, folder: Path, settings: dict[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+) -> Path:
+    write_folder(folder, settings, arrays, num_shards=rng.choice((1, 2)))
     (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9, "eos_token_id": [2, 3]}')
     files = sorted(folder.iterdir())
     path = rng.choice(files)
@@ -236,6 +290,9 @@ TARGETS: list[Target] = [
     Target("gguf", make_gguf_mutant, open_and_read_all),
     Target("gguf of experts", make_experts_mutant, open_all_tensors),
     Target("safetensors", make_folder_mutant, open_and_read_all),
+    Target("gguf of a mixture of experts", make_moe_gguf_mutant, open_and_read_all),
+    Target("safetensors of a mixture of experts", make_moe_mutant, open_and_read_all),
+    Target("config.json of all families", make_family_mutant, open_dummy),
     Target("safetensors of mlx-lm", make_other_mutant, open_other),
     Target("tokenizer.json", make_tokenizer_mutant, open_tokenizer),
     Target("GGUF vocabulary", make_vocabulary_mutant, open_vocabulary),

@@ -278,3 +278,64 @@ def write_folder(
         weight_map |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
+
+
+# A mixture of experts
+
+EXPERT = 96  # rows of one
+
+
+def moe_config(**changes: Any) -> dict[str, Any]:
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT}
+    return config("Qwen3MoeForCausalLM", **{**experts, "norm_topk_prob": True, "head_dim": HEAD, **changes})
+
+
+def moe_arrays(seed: int = 0, *, is_stacked: bool = False) -> dict[str, NDArray[np.float32]]:
+    """Return the arrays of Qwen's mixture by Hugging Face name, an expert's alone or those of all in one."""
+    rng = np.random.default_rng(seed)
+    arrays = {name: array for name, array in llama_arrays(seed).items() if ".mlp." not in name}
+
+    def add(name: str, *shape: int) -> None:
+        arrays[name] = rng.standard_normal(shape).astype(np.float32)
+
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        add(f"{layer}.self_attn.q_norm.weight", HEAD)
+        add(f"{layer}.self_attn.k_norm.weight", HEAD)
+        add(f"{layer}.mlp.gate.weight", EXPERTS, HIDDEN)
+        if is_stacked:
+            add(f"{layer}.mlp.experts.gate_up_proj", EXPERTS, 2 * EXPERT, HIDDEN)
+            add(f"{layer}.mlp.experts.down_proj", EXPERTS, HIDDEN, EXPERT)
+            continue
+        for expert in range(EXPERTS):
+            add(f"{layer}.mlp.experts.{expert}.gate_proj.weight", EXPERT, HIDDEN)
+            add(f"{layer}.mlp.experts.{expert}.up_proj.weight", EXPERT, HIDDEN)
+            add(f"{layer}.mlp.experts.{expert}.down_proj.weight", HIDDEN, EXPERT)
+    return arrays
+
+
+def moe_keys(**changes: Any) -> list[tuple[str | bytes, Any]]:
+    experts = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT}
+    keys = {str(key).replace("llama.", "qwen3moe."): value for key, value in llama_keys()}
+    keys |= {"general.architecture": "qwen3moe", "qwen3moe.attention.key_length": HEAD}
+    keys |= {f"qwen3moe.{key}": value for key, value in experts.items()}
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    return list(keys.items())
+
+
+def moe_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Return the tensors of Qwen's mixture by GGUF name: a stack for each of an expert's three matrices."""
+    rng = np.random.default_rng(seed)
+    dense = ("ffn_gate", "ffn_up", "ffn_down")
+    tensors = {name: one for name, one in llama_tensors(seed).items() if not name.split(".")[-2].startswith(dense)}
+    for i in range(LAYERS):
+        layer = {
+            "attn_q_norm": weights(rng, HEAD),
+            "attn_k_norm": weights(rng, HEAD),
+            "ffn_gate_inp": weights(rng, HIDDEN, EXPERTS),
+            "ffn_gate_exps": weights(rng, HIDDEN, EXPERT, EXPERTS, kind=Q4_0),
+            "ffn_up_exps": weights(rng, HIDDEN, EXPERT, EXPERTS, kind=Q4_0),
+            "ffn_down_exps": weights(rng, EXPERT, HIDDEN, EXPERTS, kind=Q8_0),
+        }
+        tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
+    return tensors

@@ -29,6 +29,10 @@ IN_GGUF: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 7,
         "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 32,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
     },
     "gemma2": {"query_pre_attn_scalar": 32},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},

@@ -338,6 +338,15 @@ def family_keys(family: str, **changes: Any) -> list[tuple[str | bytes, Any]]:
     return [*keys, *((f"{family}.{key.replace('__', '.')}", value) for key, value in changes.items())]
 
 
+def test_mistral_is_a_llama_with_a_window(tmp_path: Path) -> None:
+    plain = opened(tmp_path, tiny_gguf())
+    (tmp_path / "other").mkdir()
+    checkpoint = opened(tmp_path / "other", tiny_gguf(llama__attention__sliding_window=32))
+    assert (checkpoint.spec.family, checkpoint.spec.windows) == ("mistral", (32, 32))
+    for name in plain.tensors:
+        assert (checkpoint.read(name).data == plain.read(name).data).all()
+
+
 def test_gemma3_spec_of_a_gguf(tmp_path: Path) -> None:
     keys = family_keys("gemma3", attention__sliding_window=32, attention__key_length=32, attention__value_length=32)
     keys = [(key, 7 if key == "gemma3.block_count" else value) for key, value in keys]
