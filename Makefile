@@ -116,8 +116,9 @@ sanitize: $(STAMP)  ## run the native backend's tests with the address and undef
 clients: $(STAMP)  ## run third-party clients, each in its own environment, with the real server: CLIENTS="llm litellm"
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
 
-docs: $(STAMP)    ## generate docs/options.md from the options of the commands
+docs: $(STAMP)    ## generate docs/options.md and docs/families.md from the code
 	@$(BIN)/python -m tests.options_page
+	@$(BIN)/python -m tests.families_page
 
 wheel: $(STAMP)  ## build the wheel of this platform into dist/
 	@mkdir -p dist && rm -f dist/*.whl

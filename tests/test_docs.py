@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import COMMANDS, FILES, app
-from tests import options_page
+from tests import families_page, options_page
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +110,10 @@ def test_every_module_is_in_the_internals() -> None:
 
 def test_the_reference_of_options_is_current() -> None:
     assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `make docs`"
+
+
+def test_the_table_of_families_is_current() -> None:
+    assert families_page.PAGE.read_text(encoding="utf-8") == families_page.page(), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.backends.machine import is_apple_silicon
 from quire.errors import UnsupportedModel, install_command
+from quire.weights.config import DTYPES
 from quire.weights.fields import show
 from quire.weights.spec import ModelSpec
 
@@ -27,7 +28,8 @@ _QUANTIZED = ("quantization_config", "quantization", "compression_config")
 def refuse_unsupported(spec: ModelSpec) -> None:
     """Raise if quire's own equations do not run the model: for every backend but mlx and fake."""
     if spec.unsupported:
-        raise UnsupportedModel(f"{spec.unsupported}{transformers_hint()}{mlx_hint()}")
+        hint = transformers_hint() if spec.quantization in DTYPES else ""  # transformers runs no packed weights
+        raise UnsupportedModel(f"{spec.unsupported}{hint}{mlx_hint()}")
 
 
 def transformers_hint() -> str:

@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.errors import ModelFileError
+from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.config import DTYPES
 from quire.weights.folder import ModelFolder
 from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
@@ -26,6 +27,8 @@ class DummyCheckpoint:
         self.path = folder
         self._folder = ModelFolder(folder)
         self.spec = self._folder.spec(TYPE)
+        if self.spec.quantization not in DTYPES:  # random weights of a packed type have no use
+            raise UnsupportedModel(self.spec.unsupported)
         self.generation = self._folder.generation()
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(name, TYPE, shape, math.prod(shape) * ITEM_BYTES)

@@ -72,7 +72,8 @@ def find_family(metadata: Mapping[str, Any], source: str) -> Family:
         raise ModelFileError(f"{source}: general.architecture is missing")
     if not isinstance(name, str) or name not in GGUF_ARCHITECTURES:
         raise UnsupportedModel(
-            f"{source}: architecture {show(name)} is not supported; these run: {', '.join(GGUF_ARCHITECTURES)}"
+            f"{source}: architecture {show(name)} is not supported; these run: {', '.join(GGUF_ARCHITECTURES)}."
+            " The model's folder of safetensors may run through transformers, on the torch backend"
         )
     has_experts = bool(metadata.get(f"{name}.expert_count"))
     has_window = bool(metadata.get(f"{name}.attention.sliding_window"))

@@ -10,7 +10,7 @@ import torch
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import choose_threads
-from quire.backends.support import transformers_notice
+from quire.backends.support import refuse_unsupported, transformers_notice
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import load_weights
@@ -19,6 +19,7 @@ from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
 from quire.errors import InvalidRequest, UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.config import DTYPES as DTYPES_IN_FILES
 from quire.weights.spec import OTHER, ModelSpec
 
 CUDA_SHARE = 0.9
@@ -79,6 +80,8 @@ def load_model(
     if spec.family != OTHER:
         weights = load_weights(checkpoint, dtype, device, progress, linear)
         return DecoderModel(spec, weights, max_model_len)
+    if spec.quantization not in DTYPES_IN_FILES:
+        refuse_unsupported(spec)
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedModel(f"{spec.unsupported}. transformers may run it: {install_command('transformers')}")
     from quire.backends.torch.models.transformers_model import load_transformers_model
