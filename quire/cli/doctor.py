@@ -22,9 +22,10 @@ import typer
 
 from quire import __version__
 from quire.cli.backend_fit import find_backend_problem, read_config
+from quire.cli.model_check import check_model, report_lines
 from quire.errors import install_command
 from quire.sizes import file_size, reported_size
-from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
+from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve
 
 # Package -> its purpose, and whether generation needs it.
 PACKAGES: dict[str, tuple[str, bool]] = {
@@ -55,8 +56,20 @@ class Problem:
     is_essential: bool
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
-    """Check this machine: hardware, backends, packages, models, and what is missing. Exit code 1: no model can run."""
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Check this model only: a name, a folder or a .gguf file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Check this machine: hardware, backends, packages, models, and what is missing. Exit code 1: no model can run.
+
+    With a model: whether it will run here, with what memory, context and speed, without loading it.
+    """
+    if model is not None:
+        _report_model(model, as_json=as_json)
+        return
     report = examine()
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -64,6 +77,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         for line in _lines(report):
             typer.echo(line)
     if not report["can_generate"]:
+        raise typer.Exit(1)
+
+
+def _report_model(name: str, *, as_json: bool) -> None:
+    report = check_model(resolve(name))
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        for line in report_lines(report):
+            typer.echo(line)
+    if not report["runs"]:
         raise typer.Exit(1)
 
 

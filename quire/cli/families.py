@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.weights.families import FAMILIES, Family
-from quire.weights.gguf import FILE_TYPES
 
-OWN_BACKENDS = ("native", "torch", "mlx")
+OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
 
 
 def family_rows() -> list[dict[str, Any]]:
@@ -41,7 +40,3 @@ def _cells(row: Family) -> tuple[str, ...]:
     classes = ", ".join(f"`{name}`" for name in row.architectures)
     reasoning = f"`{row.reasoning}`" if row.reasoning else ""
     return (row.name, row.models, classes, f"`{row.gguf}`", f"`{row.tools}`" if row.tools else "prompt", reasoning)
-
-
-def gguf_types() -> list[str]:
-    return [kind.value for kind, _ in FILE_TYPES.values()]

@@ -54,8 +54,8 @@ def _print_families() -> None:
         table.add_row(row["family"], row["models"], row["tools"], row["reasoning"] or "")
     console.print(table)
     console.print(
-        "\nEach runs on the native, torch and mlx backends, from safetensors and GGUF files. Other decoders run through"
-        "\ntransformers (torch backend) or mlx-lm (mlx backend): `quire doctor PATH` says whether a model does.",
+        "\nEach runs on the native and torch backends, from safetensors and GGUF files. The mlx backend runs the models of"
+        "\nmlx-lm. Other decoders run through transformers on the torch backend: `quire doctor PATH` says which.",
     )
 
 

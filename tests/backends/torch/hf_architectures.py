@@ -57,6 +57,8 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
 }
+SMALL_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_VISION |= {"image_size": 32, "patch_size": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "axk2": LATENT,
@@ -73,8 +75,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
     "exaone4": SOME_WINDOWS,
+    "gemma3": {"vision_config": SMALL_VISION, "mm_tokens_per_image": 4},
     "gemma3_text": SOME_WINDOWS,
     "gemma3n_text": {**SOME_WINDOWS, "num_kv_shared_layers": 1, "laurel_rank": 8, "num_hidden_layers": 3},
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 16}},
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_kv_shared_layers": 1,
@@ -105,10 +109,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
 EQUAL = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text
     ctrl cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
-    flint gemma gemma2 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe
-    glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-    granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    jais2 jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2
+    flint gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text
+    glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax jais2 jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2
     minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2
     olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
     smollm3 solar_open stablelm starcoder2 vaultgemma youtu

@@ -32,6 +32,7 @@ from tests.backends.torch.hf_architectures import (
 from tests.backends.torch.hf_rig import ModelRig
 from tests.backends.torch.rig import Rig, same_rows
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
@@ -248,6 +249,14 @@ def test_an_engine_runs_a_folder_that_quire_has_no_equations_for(tmp_path: Path)
     expected = reference.logprobs([*prompt, *answer.tokens])
     assert same_rows(answer, expected, len(prompt)) < BOUND
     rig.engine.close()
+
+
+def test_the_page_lists_every_model_type() -> None:
+    page = (ROOT / "docs/transformers.md").read_text()
+    assert f"{len(EQUAL)} of the" in page
+    runs, _, refused = page.partition("## What does not run")
+    assert [name for name in EQUAL if f"`{name}`" not in runs] == []
+    assert [name for name in REFUSED if f"`{name}`" not in refused] == []
 
 
 def test_the_notice_names_the_version() -> None:

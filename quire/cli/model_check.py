@@ -1,0 +1,154 @@
+"""Tells before loading whether a model will run on this machine: `quire doctor MODEL`.
+
+The files are checked as a load would check them; no weight is read. Memory is computed from the tensors, and the speed
+is estimated from the bytes that a token reads and the measured speed of this machine's memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
+from quire.backends.kv_spec import KVSpec
+from quire.backends.machine import choose_threads
+from quire.backends.support import transformers_notice
+from quire.cli.backend_fit import find_backend_problem, read_config
+from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
+from quire.engine.composition import EngineConfig, choose_backend
+from quire.errors import QuireError
+from quire.sizes import memory_size
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.hub import weight_bytes
+from quire.weights.opening import open_checkpoint
+from quire.weights.spec import ModelSpec
+from quire.weights.tensors import check_tensors, num_active_weights, num_weights
+
+KV_ITEM_BYTES = 2
+GPU_KV_SHARE = 0.9  # of the memory that the weights leave free
+MEASURED_BYTES = 128 << 20  # larger than any cache
+READ_SHARE = 0.6  # of the memory's speed that a whole step reaches; the rest is attention, norms and waiting
+
+
+def check_model(path: Path) -> dict[str, Any]:
+    """Return the report as plain values. `problem` is empty if the model runs."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except QuireError as error:
+        return {"path": str(path), "runs": False, "problem": str(error)}
+    try:
+        return _check(checkpoint, path)
+    except QuireError as error:
+        return {"path": str(path), "runs": False, "problem": str(error)}
+    finally:
+        checkpoint.close()
+
+
+def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
+    spec = checkpoint.spec
+    problem = find_backend_problem(spec.unsupported, read_config(path))
+    if not problem and not spec.unsupported:
+        check_tensors(checkpoint)
+    backend = choose_backend(EngineConfig(), spec)
+    memory = read_memory()
+    place = _place(checkpoint, path, backend, memory)
+    if not problem and not place.device:
+        problem = f"its weights take {memory_size(place.num_bytes)}, more than this machine has"
+    through = transformers_notice(spec.architecture) if spec.unsupported and backend == "torch" and not problem else ""
+    token_bytes = KVSpec.of(spec).block_bytes(1, KV_ITEM_BYTES)
+    return {
+        "path": str(path),
+        "runs": not problem,
+        "problem": problem,
+        "family": spec.family,
+        "architecture": spec.architecture,
+        "backend": backend,
+        "notice": through,
+        "device": place.device,
+        "is_free": place.is_free,
+        "weight_bytes": place.num_bytes,
+        "free_bytes": memory.gpu_free if place.device in ("cuda", "metal") else memory.cpu_free,
+        "kv_bytes_per_token": token_bytes,
+        "max_model_len": spec.max_model_len,
+        "cached_tokens": _num_cached_tokens(place, memory, token_bytes),
+        "tokens_per_s": _estimate_speed(spec, place) if not problem else None,
+    }
+
+
+def _place(checkpoint: Checkpoint, path: Path, backend: str, memory: Memory) -> Fit:
+    if checkpoint.spec.unsupported and backend == "mlx":
+        return fit_mlx(weight_bytes(path), memory)
+    weights: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        weights[tensor.type.value] += math.prod(tensor.shape)
+    place = fit(weights, memory)
+    if place.device == "cpu" and backend == "torch":  # fp32 on a CPU
+        num_bytes = 4 * weights.total()
+        return Fit("cpu" if num_bytes <= memory.cpu_total else "", num_bytes, num_bytes <= memory.cpu_free)
+    return place
+
+
+def _num_cached_tokens(place: Fit, memory: Memory, token_bytes: int) -> int:
+    """Return how many tokens the KV cache holds by default, once the weights are loaded."""
+    if place.device in ("cuda", "metal"):
+        return max(int((memory.gpu_free - place.num_bytes) * GPU_KV_SHARE), 0) // token_bytes
+    return max(min(int((memory.cpu_free - place.num_bytes) * CPU_SHARE), CPU_CAP), 0) // token_bytes
+
+
+def _estimate_speed(spec: ModelSpec, place: Fit) -> float | None:
+    """Return tokens per second of one request on a CPU; None for a GPU, and for models of other libraries."""
+    if place.device != "cpu" or spec.unsupported:
+        return None
+    active = num_active_weights(spec) / num_weights(spec)
+    return READ_SHARE * _measure_memory() / (place.num_bytes * active)
+
+
+def _measure_memory() -> float:
+    """Return the bytes per second that all cores together read."""
+    import numpy as np
+
+    threads = choose_threads(None)
+    source = np.ones(MEASURED_BYTES // 8, np.float64)
+    parts = np.array_split(source, threads)
+    best = math.inf
+    for _ in range(3):
+        started_s = time.perf_counter()
+        _sum_in_parallel(parts)
+        best = min(best, time.perf_counter() - started_s)
+    return source.nbytes / best
+
+
+def _sum_in_parallel(parts: list[Any]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(lambda part: part.sum(), parts))  # numpy releases the interpreter lock
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Return the report as text."""
+    yield f"model       {report['path']}"
+    if "family" in report:
+        yield f"family      {report['family']} ({report['architecture']})"
+    if not report["runs"]:
+        yield f"runs here   no: {report['problem']}"
+        return
+    device = {"cpu": "the CPU", "cuda": "the GPU", "metal": "the GPU"}[report["device"]]
+    later = "" if report["is_free"] else ", once enough memory is free"
+    yield f"runs here   yes, on {device} with the {report['backend']} backend{later}"
+    if report["notice"]:
+        yield f"            {report['notice']}"
+    yield f"weights     {memory_size(report['weight_bytes'])} of {memory_size(report['free_bytes'])} that are free"
+    fits = report["cached_tokens"]
+    yield (
+        f"context     up to {report['max_model_len']:,} tokens; {memory_size(report['kv_bytes_per_token'])} of KV cache"
+        f" per token, and by default room for {fits:,} tokens of all requests together"
+    )
+    if fits < report["max_model_len"]:
+        yield "            less than one context: --kv-memory sets the size, --max-model-len limits the context"
+    if report["tokens_per_s"] is not None:
+        yield f"speed       about {report['tokens_per_s']:.3g} tokens/s for one request: an estimate from memory speed"
