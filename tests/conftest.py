@@ -60,6 +60,7 @@ SLOW_FILES_S = {
     "backends/native/test_precision.py": 43,
     "backends/mlx/test_loading.py": 75,
     "backends/mlx/test_models.py": 70,
+    "backends/torch/test_transformers_model.py": 55,
     "backends/mlx/test_smollm2.py": 30,
     "backends/mlx/test_paged_decode.py": 30,
     "backends/mlx/test_build.py": 15,
