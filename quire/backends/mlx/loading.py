@@ -29,6 +29,7 @@ from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import MAX_LAYERS
 from quire.weights.dummy import DummyCheckpoint
+from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.fields import read_json, show
 from quire.weights.folder import member
 from quire.weights.gguf import GgufCheckpoint
@@ -221,6 +222,8 @@ def _rotary_fields(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, 
     text = config.get("text_config")
     if isinstance(text, dict):
         fields["text_config"] = {**text, **_older_names(text)}
+        if checkpoint.spec.architecture in BY_ARCHITECTURE:  # transformers reads it outside, mlx-lm inside
+            fields["text_config"]["tie_word_embeddings"] = checkpoint.spec.is_tied
     parameters = config.get("rope_parameters")
     if isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values()):
         _, arguments = find_classes(config)

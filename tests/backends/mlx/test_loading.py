@@ -30,9 +30,11 @@ from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorTy
 from quire.weights.gguf import BLOCKS
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.tensors import check_tensors
 from tests.backends.mlx.architectures import DenseReference, write_model
 from tests.backends.mlx.converting import write_mlx_folder
-from tests.backends.torch.families import FAMILIES, Reference
+from tests.backends.torch.families import FAMILIES, MINISTRAL_ROPE, SIZES, Reference
+from tests.backends.torch.families import logprobs as reference_logprobs
 from tests.backends.torch.rig import Rig, same_rows
 from tests.weights.makers import (
     FFN,
@@ -112,6 +114,26 @@ def test_tensors_equal_transformers(reference: Reference) -> None:
         return
     loaded = load_from_tensors(checkpoint, FLOAT32)
     assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+
+
+@pytest.mark.parametrize("inner", ["mistral", "ministral3"])
+def test_the_language_model_of_a_multimodal_mistral(inner: str, tmp_path: Path) -> None:
+    """transformers reads tie_word_embeddings outside of text_config, mlx-lm inside."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    rope = MINISTRAL_ROPE if inner == "ministral3" else plain
+    text = {**SIZES, "model_type": inner, "head_dim": 32, "sliding_window": None, "rope_parameters": rope}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    vision = {"model_type": "pixtral", **sizes, "image_size": 32, "patch_size": 16, "head_dim": 16}
+    torch.manual_seed(0)
+    model: Any = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    check_tensors(checkpoint)
+    assert checkpoint.spec.family == "ministral3"
+    loaded = load(tmp_path)
+    assert float((logprobs(loaded.model, TOKENS) - reference_logprobs(model, TOKENS)).abs().max()) < BOUND
 
 
 class WithNormsAsInGguf:
