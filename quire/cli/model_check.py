@@ -56,6 +56,9 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     backend = choose_backend(EngineConfig(), spec)
     memory = read_memory()
     place = _place(checkpoint, path, backend, memory)
+    is_mapped = not place.device and backend == "native" and spec.has_experts
+    if is_mapped:  # experts that do not fit are mapped from a file
+        place = Fit("cpu", place.num_bytes, is_free=True)
     if not problem and not place.device:
         problem = f"its weights take {memory_size(place.num_bytes)}, more than this machine has"
     through = transformers_notice(spec.architecture) if spec.unsupported and backend == "torch" and not problem else ""
@@ -70,12 +73,13 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "notice": through,
         "device": place.device,
         "is_free": place.is_free,
+        "is_mapped": is_mapped,
         "weight_bytes": place.num_bytes,
         "free_bytes": memory.gpu_free if place.device in ("cuda", "metal") else memory.cpu_free,
         "kv_bytes_per_token": token_bytes,
         "max_model_len": spec.max_model_len,
         "cached_tokens": _num_cached_tokens(place, memory, token_bytes),
-        "tokens_per_s": _estimate_speed(spec, place) if not problem else None,
+        "tokens_per_s": None if problem or is_mapped else _estimate_speed(spec, place),
     }
 
 
@@ -143,6 +147,8 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     if report["notice"]:
         yield f"            {report['notice']}"
     yield f"weights     {memory_size(report['weight_bytes'])} of {memory_size(report['free_bytes'])} that are free"
+    if report["is_mapped"]:
+        yield "            larger than the memory: experts are mapped from a file, and steps wait for the disk"
     fits = report["cached_tokens"]
     yield (
         f"context     up to {report['max_model_len']:,} tokens; {memory_size(report['kv_bytes_per_token'])} of KV cache"
