@@ -13,9 +13,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.core.request import SamplingParams
-from quire.weights.tensors import expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
+from quire.weights.tensors import expected_tensors
 
 QWEN, LLAMA = "qwen3-0.6b", "llama-3-8b"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -190,7 +190,7 @@ def _random(name: str) -> np.random.Generator:
 
 
 def _fill_random(name: str, out: Bytes) -> None:
-    """Write random codes with one scale. Rounding random numbers instead would take minutes for a model with experts."""
+    """Write random codes with one scale. Rounding random numbers would take minutes for a model with experts."""
     out.view(np.uint64)[:] = _random(name).integers(0, 1 << 64, out.nbytes // 8, np.uint64)
     groups = out.reshape(-1, 8 * (GROUP + 2))  # of 8 rows: codes, then scales
     groups[:, 8 * GROUP :].view(np.float16)[:] = DUMMY_STD / CODE_STD
