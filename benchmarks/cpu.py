@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py --out cpu.json         # everything; the first run builds llama.cpp, which takes 15 minutes
     python benchmarks/cpu.py --only decode,prefill --clients 1,16 --rounds 5
+    python benchmarks/cpu.py --model olmoe --only decode,prefill    # routed experts: random weights, shape of OLMoE
     python benchmarks/cpu.py --quick --no-llama     # a smoke run
 
 The speed of a shared machine varies, so single times mean little: in each round all contenders do the same work one
@@ -33,6 +34,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import cpu_child
+import cpu_olmoe
 import cpu_peer
 from cpu_child import Task
 from cpu_peer import AS_SHIPPED, FORMATS
@@ -57,11 +59,14 @@ class Scale:
     head_tokens: int
     windows: tuple[int, ...]  # of the text used for precision
     num_chats: int
-    has_bars: bool
+    decode_bars: dict[int, tuple[float | None, float | None]]  # by number of clients: its best format, and as shipped
+    prefill_bar: float | None
 
 
-FULL = Scale(CLIENTS, 128, 64, (128, 512, 2048), 1024, (512, 1024), 10, has_bars=True)
-QUICK = Scale((1, 4), 16, 8, (64,), 64, (64,), 2, has_bars=False)
+DECODE_BARS = {1: (1.3, None), 16: (1.5, 3.0)}
+EXPERT_BARS = {1: (1.0, None), 16: (1.3, None)}  # as shipped is the only format
+FULL = Scale(CLIENTS, 128, 64, (128, 512, 2048), 1024, (512, 1024), 10, DECODE_BARS, prefill_bar=1.2)
+QUICK = Scale((1, 4), 16, 8, (64,), 64, (64,), 2, {}, prefill_bar=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,8 @@ def workloads(scale: Scale, stages: Sequence[str]) -> list[Workload]:
     if "prefill" in stages:
         for length in scale.prefills:
             task = {"kind": "prefill", "prompt_tokens": length, "output_tokens": 0, "repeats": max(1, 1536 // length)}
-            bar = 1.2 if scale.has_bars else None
-            found.append(Workload(task, (Row(f"prefill of {length:,}", "tok/s", ("value",), bar),)))
+            row = Row(f"prefill of {length:,}", "tok/s", ("value",), scale.prefill_bar)
+            found.append(Workload(task, (row,)))
     if "prefix" in stages:
         task = {"kind": "prefix", "prompt_tokens": scale.head_tokens, "output_tokens": 0, "repeats": 5}
         head = f"first token, head of {scale.head_tokens:,}"
@@ -122,8 +127,7 @@ def _decode(scale: Scale, num_clients: int) -> Workload:
         "prompt_tokens": scale.prompt_tokens,
         "output_tokens": scale.output_tokens,
     }
-    bars = {1: (1.3, None), 16: (1.5, 3.0)} if scale.has_bars else {}
-    best_bar, shipped_bar = bars.get(num_clients, (None, None))
+    best_bar, shipped_bar = scale.decode_bars.get(num_clients, (None, None))
     row = Row(f"decode, {num_clients} client{'s' * (num_clients > 1)}", "tok/s", ("value",), best_bar, shipped_bar)
     rows = (row, Row(f"peak memory, {num_clients} clients", "MB", ("memory", "peak_bytes")))
     is_weighed = num_clients == max((one for one in scale.clients if one <= 16), default=0)
@@ -327,7 +331,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.scale: Scale = args.scale
-        self.model = resolve(args.model)
+        is_olmoe = args.model == cpu_olmoe.NAME
+        self.model = cpu_olmoe.find_or_write(args.layers) if is_olmoe else resolve(args.model)
         self.contenders = contenders(args, self.model)
         self.report = Report(facts(args, self.contenders), [one.name for one in self.contenders])
 
@@ -415,7 +420,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
     parser.add_argument("--backend", default="native")
     parser.add_argument("--precision", help="of the native backend; default: the backend's own")
-    parser.add_argument("--model", help="default: quire's default model")
+    parser.add_argument(
+        "--model", help=f"default: quire's default model; {cpu_olmoe.NAME}: random weights with experts"
+    )
+    parser.add_argument("--layers", type=int, default=8, help=f"of the model {cpu_olmoe.NAME}; the real one has 16")
     parser.add_argument("--clients", type=lambda text: tuple(map(int, text.split(","))), help="for decode: 1,4,8,16,32")
     parser.add_argument("--formats", type=names(FORMATS), help=f"for llama.cpp: some of {','.join(FORMATS)}")
     parser.add_argument("--rounds", type=int, default=3)
@@ -426,6 +434,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run: small and once")
     args = parser.parse_args()
     args.scale = QUICK if args.quick else FULL
+    if args.model == cpu_olmoe.NAME:  # its weights are random: precision means nothing
+        args.formats = (AS_SHIPPED,)
+        args.only = tuple(stage for stage in args.only if stage != "precision")
+        args.scale = replace(args.scale, decode_bars=EXPERT_BARS, prefill_bar=None)
     if args.clients:
         args.scale = replace(args.scale, clients=args.clients)
     args.formats = args.formats or (FORMATS[:1] if args.quick else FORMATS)

@@ -37,10 +37,10 @@ def random_prompt(seed: int, length: int) -> list[int]:
 PROMPTS = [random_prompt(length, length) for length in LENGTHS]
 
 
-@pytest.fixture(
-    scope="module",
-    params=["llama", "mistral with a window", "gemma3", "olmo3", "granite", "ministral3", "qwen3_moe", "olmoe"],
-)
+MODELS = ("llama", "mistral with a window", "gemma3", "olmo3", "granite", "ministral3", "qwen3_moe", "olmoe")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("model")
     RoundedReference(request.param, folder)

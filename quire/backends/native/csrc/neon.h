@@ -111,60 +111,99 @@ static inline __attribute__((always_inline)) void refine_packed(
     for (int half = 0; half < 2; half++) out[half] = vaddq_f32(out[half], apart[half]);
 }
 
-/* One row of the input, from the packed bytes: for a single stream, which is limited by reading the weights. A group of
-   4-bit codes is unpacked to v24-v31 and v16-v23 and multiplied by 32 bytes of the input. In refined groups it is also
-   multiplied by the rounding error of the input. */
-#define UNPACK(packed, low) \
-    "and " low ".16b, " packed ".16b, %[mask].16b\n ushr " packed ".16b, " packed ".16b, #4\n"
-#define UNPACK_ALL \
-    "ldp q16, q17, [%[w]]\n ldp q18, q19, [%[w], #32]\n ldp q20, q21, [%[w], #64]\n ldp q22, q23, [%[w], #96]\n" \
-    UNPACK("v16", "v24") UNPACK("v17", "v25") UNPACK("v18", "v26") UNPACK("v19", "v27") \
-    UNPACK("v20", "v28") UNPACK("v21", "v29") UNPACK("v22", "v30") UNPACK("v23", "v31")
-#define PAIR(low, high, codes_low, codes_high, input, lane) \
-    "sdot " low ".4s, " codes_low ".16b, %[" input "].4b[" lane "]\n" \
-    "sdot " high ".4s, " codes_high ".16b, %[" input "].4b[" lane "]\n"
-#define DOT_LOW(low, high, input) \
-    PAIR(low, high, "v24", "v25", input, "0") PAIR(low, high, "v26", "v27", input, "1") \
-    PAIR(low, high, "v28", "v29", input, "2") PAIR(low, high, "v30", "v31", input, "3")
-#define DOT_HIGH(low, high, input) \
-    PAIR(low, high, "v16", "v17", input, "0") PAIR(low, high, "v18", "v19", input, "1") \
-    PAIR(low, high, "v20", "v21", input, "2") PAIR(low, high, "v22", "v23", input, "3")
-#define SCALED(low, high) /* v16, v17: scales; v20: MAGIC */ \
-    "fsub " low ".4s, " low ".4s, v20.4s\n fsub " high ".4s, " high ".4s, v20.4s\n" \
-    "fmul " low ".4s, " low ".4s, v16.4s\n fmul " high ".4s, " high ".4s, v17.4s\n"
-#define TAIL \
-    "ldp q30, q31, [%[w], #128]\n ldr q20, [%[magics]]\n" \
-    "fcvtl v16.4s, v30.4h\n fcvtl2 v17.4s, v30.8h\n fcvtl v18.4s, v31.4h\n fcvtl2 v19.4s, v31.8h\n" SCALED("v14", "v15") \
-    "fmla %[low].4s, v14.4s, %[scale].s[0]\n fmla %[high].4s, v15.4s, %[scale].s[0]\n" \
-    "fmla %[low].4s, v18.4s, %[sum].s[0]\n fmla %[high].4s, v19.4s, %[sum].s[0]\n"
-#define STREAM_INPUTS \
-    [w] "r"(w), [magics] "r"(MAGICS), [mask] "w"(vdupq_n_u8(15)), [x0] "w"(x[0]), \
-        [x1] "w"(x[1]), [scale] "w"(scale), [sum] "w"(sum)
+/* A few rows of the input, from the packed bytes: for a single stream and for experts that few rows chose. Two groups of
+   4-bit codes are unpacked and multiplied at a time, or one group with two rows. The order is written out because a group
+   has more instructions than the processor looks ahead: one after the other, each would wait for its own results. */
+#define LOAD_CODES(w, offset, one, two) "ldp q" one ", q" two ", [%[" w "], #" offset "]\n"
+#define UNPACK(one, two, low_one, low_two) /* low nibbles to other registers, high nibbles in place */ \
+    "and v" low_one ".16b, v" one ".16b, %[mask].16b\n and v" low_two ".16b, v" two ".16b, %[mask].16b\n" \
+    "ushr v" one ".16b, v" one ".16b, #4\n ushr v" two ".16b, v" two ".16b, #4\n"
+#define DOT(low, high, one, two, low_one, low_two, first, second, lane) /* sums of rows 0 to 3, and 4 to 7 */ \
+    "sdot v" low ".4s, v" low_one ".16b, v" first ".4b[" lane "]\n" \
+    "sdot v" high ".4s, v" low_two ".16b, v" first ".4b[" lane "]\n" \
+    "sdot v" low ".4s, v" one ".16b, v" second ".4b[" lane "]\n" \
+    "sdot v" high ".4s, v" two ".16b, v" second ".4b[" lane "]\n"
+#define WIDEN(halves, low, high) "fcvtl v" low ".4s, v" halves ".4h\n fcvtl2 v" high ".4s, v" halves ".8h\n"
+#define WITHOUT_MAGIC(low, high, magic) \
+    "fsub v" low ".4s, v" low ".4s, v" magic ".4s\n fsub v" high ".4s, v" high ".4s, v" magic ".4s\n"
+#define SCALED(low, high, by_low, by_high) \
+    "fmul v" low ".4s, v" low ".4s, v" by_low ".4s\n fmul v" high ".4s, v" high ".4s, v" by_high ".4s\n"
+#define ADD_TO(out_low, out_high, low, high, factors, lane) \
+    "fmla %[" out_low "].4s, v" low ".4s, v" factors ".s[" lane "]\n" \
+    "fmla %[" out_high "].4s, v" high ".4s, v" factors ".s[" lane "]\n"
 #define STREAM_CLOBBERS \
-    "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", \
-        "v31"
+    "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", \
+        "v25", "v26", "v27", "v28", "v29", "v30", "v31", "memory"
 static const int32_t MAGICS[8] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS,
                                   MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
 
-static inline __attribute__((always_inline)) void stream_four_bits(
-    const uint8_t *w, const int8x16_t x[2], float scale, float sum, float32x4_t out[2]) {
+/* Codes of groups a (in v16 to v23) and b (v24 to v31), inputs in v8 to v11, sums in v12 to v15. */
+#define DOT_TWO_GROUPS \
+    "ldp q8, q9, [%[q]]\n ldp q10, q11, [%[q], #32]\n ldp q14, q15, [%[magics]]\n ldp q12, q13, [%[magics]]\n" \
+    LOAD_CODES("a", "0", "16", "17") LOAD_CODES("b", "0", "24", "25") \
+    LOAD_CODES("a", "32", "20", "21") LOAD_CODES("b", "32", "28", "29") \
+    UNPACK("16", "17", "18", "19") UNPACK("24", "25", "26", "27") \
+    DOT("14", "15", "16", "17", "18", "19", "8", "9", "0") UNPACK("20", "21", "22", "23") LOAD_CODES("a", "64", "16", "17") \
+    DOT("12", "13", "24", "25", "26", "27", "10", "11", "0") UNPACK("28", "29", "30", "31") LOAD_CODES("b", "64", "24", "25") \
+    DOT("14", "15", "20", "21", "22", "23", "8", "9", "1") UNPACK("16", "17", "18", "19") LOAD_CODES("a", "96", "20", "21") \
+    DOT("12", "13", "28", "29", "30", "31", "10", "11", "1") UNPACK("24", "25", "26", "27") LOAD_CODES("b", "96", "28", "29") \
+    DOT("14", "15", "16", "17", "18", "19", "8", "9", "2") UNPACK("20", "21", "22", "23") LOAD_CODES("a", "128", "16", "17") \
+    DOT("12", "13", "24", "25", "26", "27", "10", "11", "2") UNPACK("28", "29", "30", "31") LOAD_CODES("b", "128", "24", "25") \
+    WIDEN("16", "18", "19") DOT("14", "15", "20", "21", "22", "23", "8", "9", "3") \
+    WIDEN("24", "26", "27") DOT("12", "13", "28", "29", "30", "31", "10", "11", "3") \
+    "ldr q8, [%[magics]]\n ldr d9, [%[scales]]\n"
+
+static inline __attribute__((always_inline)) void stream_two_groups(
+    const uint8_t *w, const int8_t *q, const float *scales, const float *sums, float32x4_t out[2]) {
+    register float32x4_t low __asm__("v0") = out[0], high __asm__("v1") = out[1]; /* else the compiler copies them */
     __asm__ volatile(
-        UNPACK_ALL "ldp q14, q15, [%[magics]]\n" DOT_LOW("v14", "v15", "x0") DOT_HIGH("v14", "v15", "x1") TAIL
+        DOT_TWO_GROUPS "ldr d10, [%[sums]]\n" WIDEN("17", "20", "21") WIDEN("25", "28", "29")
+        WITHOUT_MAGIC("14", "15", "8") SCALED("14", "15", "18", "19") WITHOUT_MAGIC("12", "13", "8")
+        SCALED("12", "13", "26", "27") ADD_TO("low", "high", "14", "15", "9", "0")
+        ADD_TO("low", "high", "20", "21", "10", "0") ADD_TO("low", "high", "12", "13", "9", "1")
+        ADD_TO("low", "high", "28", "29", "10", "1")
+        : [low] "+w"(low), [high] "+w"(high)
+        : [a] "r"(w), [b] "r"(w + panel_bytes(QUIRE_Q4)), [q] "r"(q), [scales] "r"(scales), [sums] "r"(sums),
+          [magics] "r"(MAGICS), [mask] "w"(vdupq_n_u8(15))
+        : STREAM_CLOBBERS);
+    out[0] = low, out[1] = high;
+}
+
+/* The same for rounding errors of the input, of which the sums are already in `sums`. */
+static inline __attribute__((always_inline)) void stream_two_rests(
+    const uint8_t *a, const uint8_t *b, const int8_t *q, const float *scales, float32x4_t out[2]) {
+    __asm__ volatile(
+        DOT_TWO_GROUPS WITHOUT_MAGIC("14", "15", "8") SCALED("14", "15", "18", "19") WITHOUT_MAGIC("12", "13", "8")
+        SCALED("12", "13", "26", "27") ADD_TO("low", "high", "14", "15", "9", "0")
+        ADD_TO("low", "high", "12", "13", "9", "1")
         : [low] "+w"(out[0]), [high] "+w"(out[1])
-        : STREAM_INPUTS
+        : [a] "r"(a), [b] "r"(b), [q] "r"(q), [scales] "r"(scales), [magics] "r"(MAGICS), [mask] "w"(vdupq_n_u8(15))
         : STREAM_CLOBBERS);
 }
 
-static inline __attribute__((always_inline)) void stream_refined_four_bits(
-    const uint8_t *w, const int8x16_t x[2], float scale, float sum, float32x4_t out[2], const int8x16_t rest[2],
-    float rest_scale, float32x4_t apart[2]) {
+#define DOT_BOTH(one, two, low_one, low_two, lane) \
+    DOT("14", "15", one, two, low_one, low_two, "8", "9", lane) \
+    DOT("12", "13", one, two, low_one, low_two, "10", "11", lane)
+static inline __attribute__((always_inline)) void stream_two_rows(
+    const uint8_t *w, const int8_t *q, const int8_t *r, const float *q_scale, const float *r_scale, const float *q_sum,
+    const float *r_sum, float32x4_t out[4]) {
     __asm__ volatile(
-        UNPACK_ALL "ldp q14, q15, [%[magics]]\n ldp q12, q13, [%[magics]]\n" DOT_LOW("v14", "v15", "x0")
-        DOT_LOW("v12", "v13", "r0") DOT_HIGH("v14", "v15", "x1") DOT_HIGH("v12", "v13", "r1") TAIL SCALED("v12", "v13")
-        "fmla %[apart_low].4s, v12.4s, %[rest_scale].s[0]\n fmla %[apart_high].4s, v13.4s, %[rest_scale].s[0]\n"
-        : [low] "+w"(out[0]), [high] "+w"(out[1]), [apart_low] "+w"(apart[0]), [apart_high] "+w"(apart[1])
-        : STREAM_INPUTS, [r0] "w"(rest[0]), [r1] "w"(rest[1]), [rest_scale] "w"(rest_scale)
-        : STREAM_CLOBBERS, "v12", "v13");
+        LOAD_CODES("w", "0", "16", "17") LOAD_CODES("w", "32", "20", "21") LOAD_CODES("w", "64", "24", "25")
+        LOAD_CODES("w", "96", "28", "29")
+        "ldp q8, q9, [%[q]]\n ldp q10, q11, [%[r]]\n ldp q14, q15, [%[magics]]\n ldp q12, q13, [%[magics]]\n"
+        UNPACK("16", "17", "18", "19") UNPACK("20", "21", "22", "23") DOT_BOTH("16", "17", "18", "19", "0")
+        UNPACK("24", "25", "26", "27") LOAD_CODES("w", "128", "16", "17") DOT_BOTH("20", "21", "22", "23", "1")
+        UNPACK("28", "29", "30", "31") WIDEN("16", "18", "19") DOT_BOTH("24", "25", "26", "27", "2")
+        WIDEN("17", "20", "21") DOT_BOTH("28", "29", "30", "31", "3")
+        "ldr q8, [%[magics]]\n ldr s9, [%[q_scale]]\n ldr s10, [%[r_scale]]\n ldr s11, [%[q_sum]]\n ldr s16, [%[r_sum]]\n"
+        WITHOUT_MAGIC("14", "15", "8") WITHOUT_MAGIC("12", "13", "8") SCALED("14", "15", "18", "19")
+        SCALED("12", "13", "18", "19")
+        ADD_TO("low", "high", "14", "15", "9", "0") ADD_TO("second_low", "second_high", "12", "13", "10", "0")
+        ADD_TO("low", "high", "20", "21", "11", "0") ADD_TO("second_low", "second_high", "20", "21", "16", "0")
+        : [low] "+w"(out[0]), [high] "+w"(out[1]), [second_low] "+w"(out[2]), [second_high] "+w"(out[3])
+        : [w] "r"(w), [q] "r"(q), [r] "r"(r), [magics] "r"(MAGICS), [q_scale] "r"(q_scale), [r_scale] "r"(r_scale),
+          [q_sum] "r"(q_sum), [r_sum] "r"(r_sum), [mask] "w"(vdupq_n_u8(15))
+        : STREAM_CLOBBERS);
 }
 
 static inline __attribute__((always_inline)) void stream_eight_bits(
@@ -177,24 +216,86 @@ static inline __attribute__((always_inline)) void stream_eight_bits(
         out[half] = add_scaled(out[half], products[half], halves(w + 256 + 8 * half), scale);
 }
 
-static inline __attribute__((always_inline)) void stream_one(
-    const uint8_t *w, int kind, const quire_input *x, int row, float *y, int count) {
-    const int groups = x->num_groups, num_refined = x->num_refined, size = panel_bytes(kind);
+/* One group of 4-bit codes, with or without the minimum: the last one of an odd number. */
+static inline __attribute__((always_inline)) void stream_four_bits(
+    const uint8_t *w, const int8_t *q, float scale, const float *sum, float32x4_t out[2]) {
+    int8x16_t codes[16];
+    int32x4_t products[2];
+    expand_codes(w, QUIRE_Q4, codes);
+    dot_group(codes, vld1q_s8(q), vld1q_s8(q + 16), products);
+    for (int half = 0; half < 2; half++) {
+        out[half] = add_scaled(out[half], products[half], halves(w + 128 + 8 * half), scale);
+        if (sum) out[half] = vfmaq_n_f32(out[half], halves(w + 144 + 8 * half), *sum);
+    }
+}
+
+/* Sums the refined groups of one input row separately from the others. */
+static inline __attribute__((always_inline)) void stream_rests(
+    const uint8_t *w, const quire_input *x, int row, float32x4_t out[2]) {
+    const size_t first = (size_t)row * (size_t)x->num_refined;
+    const int32_t *refined = x->refined + first;
+    const int8_t *rest = x->rest + first * GROUP;
+    const float *scales = x->rest_scales + first;
+    const int size = panel_bytes(QUIRE_Q4), count = x->num_refined;
+    float32x4_t apart[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
+    int r = 0;
+    for (; r + 2 <= count; r += 2)
+        stream_two_rests(w + refined[r] * size, w + refined[r + 1] * size, rest + GROUP * r, scales + r, apart);
+    if (r < count) stream_four_bits(w + refined[r] * size, rest + GROUP * r, scales[r], NULL, apart);
+    for (int half = 0; half < 2; half++) out[half] = vaddq_f32(out[half], apart[half]);
+}
+
+static inline __attribute__((always_inline)) void prefetch_lines(const uint8_t *w, int num_bytes) {
+    for (int line = 0; line < num_bytes; line += 64) __builtin_prefetch(w + AHEAD + line);
+}
+
+static void stream_four_bit_row(const uint8_t *w, const quire_input *x, int row, float *y, int count) {
+    const int groups = x->num_groups, size = panel_bytes(QUIRE_Q4);
+    const size_t first = (size_t)row * (size_t)groups;
+    const float *scales = x->scales + first, *sums = x->sums + first;
+    const int8_t *q = x->q + first * GROUP;
+    const uint8_t *at = w;
+    float32x4_t out[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
+    int g = 0;
+    for (; g + 2 <= groups; g += 2, at += 2 * size, q += 2 * GROUP) {
+        prefetch_lines(at, 2 * size);
+        stream_two_groups(at, q, scales + g, sums + g, out);
+    }
+    if (g < groups) stream_four_bits(at, q, scales[g], sums + g, out);
+    stream_rests(w, x, row, out);
+    write_outputs(out[0], out[1], y, count);
+}
+
+static void stream_four_bit_rows(const uint8_t *w, const quire_input *x, int row, float *y, size_t stride, int count) {
+    const int groups = x->num_groups, size = panel_bytes(QUIRE_Q4);
+    const size_t first = (size_t)row * (size_t)groups, second = first + (size_t)groups;
+    const uint8_t *at = w;
+    float32x4_t out[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+    for (size_t g = 0; g < (size_t)groups; g++, at += size) {
+        prefetch_lines(at, size);
+        stream_two_rows(at, x->q + (first + g) * GROUP, x->q + (second + g) * GROUP, x->scales + first + g,
+                        x->scales + second + g, x->sums + first + g, x->sums + second + g, out);
+    }
+    for (int m = 0; m < 2; m++) {
+        stream_rests(w, x, row + m, out + 2 * m);
+        write_outputs(out[2 * m], out[2 * m + 1], y + (size_t)(row + m) * stride, count);
+    }
+}
+
+static void stream_eight_bit_row(const uint8_t *w, const quire_input *x, int row, float *y, int count) {
+    const int groups = x->num_groups, num_refined = x->num_refined, size = panel_bytes(QUIRE_Q8);
     const size_t first = (size_t)row * (size_t)groups, first_rest = (size_t)row * (size_t)num_refined;
-    const float *scales = x->scales + first, *sums = x->sums + first, *rest_scales = x->rest_scales + first_rest;
+    const float *scales = x->scales + first, *rest_scales = x->rest_scales + first_rest;
     const int32_t *refined = x->refined + first_rest;
     const int8_t *q = x->q + first * GROUP, *left = x->rest + first_rest * GROUP;
     float32x4_t out[2] = {vdupq_n_f32(0), vdupq_n_f32(0)}, apart[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
     for (int g = 0, r = 0; g < groups; g++, w += size, q += GROUP) {
         const int8x16_t input[2] = {vld1q_s8(q), vld1q_s8(q + 16)};
-        const int is_refined = r < num_refined && refined[r] == g;
-        for (int line = 0; line < size; line += 64) __builtin_prefetch(w + AHEAD + line);
-        if (kind == QUIRE_Q8) stream_eight_bits(w, input, scales[g], out);
-        else if (!is_refined) stream_four_bits(w, input, scales[g], sums[g], out);
-        if (!is_refined) continue;
+        prefetch_lines(w, size);
+        stream_eight_bits(w, input, scales[g], out);
+        if (r == num_refined || refined[r] != g) continue;
         const int8x16_t rest[2] = {vld1q_s8(left + GROUP * r), vld1q_s8(left + GROUP * r + 16)};
-        if (kind == QUIRE_Q8) stream_eight_bits(w, rest, rest_scales[r], apart);
-        else stream_refined_four_bits(w, input, scales[g], sums[g], out, rest, rest_scales[r], apart);
+        stream_eight_bits(w, rest, rest_scales[r], apart);
         r++;
     }
     write_outputs(vaddq_f32(out[0], apart[0]), vaddq_f32(out[1], apart[1]), y, count);
@@ -202,23 +303,27 @@ static inline __attribute__((always_inline)) void stream_one(
 
 static void stream_panels(const uint8_t *w, int kind, const quire_input *x, float *y, size_t stride, int count) {
     const size_t panel = (size_t)panel_bytes(kind) * (size_t)x->num_groups;
-    for (int column = 0; column < count; column += PANEL, w += panel)
-        for (int row = 0; row < x->num_rows; row++) {
-            const int left = count - column < PANEL ? count - column : PANEL;
+    for (int column = 0; column < count; column += PANEL, w += panel) {
+        const int left = count - column < PANEL ? count - column : PANEL;
+        int row = 0;
+        for (; kind == QUIRE_Q4 && row + 2 <= x->num_rows; row += 2)
+            stream_four_bit_rows(w, x, row, y + column, stride, left);
+        for (; row < x->num_rows; row++) {
             float *to = y + (size_t)row * stride + column;
-            if (kind == QUIRE_Q4) stream_one(w, QUIRE_Q4, x, row, to, left);
-            else stream_one(w, QUIRE_Q8, x, row, to, left);
+            if (kind == QUIRE_Q4) stream_four_bit_row(w, x, row, to, left);
+            else stream_eight_bit_row(w, x, row, to, left);
         }
+    }
 }
 
-enum { MAX_STREAMED = 2 }; /* with more rows, expanding a panel pays */
+enum { MAX_STREAMED_Q8 = 2 }; /* with more rows, expanding a panel pays */
 
 static void multiply_panel( /* the variant's: all rows of the input, one panel */
     const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count);
 
 static void multiply_panels(
     const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
-    if (x->num_rows <= MAX_STREAMED) {
+    if (x->num_rows <= (kind == QUIRE_Q4 ? MAX_STREAMED_Q4 : MAX_STREAMED_Q8)) {
         stream_panels(w, kind, x, y, stride, count);
         return;
     }

@@ -3,6 +3,7 @@
 #include <sys/auxv.h>
 #endif
 
+enum { MAX_STREAMED_Q4 = 3 }; /* rows that are multiplied from the packed bytes */
 #include "neon.h"
 
 enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers */

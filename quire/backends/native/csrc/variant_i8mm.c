@@ -6,6 +6,7 @@
 #include <sys/sysctl.h>
 #endif
 
+enum { MAX_STREAMED_Q4 = 2 }; /* rows that are multiplied from the packed bytes */
 #include "neon.h"
 
 enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers: two pairs */
