@@ -63,8 +63,11 @@ class Scale:
     prefill_bar: float | None
 
 
-DECODE_BARS = {1: (1.3, None), 16: (1.5, 3.0)}
-EXPERT_BARS = {1: (1.0, None), 16: (1.3, None)}  # as shipped is the only format
+DECODE_BARS: dict[int, tuple[float | None, float | None]] = {1: (1.3, None), 16: (1.5, 3.0)}
+EXPERT_BARS: dict[int, tuple[float | None, float | None]] = {
+    1: (1.0, None),
+    16: (1.3, None),
+}  # as shipped is the only format
 FULL = Scale(CLIENTS, 128, 64, (128, 512, 2048), 1024, (512, 1024), 10, DECODE_BARS, prefill_bar=1.2)
 QUICK = Scale((1, 4), 16, 8, (64,), 64, (64,), 2, {}, prefill_bar=None)
 
