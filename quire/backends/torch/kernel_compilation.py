@@ -316,7 +316,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     hidden = spec.hidden_size
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
     norm_weight = meta(hidden, kind=NORM_DTYPE)
-    calls.append(partial(add_norm, parts, residual, norm_weight, spec.norm_eps))
+    factors = dict.fromkeys(layer.residual_scale for layer in spec.layers)
+    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, factor) for factor in factors]
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)

@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.backends.torch.kernel_compilation import Calls, _compile, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import Calls, _compile, first_calls, later_calls, routed_calls
 from quire.backends.torch.kernels.sampling import count
 from quire.weights.opening import open_checkpoint
 
 BLOCK_SIZE = 32
+MAX_ROWS = 8192
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -54,6 +55,7 @@ def main() -> int:
     for folder in sys.argv[1:]:
         spec = open_checkpoint(Path(folder), "dummy").spec
         calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"))
+        calls += routed_calls(spec, torch.bfloat16, MAX_ROWS)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
     judge = Judge()

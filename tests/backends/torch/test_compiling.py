@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from quire.backends.torch.kernel_compilation import LATER_NICE, Compiling, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import LATER_NICE, Compiling, first_calls, later_calls, routed_calls
 from quire.backends.torch.kernels.blocks import copy_blocks
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
@@ -59,11 +59,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 80,
     },
 }
+# Kernels that only some families need.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **SIZES,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **SIZES},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], **SIZES, "no_rope_layers": [1, 0]},
+    "granite": {"architectures": ["GraniteForCausalLM"], **SIZES, "residual_multiplier": 0.22, "logits_scaling": 4.0},
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        **SIZES,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}
 
 
 def write_config(name: str, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    (folder / "config.json").write_text(json.dumps({**CONFIGS, **VARIANTS}[name]))
     return folder
 
 
@@ -84,7 +108,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    folders = [str(write_config(name, tmp_path / name)) for name in CONFIGS]
+    folders = [str(write_config(name, tmp_path / name)) for name in (*CONFIGS, *VARIANTS)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.torch.compile_child", *folders],
         capture_output=True, text=True, env=environment, check=False,
@@ -94,7 +118,8 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     sampling = {"_change", "_count", "_edit", "_find_floors", "_measure", "_pick", "_weigh"}
     blocks = {"_copy_blocks", "_update_tables"}
     layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
-    assert compiled == sampling | blocks | layers | {"_tile_product"}
+    experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
+    assert compiled == sampling | blocks | layers | experts | {"_tile_product", "_norm_columns"}
 
 
 def kind(value: object) -> object:
@@ -126,8 +151,13 @@ class Launches:
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")  # rows of padding
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # in bf16, on a CPU without instructions for it
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, dtype) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
+        *((one, torch.float32) for one in VARIANTS),
+    ],
+)
 def test_kernels_of_steps_are_compiled_in_advance(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +168,8 @@ def test_kernels_of_steps_are_compiled_in_advance(
         ahead = Launches(patch, is_run=False)
         for call in first_calls(spec, dtype, 32, torch.device("cpu")):
             call()
+        for call in routed_calls(spec, dtype, 512):
+            call()
         first = set(ahead.forms)
         for call in later_calls(spec, dtype, 32):
             call()
@@ -145,7 +177,9 @@ def test_kernels_of_steps_are_compiled_in_advance(
     rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))
     assert launches.forms <= first
     others = {form[0] for form in first - launches.forms}
-    assert others <= {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
+    unused = {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
+    routed = {"_route", "_sort", "_count", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
+    assert others <= (unused | routed if spec.has_experts else unused)  # other numbers of rows have other tiles
     launches.is_run = False
     with torch.inference_mode():
         while rig.runner._graphs.prepare():
