@@ -149,12 +149,13 @@ def decode(task: Task) -> dict[str, Any]:
     prompts = [(number, cpu_child.prompt(number, task.prompt_tokens, machine.vocab_size)) for number in sequences]
     started_s = time.perf_counter()
     machine.read_all(prompts)
-    begun_s = time.perf_counter()
+    begun_s, used_s = time.perf_counter(), time.process_time()
     for step in range(task.output_tokens):
         machine.step(sequences, task.prompt_tokens + step)
-    ended_s = time.perf_counter()
+    ended_s, used_s = time.perf_counter(), time.process_time() - used_s
     return machine.findings(
         task.num_clients * task.output_tokens / (ended_s - begun_s),
+        tokens_per_cpu_s=task.num_clients * task.output_tokens / used_s,
         prompts_tokens_per_s=task.num_clients * task.prompt_tokens / (begun_s - started_s),
     )
 

@@ -81,14 +81,15 @@ def decode(task: Task) -> dict[str, Any]:
         machine.add(number, task.prompt_tokens, task.output_tokens + SLACK_TOKENS)
     while waiting:
         waiting -= {output.request_id for output in machine.step() if output.tokens}
-    begun_s = time.perf_counter()
+    begun_s, used_s = time.perf_counter(), time.process_time()
     for _ in range(task.output_tokens):
         num_tokens = sum(len(output.tokens) for output in machine.step())
         if num_tokens != task.num_clients:
             raise RuntimeError(f"a step returned {num_tokens} tokens for {task.num_clients} clients")
-    ended_s = time.perf_counter()
+    ended_s, used_s = time.perf_counter(), time.process_time() - used_s
     return machine.findings(
         task.num_clients * task.output_tokens / (ended_s - begun_s),
+        tokens_per_cpu_s=task.num_clients * task.output_tokens / used_s,
         prompts_tokens_per_s=task.num_clients * task.prompt_tokens / (begun_s - started_s),
     )
 
