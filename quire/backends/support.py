@@ -16,13 +16,20 @@ from typing import Any
 from quire.backends.machine import is_apple_silicon
 from quire.errors import UnsupportedModel, install_command
 from quire.weights.config import DTYPES
+from quire.weights.families import GGUF_ARCHITECTURES
 from quire.weights.fields import show
 from quire.weights.spec import ModelSpec
 
+MLX_GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")  # whose GGUF files mlx-lm can be given
 MIN_TRANSFORMERS = (5, 10)
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in config.json
 ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe"}
 _QUANTIZED = ("quantization_config", "quantization", "compression_config")
+
+
+def mlx_reads(spec: ModelSpec) -> bool:
+    """Return whether the mlx backend reads the files of a model: GGUF files only of some families."""
+    return spec.architecture not in GGUF_ARCHITECTURES or spec.family in MLX_GGUF_FAMILIES
 
 
 def refuse_unsupported(spec: ModelSpec) -> None:
@@ -87,8 +94,9 @@ def transformers_notice(architecture: str) -> str:
 
 def find_transformers_problem(config: Mapping[str, Any]) -> str:
     """Return why `transformers` does not run a model with this config.json; empty: the torch backend may run it."""
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     version = importlib.metadata.version("transformers")
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRANSFORMERS:
         return f"transformers {version} is installed: {'.'.join(map(str, MIN_TRANSFORMERS))} or newer is needed"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.backends.support import find_transformers_problem, mlx_hint, transformers_hint
+from quire.backends.support import find_mlx_problem, find_transformers_problem, mlx_hint, transformers_hint
 from quire.engine.composition import EngineConfig, choose_backend
 from quire.errors import QuireError
 from quire.weights.fields import read_json
@@ -19,8 +19,11 @@ def find_backend_problem(unsupported: str, config: Mapping[str, Any] | None = No
     `unsupported` is `ModelSpec.unsupported`. `config` holds the contents of config.json, if there is one: transformers
     may run the model. Asking transformers takes seconds.
     """
-    if not unsupported or choose_backend(EngineConfig()) == "mlx":
+    if not unsupported:
         return ""
+    if choose_backend(EngineConfig()) == "mlx":
+        problem = "" if config is None else find_mlx_problem(config.get("model_type"))
+        return f"{unsupported}; {problem}" if problem else ""
     problem = "" if config is None else find_transformers_problem(config)
     if config is not None and not problem:
         return ""

@@ -7,6 +7,7 @@ is estimated from the bytes that a token reads and the measured speed of this ma
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
+from quire.backends.native.expert_memory import MEMORY_SHARE
 from quire.backends.support import transformers_notice
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
@@ -23,7 +25,7 @@ from quire.engine.composition import EngineConfig, choose_backend
 from quire.errors import QuireError
 from quire.sizes import memory_size
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.hub import weight_bytes
+from quire.weights.hub import cache_dir, weight_bytes
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import check_tensors, num_active_weights, num_weights
@@ -55,14 +57,20 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         check_tensors(checkpoint)
     backend = choose_backend(EngineConfig(), spec)
     memory = read_memory()
+    if backend == "native":  # it does not use a GPU
+        memory = Memory(memory.cpu_total, memory.cpu_free)
     place = _place(checkpoint, path, backend, memory)
-    is_mapped = not place.device and backend == "native" and spec.has_experts
-    if is_mapped:  # experts that do not fit are mapped from a file
+    is_mapped = backend == "native" and spec.has_experts and place.num_bytes > MEMORY_SHARE * memory.cpu_free
+    if is_mapped:
         place = Fit("cpu", place.num_bytes, is_free=True)
+        problem = problem or _find_disk_problem(place.num_bytes)
     if not problem and not place.device:
         problem = f"its weights take {memory_size(place.num_bytes)}, more than this machine has"
+    elif not problem and backend == "torch" and memory.gpu_total and place.device == "cpu":
+        problem = "its weights do not fit on the GPU; --backend native or --device cpu runs it on the CPU"
     through = transformers_notice(spec.architecture) if spec.unsupported and backend == "torch" and not problem else ""
-    token_bytes = KVSpec.of(spec).block_bytes(1, KV_ITEM_BYTES)
+    is_fp32 = backend == "torch" and place.device == "cpu"
+    token_bytes = KVSpec.of(spec).block_bytes(1, 2 * KV_ITEM_BYTES if is_fp32 else KV_ITEM_BYTES)
     return {
         "path": str(path),
         "runs": not problem,
@@ -94,6 +102,19 @@ def _place(checkpoint: Checkpoint, path: Path, backend: str, memory: Memory) -> 
         num_bytes = 4 * weights.total()
         return Fit("cpu" if num_bytes <= memory.cpu_total else "", num_bytes, num_bytes <= memory.cpu_free)
     return place
+
+
+def _find_disk_problem(num_bytes: int) -> str:
+    """Return why experts cannot be mapped from a file; empty: they can."""
+    folder = cache_dir()
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= num_bytes:
+        return ""
+    return (
+        f"its weights take {memory_size(num_bytes)}, more than the memory that is free, and the disk of {folder} has"
+        f" only {memory_size(free)} for a file of experts"
+    )
 
 
 def _num_cached_tokens(place: Fit, memory: Memory, token_bytes: int) -> int:

@@ -14,10 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from quire.backends.support import find_mlx_problem
 from quire.cli.backend_fit import find_backend_problem
 from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit, fit_mlx, read_memory
-from quire.engine.composition import EngineConfig, choose_backend
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
@@ -147,8 +145,6 @@ def _family_problems(found: Download) -> list[str]:
     except QuireError as error:
         return [str(error)]
     problem = find_backend_problem(spec.unsupported, found.config)
-    if not problem and spec.unsupported and choose_backend(EngineConfig()) == "mlx":
-        problem = find_mlx_problem(found.config.get("model_type"))
     return [problem] if problem else []
 
 

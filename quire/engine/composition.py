@@ -12,7 +12,7 @@ from types import ModuleType
 
 from quire.backends.base import PRECISIONS, QUANTIZE_BITS, BackendOptions, Capacity, Progress, Runner
 from quire.backends.machine import has_nvidia, is_apple_silicon
-from quire.backends.support import refuse_unsupported
+from quire.backends.support import mlx_reads, refuse_unsupported
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
@@ -194,7 +194,8 @@ def choose_backend(config: EngineConfig, spec: ModelSpec | None = None) -> str:
         return config.backend
     has_torch = importlib.util.find_spec("torch") is not None
     has_mlx = importlib.util.find_spec("mlx") is not None and importlib.util.find_spec("mlx_lm") is not None
-    if config.device == "metal" or (config.device == "auto" and has_mlx and is_apple_silicon()):
+    may_use_mlx = has_mlx and is_apple_silicon() and (spec is None or mlx_reads(spec))
+    if config.device == "metal" or (config.device == "auto" and may_use_mlx):
         return "mlx"
     if config.device == "cuda" or config.dtype not in ("auto", "int8"):
         return "torch"

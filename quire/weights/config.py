@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from quire.errors import UnsupportedModel
-from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, Family, Ropes, Windows
+from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_THETA, scaled_rope
 from quire.weights.spec import (
@@ -40,6 +40,8 @@ MAX_TOP_K = (1 << 31) - 1
 MAX_MULTIPLIER = 1e6
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+# Fields whose null replaces the default of transformers.
+_NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "num_key_value_heads")
 _TEXT_TYPES = {"ministral3": ("mistral",)}  # further values of text_config.model_type
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Fields of config.json that say that the weights are quantised, and the field in them that says how. MLX writes both.
@@ -105,7 +107,8 @@ def read_shape(fields: Fields, keys: ShapeKeys) -> Shape:
 
 
 def _eps(fields: Fields, name: str) -> float:
-    eps = fields.real(name, 0, 1, 1e-6, above_low=True)
+    default = 1e-6 if name == ShapeKeys().norm_eps else None  # llama.cpp has no default
+    eps = fields.real(name, 0, 1, default, above_low=True)
     if eps == 1:
         raise fields.wrong(name, "not below 1")
     return eps
@@ -363,7 +366,9 @@ def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
         inner = config.table("text_config").values
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
         values = {**inner, **{name: config.get(name) for name in outer if name in config}}
-    given = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
+    given = {name: value for name, value in values.items() if value is not None or name in _NULLS}
+    if family.name == "ministral3" and given.get("model_type") == "mistral":
+        family = BY_NAME["mistral"]  # the text of Mistral Small 3
     return Fields(config.source, {**_defaults(family, given), **given}, prefix)
 
 

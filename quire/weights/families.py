@@ -208,6 +208,7 @@ FAMILIES: tuple[Family, ...] = (
         reasoning="think",
         defaults={
             "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
             "num_key_value_heads": 4,
             "num_experts": 128,
             "num_experts_per_tok": 8,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
@@ -23,9 +23,6 @@ from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from
 from quire.weights.names import gguf_targets, is_left_over
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
-
-if TYPE_CHECKING:
-    pass
 
 MAX_KEYS = 4096
 MAX_TENSORS = 65_536
@@ -85,7 +82,6 @@ _OTHER_TYPES = {
     31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
     40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
-_PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.bias")
 
 
 class GgufTensor(NamedTuple):

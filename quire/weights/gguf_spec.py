@@ -58,7 +58,8 @@ _SAMPLING = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 # Fields that change the equations if they are not 0.
-_UNKNOWN_EQUATIONS = ("attention.q_lora_rank", "nextn_predict_layers")
+# The last one: GLM-4.1V, whose rows have another order.
+_UNKNOWN_EQUATIONS = ("attention.q_lora_rank", "nextn_predict_layers", "rope.dimension_sections")
 _UNKNOWN_EXPERTS = ("expert_shared_count", "expert_shared_feed_forward_length")  # if there are routed experts
 # Sizes that some files list by layer, although they are equal.
 _BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -79,8 +80,8 @@ def find_family(metadata: Mapping[str, Any], source: str) -> Family:
     has_window = bool(metadata.get(f"{name}.attention.sliding_window"))
     candidates = [row for row in FAMILIES if row.gguf == name and (row.experts is not None) == has_experts]
     if not candidates:
-        is_wrong = "is" if has_experts else "is not"
-        raise UnsupportedModel(f"{source}: architecture {name} {is_wrong} with experts, which is not supported")
+        problem = "with experts is not supported" if has_experts else "needs expert_count, which is missing or 0"
+        raise UnsupportedModel(f"{source}: architecture {name} {problem}")
     if name in ("llama", "olmo2"):  # Mistral's and OLMo 3's differ by their window
         return candidates[-1] if has_window else candidates[0]
     return candidates[0]
@@ -112,7 +113,7 @@ def spec_from_gguf(
         norm_eps=shape.norm_eps,
         embedding_scale=math.sqrt(shape.hidden_size) if family.is_gemma else embedding_scale,
         logit_scale=1 / _multiplier(fields, family, "logit_scale"),
-        logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
+        logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         norm_offset=0.0,  # Gemma's offset of 1 is already in the weights
         rounds_norms_first=family.rounds_norms_first,
         is_tied="output.weight" not in tensors,
@@ -128,6 +129,11 @@ def _equal_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     listed = {name: values[name] for name in _BY_LAYER if isinstance(values.get(name), list)}
     num_layers = values.get("block_count")
     return {name: one[0] for name, one in listed.items() if one and len(one) == num_layers and len(set(one)) == 1}
+
+
+def _softcap(fields: Fields, family: Family, name: str) -> float:
+    default = float(family.defaults.get(name, 0.0))  # Gemma 2's files may omit it
+    return fields.real(name, 0, 1e6, default) if family.is_gemma else 0.0
 
 
 def _multiplier(fields: Fields, family: Family, name: str) -> float:
@@ -153,7 +159,7 @@ def _layers(
             scale=_attention_scale(fields, family, shape),
             rope=local_rope if window and local_rope else rope,
             window=window,
-            softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
+            softcap=_softcap(fields, family, "attn_logit_softcapping"),
             qk_norm=family.qk_norm,
             query_scaling=_query_scaling(fields, family),
             has_qkv_bias=family.qkv_bias is True or "blk.0.attn_q.bias" in tensors,
@@ -213,8 +219,9 @@ def generation_from_gguf(metadata: Mapping[str, Any], source: str) -> Generation
 def _refuse_other_shapes(fields: Fields) -> None:
     names = _UNKNOWN_EQUATIONS + (_UNKNOWN_EXPERTS if fields.get("expert_count") else ())
     for name in names:
-        if fields.get(name):
-            raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported")
+        value = fields.get(name)
+        if any(value) if isinstance(value, list) else value:
+            raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(value)}: not supported")
     if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions
         raise UnsupportedModel(f"{fields.source}: {fields.prefix}rope.scaling.finetuned is false: not supported")
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):

@@ -11,6 +11,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ MAX_TENSORS = 1 << 20  # a mixture of experts has three matrices per expert and 
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+COMPARED = 1 << 20  # bytes at a time
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _KNOWN_TYPES = ("F32", "F16", "BF16")
 _ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2}
@@ -66,6 +68,8 @@ class SafetensorsCheckpoint:
             found = {name: one.info for name, one in self._file_tensors.items()}
             self.spec = self._folder.spec(most_common_type(found))
             self._places = self._find_places(found)
+            if self.spec.is_tied and self._has_own_head():  # the rule of transformers
+                self.spec = replace(self.spec, is_tied=False)
         except BaseException:
             self.close()
             raise
@@ -178,6 +182,19 @@ class SafetensorsCheckpoint:
         if name in self._file_tensors:
             raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")
         self._file_tensors[name] = _read_entry(shard, name)
+
+    def _has_own_head(self) -> bool:
+        """Return whether the file holds a head that differs from the embedding, whatever config.json says."""
+        head, embedding = self._places.get("head.weight"), self._places.get("embedding.weight")
+        if head is None or embedding is None or head.info[1:] != embedding.info[1:]:
+            return False
+        one, other = self._bytes_of(head), self._bytes_of(embedding)
+        return any(one[at : at + COMPARED] != other[at : at + COMPARED] for at in range(0, len(one), COMPARED))
+
+    def _bytes_of(self, place: Place) -> memoryview:
+        tensor = self._file_tensors[place.file_name]
+        start = tensor.offset + place.offset
+        return memoryview(tensor.shard.buffer)[start : start + place.info.num_bytes]
 
     def _find_places(self, found: Mapping[str, TensorInfo]) -> dict[str, Place]:
         family = self._folder.family

@@ -149,8 +149,8 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape]) -> 
     whole: Shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     if info.shape != ((num_stacked, *whole) if target.is_stack else whole):
         return None
-    if target.is_stack and target.names[0].format(num_stacked) in expected:
-        return None  # there are more experts than the file holds
+    if target.is_stack and not _has_experts(target.names[0], num_stacked, expected):
+        return None
     row_bytes = info.num_bytes // (num_stacked * whole[0])
     places, offset = [], 0
     for expert in range(num_stacked):
@@ -160,6 +160,11 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape]) -> 
             places.append(Place(part, info.name, offset))
             offset += num_bytes
     return places
+
+
+def _has_experts(name: str, count: int, expected: Mapping[str, Shape]) -> bool:
+    """Return whether the model has exactly this many experts."""
+    return name.format(count - 1) in expected and name.format(count) not in expected
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:

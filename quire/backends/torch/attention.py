@@ -23,7 +23,7 @@ class ReferencePass:
     def __init__(self, batch: Batch, store: KVStore) -> None:
         self._batch = batch
         self._store = store
-        self._angles: dict[Rotary, Angles] = {}
+        self._angles: dict[tuple[Rotary, int, int], Angles] = {}
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         x = F.embedding(self._batch.tokens, embedding)
@@ -74,11 +74,12 @@ class ReferencePass:
         return experts.reference(x, router(x))
 
     def _rotation(self, heads: Heads, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        angles = self._angles.get(rotary)
+        key = (rotary, heads.num_heads, heads.num_kv_heads)
+        angles = self._angles.get(key)
         if angles is None:
             num_rotated = heads.num_heads + heads.num_kv_heads
             angles = rotary.angles(self._batch.positions, dtype, num_rotated, num_rotated + heads.num_kv_heads)
-            self._angles[rotary] = angles
+            self._angles[key] = angles
         return angles
 
 

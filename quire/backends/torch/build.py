@@ -44,17 +44,21 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             from quire.backends.torch import build_cuda  # imports Triton, which is not always installed
 
             compiling = build_cuda.start_compiling(spec, dtype, options.block_size, device)
-            if _works():  # takes a second or two the first time
-                return build_cuda.make_cuda_runner(
-                    checkpoint,
-                    options,
-                    dtype,
-                    device,
-                    compiling,
-                    progress,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                )
+            try:
+                if _works():  # takes a second or two the first time
+                    return build_cuda.make_cuda_runner(
+                        checkpoint,
+                        options,
+                        dtype,
+                        device,
+                        compiling,
+                        progress,
+                        max_num_seqs=max_num_seqs,
+                        max_model_len=max_model_len,
+                    )
+            except BaseException:
+                compiling.cancel()
+                raise
             compiling.cancel()
         model = load_model(checkpoint, dtype, device, max_model_len, progress)
         pool = PoolRequest(options, model.kv_spec.block_bytes(options.block_size, dtype.itemsize), max_model_len)

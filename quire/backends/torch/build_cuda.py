@@ -148,7 +148,7 @@ def measure_step(
     store = KVStore(model.kv_spec, len(table) + 1, block_size, dtype, device)
     runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, has_graphs=False)
     torch.cuda.reset_peak_memory_stats(device)
-    tokens = (0,) * length
+    tokens = tuple(i % model.spec.vocab_size for i in range(length))  # different ones choose different experts
     took_s = 0.0
     for start, count in ((length - 1, 1), (0, length), (0, length)):  # a decode each, then prompts
         started_s = time.monotonic()
