@@ -9,8 +9,10 @@ from typing import Any
 from quire.backends.support import find_mlx_problem, find_transformers_problem, mlx_hint, transformers_hint
 from quire.engine.composition import EngineConfig, choose_backend
 from quire.errors import QuireError
+from quire.weights.config import DTYPES
 from quire.weights.fields import read_json
 from quire.weights.folder import member
+from quire.weights.spec import ModelSpec
 
 
 def find_backend_problem(unsupported: str, config: Mapping[str, Any] | None = None) -> str:
@@ -22,12 +24,16 @@ def find_backend_problem(unsupported: str, config: Mapping[str, Any] | None = No
     if not unsupported:
         return ""
     if choose_backend(EngineConfig()) == "mlx":
-        problem = "" if config is None else find_mlx_problem(config.get("model_type"))
-        return f"{unsupported}; {problem}" if problem else ""
+        return "" if config is None else find_mlx_problem(config.get("model_type"))
     problem = "" if config is None else find_transformers_problem(config)
     if config is not None and not problem:
         return ""
     return f"{unsupported}{f'; {problem}' if problem else transformers_hint()}{mlx_hint()}"
+
+
+def needs_mlx(spec: ModelSpec) -> bool:
+    """Return whether a model runs with mlx-lm, if at all: transformers runs weights of 16 bits on other backends."""
+    return bool(spec.unsupported) and (spec.quantization not in DTYPES or choose_backend(EngineConfig()) == "mlx")
 
 
 def read_config(path: Path) -> Mapping[str, Any] | None:

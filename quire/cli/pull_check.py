@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from quire.cli.backend_fit import find_backend_problem
+from quire.cli.backend_fit import find_backend_problem, needs_mlx
 from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit, fit_mlx, read_memory
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
@@ -60,11 +60,12 @@ class Download:
 
     @property
     def needs_mlx(self) -> bool:
-        """Whether only the mlx backend may run the model."""
+        """Whether the model runs with mlx-lm, if at all: transformers runs weights of 16 bits on other backends."""
         try:
-            return self.name.gguf is None and bool(self.spec().unsupported)
+            spec = self.spec()
         except QuireError:
             return False
+        return self.name.gguf is None and needs_mlx(spec)
 
     @property
     def weight_bytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.backends.kv_spec import KVSpec
-from quire.cli.backend_fit import find_backend_problem, read_config
+from quire.cli.backend_fit import find_backend_problem, needs_mlx, read_config
 from quire.cli.machine_fit import fit, fit_mlx, read_memory
 from quire.cli.models import short_path
 from quire.sizes import file_size, memory_size
@@ -56,7 +56,7 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         weights[tensor.type.value] += math.prod(tensor.shape)
     if spec.unsupported and spec.quantization not in DTYPES:
         weights.clear()  # MLX packs several weights into a number: shapes do not say how many there are
-    place = fit_mlx(weight_bytes(path), read_memory()) if spec.unsupported else fit(weights, read_memory())
+    place = fit_mlx(weight_bytes(path), read_memory()) if needs_mlx(spec) else fit(weights, read_memory())
     problem = find_backend_problem(spec.unsupported, read_config(path))
     return {
         "path": str(path),
@@ -76,7 +76,7 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "has_chat_template": checkpoint.tokenizer_files().chat_template is not None,
         "memory_bytes": place.num_bytes,
         "runs_on": None if problem else place.device or None,
-        "runs_here": problem or (f"{place}, with mlx" if spec.unsupported and place.device else str(place)),
+        "runs_here": problem or (f"{place}, with mlx" if needs_mlx(spec) and place.device else str(place)),
     }
 
 

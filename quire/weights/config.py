@@ -309,7 +309,7 @@ def find_architecture(config: Fields) -> str:
     name = name_architecture(config)
     if name not in BY_ARCHITECTURE:
         raise UnsupportedModel(
-            f"{config.source}: quire has no equations for {show(name)}; it has those of {', '.join(BY_ARCHITECTURE)}"
+            f"{config.source}: quire has no equations for {show(name)}; `quire models --families` lists those it has"
         )
     return name
 

@@ -68,7 +68,7 @@ def test_a_model_that_runs_is_downloaded(hub: FakeHub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("org/other", "no equations for 'MambaForCausalLM'; it has those of LlamaForCausalLM, "),
+        ("org/other", "no equations for 'MambaForCausalLM'; `quire models --families` lists"),
         ("org/mamba:Q4_0", "architecture 'mamba' is not supported; these run: llama, "),
         ("org/huge:Q4_K_M", "it needs 900.0 GB, and "),
         ("org/huge:Q4_K_M", "its weights take 931 GiB, and this machine has "),

@@ -49,7 +49,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_unknown_architecture_has_a_spec_with_the_reason() -> None:
     spec = read(config("Lfm2MoeForCausalLM", eos_token_id=[2, 3], tie_word_embeddings=True))
     assert (spec.family, spec.architecture, spec.quantization) == (OTHER, "Lfm2MoeForCausalLM", "BF16")
-    assert spec.unsupported.startswith("config.json: quire has no equations for 'Lfm2MoeForCausalLM'; it has those of")
+    assert spec.unsupported.startswith("config.json: quire has no equations for 'Lfm2MoeForCausalLM'; `quire models")
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (LAYERS, HIDDEN, VOCAB)
     assert heads(spec) == (HEADS, KV_HEADS, HEAD)
     assert (spec.eos_token_ids, spec.is_tied, spec.dtype) == ((2, 3), True, "float32")
