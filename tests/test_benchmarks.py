@@ -115,6 +115,7 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
         "B",
         "C",
         "C x 4 over the best single",
+        "T",
         "prefix cache at 0 % hits",
     )
     assert [figure["what"] for figure in report["figures"]] == [*names, "64 x 256, beside transformers"]
@@ -196,7 +197,9 @@ def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     assert report["failures"] == []
     assert [figure["what"] for figure in report["figures"]] == [
         "decode, 1 client",
+        "decode, 1 client, per CPU second",
         "decode, 4 clients",
+        "decode, 4 clients, per CPU second",
         "peak memory, 4 clients",
         "prefill of 64",
         "first token, head of 64, cached",
