@@ -12,7 +12,7 @@ import torch
 
 from quire.backends.sampling import BROKEN
 from quire.backends.torch import attention_work as work
-from quire.backends.torch import cuda, fused, graphs, inputs
+from quire.backends.torch import cuda, fused_linear, graphs, inputs
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import FAMILIES, MORE_FAMILIES, Reference
@@ -211,7 +211,7 @@ def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pyt
         return call
 
     for product in PRODUCTS:
-        monkeypatch.setattr(fused, product, counted(getattr(fused, product)))
+        monkeypatch.setattr(fused_linear, product, counted(getattr(fused_linear, product)))
     prompts = [prompt(4, 1), prompt(5, 2)]
     ids = [rig.start(tokens, 2) for tokens in prompts]
     rig.run(*ids)
