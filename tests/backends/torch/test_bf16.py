@@ -16,8 +16,8 @@ from tests.backends.torch.rig import Rig
 MOST = 1.0
 # transformers rounds OLMo's norms once, as we do, so that both errors are equal but for chance.
 MOST_OF = {"olmo2": 1.05, "olmo3": 1.05}
-# Rounding leads a few tokens to other experts, and which ones is chance. Their rows decide the mean, so the median of the
-# rows is compared. Over three seeds it is 0.90 to 1.08.
+# Rounding leads a few tokens to other experts, and which ones is chance. Their rows decide the mean, so the median of
+# the rows is compared. Over three seeds it is 0.90 to 1.08.
 ROUTED = ("qwen3_moe", "qwen3_moe with a dense layer", "mixtral", "olmoe")
 MOST_OF |= dict.fromkeys(ROUTED, 1.15)
 LENGTHS = (40, 70, 100)
