@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.backends.machine import is_apple_silicon
 from quire.errors import UnsupportedModel, install_command
-from quire.weights.config import DTYPES
+from quire.weights.config import DTYPES, QUANTIZED
 from quire.weights.families import GGUF_ARCHITECTURES
 from quire.weights.fields import show
 from quire.weights.spec import ModelSpec
@@ -24,7 +24,7 @@ MLX_GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")  # 
 MIN_TRANSFORMERS = (5, 10)
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in config.json
 ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe"}
-_QUANTIZED = ("quantization_config", "quantization", "compression_config")
+_QUANTIZED = (*QUANTIZED, "compression_config")
 
 
 def mlx_reads(spec: ModelSpec) -> bool:

@@ -67,27 +67,13 @@ def doctor(
 
     With a model: whether it will run here, with what memory, context and speed, without loading it.
     """
-    if model is not None:
-        _report_model(model, as_json=as_json)
-        return
-    report = examine()
+    report = examine() if model is None else check_model(resolve(model))
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        for line in _lines(report):
+        for line in _lines(report) if model is None else report_lines(report):
             typer.echo(line)
-    if not report["can_generate"]:
-        raise typer.Exit(1)
-
-
-def _report_model(name: str, *, as_json: bool) -> None:
-    report = check_model(resolve(name))
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        for line in report_lines(report):
-            typer.echo(line)
-    if not report["runs"]:
+    if not report["can_generate" if model is None else "runs"]:
         raise typer.Exit(1)
 
 

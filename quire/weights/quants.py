@@ -62,9 +62,9 @@ def _decoder(kind: TensorType) -> Callable[[NDArray[np.uint8]], NDArray[np.float
 
 # 4-bit codes that are places in a table. The decoders of the gguf package are a third as fast.
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
-_CODEBOOKS = {TensorType.IQ4_NL: _IQ4, TensorType.IQ4_XS: _IQ4, TensorType.MXFP4: _E2M1}
+IQ4_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
+_CODEBOOKS = {TensorType.IQ4_NL: IQ4_CODES, TensorType.IQ4_XS: IQ4_CODES, TensorType.MXFP4: E2M1_CODES}
 
 
 def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -80,7 +80,7 @@ def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
         codes = blocks[:, 2:]
     else:
         blocks = coded.reshape(-1, 136)
-        scales = _iq4_xs_scales(blocks)
+        scales = iq4_xs_scales(blocks)
         codes = blocks[:, 8:]
     values = np.empty((scales.size, 2, 16), np.float32)  # [groups, nibble, code]
     packed = codes.tobytes()
@@ -91,7 +91,7 @@ def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values.reshape(len(coded), -1)
 
 
-def _iq4_xs_scales(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+def iq4_xs_scales(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return [N, 8]: a float16 times signed factors of 6 bits, of which 4 are in bytes 4 to 7, 2 in bytes 2 and 3."""
     import numpy as np
 

@@ -105,7 +105,8 @@ class SafetensorsCheckpoint:
     def _listed(self) -> Iterator[tuple[_Shard, str]]:
         """Yield every tensor of the checkpoint with the file that holds it."""
         if not (self.path / INDEX).exists():
-            for path in self._without_index():
+            # Without an index, a single file, or all shards: mlx-lm reads such folders.
+            for path in [self._single()] if (self.path / SINGLE).exists() else self._all_files():
                 shard = self._open(path)
                 yield from ((shard, name) for name in shard.header)
             return
@@ -121,10 +122,8 @@ class SafetensorsCheckpoint:
         if missing:
             raise ModelFileError(f"{path}: weight_map lists {show(missing[0])}, which is not in the file it names")
 
-    def _without_index(self) -> list[Path]:
-        """Return the only file of weights, or all of a folder whose shards have no index. mlx-lm reads such folders."""
-        if (self.path / SINGLE).exists():
-            return [self._single()]
+    def _all_files(self) -> list[Path]:
+        """Return every file of weights in the folder."""
         files = sorted(path.name for path in self.path.glob("model*.safetensors"))
         if len(files) > MAX_SHARDS:
             raise ModelFileError(f"{self.path}: holds {len(files)} files of weights: more than {MAX_SHARDS}")
@@ -138,11 +137,8 @@ class SafetensorsCheckpoint:
         if (self.path / INDEX).exists():
             for file in dict.fromkeys(_read_index(member(self.path, INDEX), MAX_TENSORS).values()):
                 member(self.path, file)
-        files = sorted(path.name for path in self.path.glob("model*.safetensors"))
-        if len(files) > MAX_SHARDS:
-            raise ModelFileError(f"{self.path}: holds {len(files)} files of weights: more than {MAX_SHARDS}")
         names: set[str] = set()
-        for path in [member(self.path, file) for file in files] or [self._single()]:
+        for path in self._all_files():
             shard = self._open(path)
             for name, entry in shard.header.items():
                 if name in names:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from quire.weights.checkpoint import RawTensor, TensorType
 from quire.weights.gguf import BLOCKS
+from quire.weights.quants import E2M1_CODES, IQ4_CODES, iq4_xs_scales
 
 GROUP_SIZE = 32
 CHUNK_ELEMENTS = 1 << 20  # repacked at once: the decoders make several copies of their input
@@ -139,9 +140,8 @@ def _q5_k(blocks: Bytes) -> Blocks:
     return Blocks(codes.reshape(-1, 256), *_k_scales(blocks))
 
 
-_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int16)
-_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int16)  # doubled
-_IQ4_CODES, _E2M1_CODES = (_IQ4 + 128).astype(np.uint8), (_E2M1 + 12).astype(np.uint8)
+_IQ4_CODES = (np.array(IQ4_CODES, np.int16) + 128).astype(np.uint8)
+_E2M1_CODES = (np.array(E2M1_CODES, np.int16) + 12).astype(np.uint8)
 
 
 def _iq4_nl(blocks: Bytes) -> Blocks:
@@ -150,10 +150,7 @@ def _iq4_nl(blocks: Bytes) -> Blocks:
 
 
 def _iq4_xs(blocks: Bytes) -> Blocks:
-    """Eight groups with signed factors of 6 bits: 4 of them in bytes 4 to 7, 2 in bytes 2 and 3."""
-    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(-1, 8)
-    scales = _float16(blocks, 0) * ((low | high << 4).astype(np.float32) - 32)
+    scales = iq4_xs_scales(blocks)
     codes = _nibbles(blocks[:, 8:].reshape(-1, 16)).reshape(-1, 256)
     return Blocks(_IQ4_CODES[codes], scales, -128 * scales)
 

@@ -8,7 +8,6 @@ of pass that gives the same logits. If no kind of pass gives them, the model is 
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from quire.backends import trial
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
 from quire.backends.mlx.paged_cache import KVStore, LayerCache, LayerShape
-from quire.core.request import SamplingParams
-from quire.core.step import SeqSlice
 from quire.errors import UnsupportedModel
 
 log = logging.getLogger(__name__)
@@ -27,12 +25,6 @@ log = logging.getLogger(__name__)
 # T tokens of a pass, R rows that need logits, E hidden size, V vocabulary
 
 BODIES = ("model", "transformer", "backbone")  # names of the part of a model that ends with its last norm
-TRIAL_LENGTHS = (11, 7)
-TRIAL_BLOCK_SIZE = 4
-# Largest root mean square error of logits, relative to their spread. In 16 bits, passes of other shapes round
-# differently; a wrong position or a wrong key changes the logits completely.
-TRIAL_ERROR = 1e-3
-TRIAL_ERROR_16_BITS = 0.15
 
 
 class RowSelection:
@@ -171,7 +163,7 @@ def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel
     `source`: the model's path, for messages. Returns the model, what its layers store, and the width of its logits.
     """
     layout = CacheLayout(make_prompt_cache(model), source)
-    prompts = [_trial_tokens(length, vocab_size) for length in TRIAL_LENGTHS]
+    prompts = trial.make_prompts(vocab_size)
     own = [make_prompt_cache(model) for _ in prompts]
     expected = [
         model(mx.array([prompt]), cache=cache)[0].astype(mx.float32) for prompt, cache in zip(prompts, own, strict=True)
@@ -191,58 +183,28 @@ def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel
     raise UnsupportedModel(f"{source}: does not run over quire's paged cache: {problems[-1]}")
 
 
-def _trial_tokens(length: int, vocab_size: int) -> list[int]:
-    return [(7919 * (place + length)) % vocab_size for place in range(length)]
-
-
 def _try_mode(
     paged: PagedModel, shapes: Sequence[LayerShape], prompts: Sequence[list[int]], expected: Sequence[mx.array]
 ) -> str | None:
-    """Run both prompts in three steps: chunks of both, a chunk beside a decode, decodes. Returns what is wrong."""
-    cuts = [[(0, len(prompts[0]) - 3), (0, len(prompts[1]) - 2)], [(len(prompts[0]) - 3, len(prompts[0]) - 1)]]
-    cuts[1].append((len(prompts[1]) - 2, len(prompts[1]) - 1))
-    cuts.append([(len(prompt) - 1, len(prompt)) for prompt in prompts])
-    num_blocks = 2 * -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE) + 1
-    store = KVStore(shapes, num_blocks, TRIAL_BLOCK_SIZE)
+    """Run the steps of the trial. Returns what is wrong."""
+    store = KVStore(shapes, trial.NUM_BLOCKS, trial.BLOCK_SIZE)
     errors: list[float] = []
     try:
-        for ranges in cuts:
-            slices = [_trial_slice(index, prompts[index], *ranges[index]) for index in range(len(prompts))]
+        for slices in trial.make_steps(prompts):
             for step in build_passes(slices, store.limits, mx.zeros(2, mx.int32), paged.mode):
                 logits, _ = paged.forward(step, store, step.last_rows)
                 assert logits is not None
                 mx.eval(logits, store.arrays)
                 for row, index in enumerate(step.order):
-                    errors.append(_relative_error(logits[row], expected[index][ranges[index][1] - 1]))
+                    errors.append(_relative_error(logits[row], expected[index][trial.last_position(slices[index])]))
     except Exception as problem:  # a model file may do anything with its cache
         return f"{type(problem).__name__}: {problem}"
     paged.num_heads = store.layers[0].num_query_heads
-    # In 16 bits, rounding may lead a token to other experts, which changes single rows; an error in a pass changes all.
-    is_exact = shapes[0].dtype == mx.float32
-    error = max(errors) if is_exact else statistics.median(errors)
-    if error <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
-        return None
-    return f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
+    error = trial.find_error(errors, is_exact=shapes[0].dtype == mx.float32)
+    return None if error is None else f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
 
 
 def _relative_error(logits: mx.array, expected: mx.array) -> float:
     difference = mx.sqrt(mx.mean(mx.square(logits.astype(mx.float32) - expected)))
     relative: Any = (difference / mx.maximum(mx.std(expected), 1e-6)).item()
     return float(relative)
-
-
-def _trial_slice(index: int, tokens: list[int], start: int, end: int) -> SeqSlice:
-    per_prompt = -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE)
-    return SeqSlice(
-        request_id=index,
-        epoch=0,
-        batch_index=index,
-        tokens=tokens[start:end],
-        start=start,
-        length=end - start,
-        block_table=[1 + 2 * place + index for place in range(per_prompt)],  # blocks of both in turn
-        history=tokens,
-        wants_token=True,
-        sampling=SamplingParams(temperature=0.0),
-        num_prompt_tokens=len(tokens),
-    )

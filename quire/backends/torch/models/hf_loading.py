@@ -48,7 +48,7 @@ def load_hf_model(
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a library that checks little; its errors are of any type
-        raise UnsupportedModel(f"{source}: transformers does not read its config.json: {_first_line(error)}") from None
+        raise UnsupportedModel(f"{source}: transformers does not read its config.json: {first_line(error)}") from None
     config = _neutral(config)
     _refuse_stateful(transformers, config, source)
     with _quiet(progress):
@@ -60,7 +60,7 @@ def load_hf_model(
         except (UnsupportedModel, ModelFileError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise UnsupportedModel(f"{source}: transformers does not load it: {_first_line(error)}") from error
+            raise UnsupportedModel(f"{source}: transformers does not load it: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 
@@ -168,6 +168,6 @@ class _Bar:
         return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -8,7 +8,6 @@ it with the library's own attention on a few tokens: a model with other results 
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.backends import trial
 from quire.backends.base import Progress
 from quire.backends.kv_spec import KVSpec, LayerKV
 from quire.backends.torch.attention import ReferencePass
@@ -25,11 +25,9 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
-from quire.backends.torch.models.hf_loading import load_hf_model, silence
+from quire.backends.torch.models.hf_loading import first_line, load_hf_model, silence
 from quire.backends.torch.models.hf_norms import current_step, replace_norms
 from quire.backends.torch.models.merging import Siblings, merge_siblings
-from quire.core.request import SamplingParams
-from quire.core.step import SeqSlice
 from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
@@ -37,13 +35,6 @@ from quire.weights.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 # T tokens in the batch, R rows that need logits, E hidden size, V vocabulary
-
-TRIAL_LENGTHS = (11, 7)
-TRIAL_BLOCK_SIZE = 4
-# Largest root mean square error of logits, relative to their spread. In 16 bits, passes of other shapes round
-# differently; a wrong position or a wrong key changes the logits completely.
-TRIAL_ERROR = 1e-3
-TRIAL_ERROR_16_BITS = 0.15
 
 
 def load_transformers_model(
@@ -65,7 +56,7 @@ def adapt_model(model: Any, spec: ModelSpec, max_model_len: int, source: str) ->
     freeze_rope(model, max_model_len)
     silence(model)
     device = next(model.parameters()).device
-    prompts = [_trial_tokens(length, spec.vocab_size) for length in TRIAL_LENGTHS]
+    prompts = trial.make_prompts(spec.vocab_size)
     expected = [_run_eagerly(model, prompt, device, source) for prompt in prompts]
     recorder = Recorder(source, max_model_len)
     siblings = Siblings(model)
@@ -221,7 +212,7 @@ def _run_eagerly(model: Any, tokens: Sequence[int], device: torch.device, source
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{source}: transformers does not run it on text: {_describe(error)}") from error
+        raise UnsupportedModel(f"{source}: transformers does not run it on text: {first_line(error)}") from error
     return logits
 
 
@@ -256,7 +247,7 @@ def _record(
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{source}: does not run with another attention: {_describe(error)}") from error
+        raise UnsupportedModel(f"{source}: does not run with another attention: {first_line(error)}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -267,45 +258,32 @@ def _record(
     return Body(*found[0])
 
 
-def _trial_tokens(length: int, vocab_size: int) -> list[int]:
-    return [(7919 * (place + length)) % vocab_size for place in range(length)]
-
-
 def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected: Sequence[Tensor]) -> str:
-    """Run both prompts in three steps: chunks of both, a chunk beside a decode, decodes. Returns what is wrong."""
-    cuts = [[(0, len(prompts[0]) - 3), (0, len(prompts[1]) - 2)], [(len(prompts[0]) - 3, len(prompts[0]) - 1)]]
-    cuts[1].append((len(prompts[1]) - 2, len(prompts[1]) - 1))
-    cuts.append([(len(prompt) - 1, len(prompt)) for prompt in prompts])
-    num_blocks = 2 * -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE) + 1
-    store = KVStore(model.kv_spec, num_blocks, TRIAL_BLOCK_SIZE, model.dtype, model.device)
+    """Run the steps of the trial. Returns what is wrong."""
+    store = KVStore(model.kv_spec, trial.NUM_BLOCKS, trial.BLOCK_SIZE, model.dtype, model.device)
     samples = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
     errors: list[float] = []
     try:
-        for ranges in cuts:
-            slices = [_trial_slice(index, prompts[index], *ranges[index]) for index in range(len(prompts))]
+        for slices in trial.make_steps(prompts):
             batch = build_batch(slices, store, model.kv_spec.windows, samples)
             step = ReferencePass(batch, store)
             hidden = model.forward(step)[list(batch.last_rows)]
             model.choose_head(hidden)
             model.is_capturable = model.is_capturable and not _waits_for_device(model, step, hidden)
             for row, index in zip(model.logits(hidden).float(), batch.order, strict=True):
-                errors.append(_relative_error(row, expected[index][ranges[index][1] - 1]))
+                errors.append(_relative_error(row, expected[index][trial.last_position(slices[index])]))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model file may do anything
-        return _describe(error)
-    # In 16 bits, rounding may lead a token to other experts, which changes single rows; an error in a pass changes all.
-    is_exact = model.dtype == torch.float32
-    largest = max(errors) if is_exact else statistics.median(errors)
-    if largest <= (TRIAL_ERROR if is_exact else TRIAL_ERROR_16_BITS):
-        return ""
-    return f"logits differ by {largest:.2g} of their spread"
+        return first_line(error)
+    largest = trial.find_error(errors, is_exact=model.dtype == torch.float32)
+    return "" if largest is None else f"logits differ by {largest:.2g} of their spread"
 
 
 def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> bool:
     """Return whether a pass reads results back from the GPU, which a CUDA graph cannot. Capturing it would fail.
 
-    A failed capture is worse than none: PyTorch's allocator stays in the state of a capture.
+    It is found out here because the device was not tested after a failed capture.
     """
     if model.device.type != "cuda":
         return False
@@ -314,7 +292,7 @@ def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> b
         model.logits(hidden)
         model.forward(step)  # stores the same keys again
     except RuntimeError as error:
-        log.warning("decode steps run without CUDA graphs, which is slower: %s", _describe(error))
+        log.warning("decode steps run without CUDA graphs, which is slower: %s", first_line(error))
         return True
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -324,25 +302,3 @@ def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> b
 def _relative_error(logits: Tensor, expected: Tensor) -> float:
     difference = (logits - expected).square().mean().sqrt()
     return float(difference / expected.std().clamp(min=1e-6))
-
-
-def _trial_slice(index: int, tokens: list[int], start: int, end: int) -> SeqSlice:
-    per_prompt = -(-max(TRIAL_LENGTHS) // TRIAL_BLOCK_SIZE)
-    return SeqSlice(
-        request_id=index,
-        epoch=0,
-        batch_index=index,
-        tokens=tokens[start:end],
-        start=start,
-        length=end - start,
-        block_table=[1 + 2 * place + index for place in range(per_prompt)],  # blocks of both in turn
-        history=tokens,
-        wants_token=True,
-        sampling=SamplingParams(temperature=0.0),
-        num_prompt_tokens=len(tokens),
-    )
-
-
-def _describe(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
