@@ -48,6 +48,9 @@ class Capacity:
     has_costly_rows: bool = False  # every row of a batch takes time: lower tiers may be left out of a step
     max_num_batched_tokens: int = 2048  # default limit of tokens per step
     max_chunk_tokens: int = 512  # default limit of tokens per step from one prompt
+    window: int = 0  # largest window of the layers that have window blocks; 0: every layer keeps its whole context
+    num_window_blocks: int = 0  # the null block included
+    num_states: int = 0  # slots of recurrent states, the empty state included; 0: the model has none
     max_mixed_tokens: int | None = None  # a server's default limit of prompt tokens beside 64 answers; None: no limit
 
 

@@ -13,8 +13,20 @@ from typing import Any, NamedTuple
 from quire.core.request import FinishReason, SamplingParams
 
 
+class StateSnapshot(NamedTuple):
+    """A recurrent state to store within a slice."""
+
+    position: int  # the state covers the tokens [0, position)
+    slot: int
+
+
 class SeqSlice(NamedTuple):
-    """The tokens of one request in one forward pass."""
+    """The tokens of one request in one forward pass.
+
+    Layers with full attention use `block_table`. Layers with a window use `window_table` where the runner has window
+    blocks. Layers with a recurrent state read it from slot `state_source` and write it to slot `state_target`, which
+    may be the same. Slot 0 is the empty state: it is read at the start of a context and never written.
+    """
 
     request_id: int
     epoch: int  # a result for an old epoch is dropped
@@ -27,6 +39,13 @@ class SeqSlice(NamedTuple):
     wants_token: bool  # the slice reaches the last token, so the runner samples after it
     sampling: SamplingParams
     num_prompt_tokens: int  # prompt part of the history: some penalties count only output tokens
+    # Positions before this have keys and values in shared blocks of `block_table` already: they are read, not written.
+    # Only positions of [start, kv_start) are affected. Window blocks are always written.
+    kv_start: int = 0
+    window_table: Sequence[int] = ()  # by block number, by reference; blocks behind the window are 0
+    state_source: int = 0  # state after [0, start)
+    state_target: int = 0  # state after the last token of the slice; 0: the model has no states
+    snapshots: tuple[StateSnapshot, ...] = ()  # states to store in addition, by position within (start, end)
 
 
 class BlockCopy(NamedTuple):
@@ -43,6 +62,7 @@ class StepPlan(NamedTuple):
     slices: tuple[SeqSlice, ...]
     copies: tuple[BlockCopy, ...]  # to be made before the forward pass
     released: tuple[int, ...]  # batch indices released since the last plan
+    window_copies: tuple[BlockCopy, ...] = ()  # the same as `copies`, among the window blocks
 
     @property
     def is_empty(self) -> bool:

@@ -193,7 +193,7 @@ def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) 
     }
     return tuple(
         LayerSpec(
-            attention=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mixer=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
             mlp=experts if experts and is_routed[index] else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,

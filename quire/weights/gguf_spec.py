@@ -170,7 +170,7 @@ def _layers(
     has_rope = [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in range(shape.num_layers)]
     return tuple(
         LayerSpec(
-            attention=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mixer=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
             mlp=experts if experts and f"blk.{index}.ffn_gate_inp.weight" in tensors else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,

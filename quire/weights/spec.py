@@ -17,6 +17,7 @@ OTHER = "other"  # family of the models that quire has no equations for: mlx-lm 
 class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"  # (up + 1) * gate * sigmoid(1.702 gate), both clamped at 7 (gpt-oss)
 
 
 class QKNorm(StrEnum):
@@ -73,6 +74,11 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     has_qkv_bias: bool = False
     has_output_bias: bool = False
+    has_gate: bool = False  # the output of each head is multiplied by sigmoid(gate), which q_gate computes
+    has_sinks: bool = False  # one more logit per head in the softmax, whose value is 0
+    has_value_norm: bool = False  # values are RMS-normed without a weight
+    is_key_value: bool = False  # values are the raw keys, before norm and rotation: there is no v_proj
+    shared_with: int | None = None  # index of an earlier layer whose keys and values this layer reads; it has none
 
     @property
     def q_size(self) -> int:
@@ -81,6 +87,44 @@ class AttentionSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """Gated delta net: a causal convolution over queries, keys and values, then a recurrent state S per value head.
+
+    S = S * exp(g); d = (v - S^T k) * beta; S = S + k d^T; output S^T q. Each key head serves consecutive value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_size: int
+    value_head_size: int
+    num_taps: int  # of the convolution
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_size
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """out(c * conv(b * x)) with b, c and x from one projection: the mixer of LFM2. Its state is the last rows."""
+
+    num_taps: int
+    has_bias: bool = False
+
+
+Mixer = AttentionSpec | DeltaNetSpec | ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +150,19 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: x + residual_scale * attention(norm(x)), then the same with the MLP."""
+    """One layer: x + residual_scale * mixer(norm(x)), then the same with the MLP."""
 
-    attention: AttentionSpec
+    mixer: Mixer
     mlp: MlpSpec | ExpertsSpec
     has_pre_norms: bool = True  # of the inputs of attention and MLP
     has_post_norms: bool = False  # of their outputs, before they are added
     residual_scale: float = 1.0
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer, where it is known to be attention."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +192,12 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        return tuple(layer.attention.window for layer in self.layers)
+        return tuple(layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else 0 for layer in self.layers)
 
     @property
     def attention(self) -> AttentionSpec:
-        """Attention of the first layer, for display and for families whose layers differ only in window and rope."""
-        return self.layers[0].attention
+        """Attention of the first layer that attends, for display and where layers differ only in window and rope."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
     def mlp(self) -> MlpSpec | ExpertsSpec:

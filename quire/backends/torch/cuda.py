@@ -112,7 +112,7 @@ class CudaRunner:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_cores = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
-        layers = model.kv_spec.layers
+        layers = model.kv_spec.kv_layers
         self._sizes = Sizes(  # one division of the work for all layers, so for the layer that needs the smallest tiles
             num_kv_heads=min(layer.num_kv_heads for layer in layers),
             block_size=store.block_size,

@@ -67,7 +67,7 @@ class KVStore:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.shapes = tuple(HeadShape(layer.num_kv_heads, layer.head_size) for layer in kv_spec.layers)
+        self.shapes = tuple(HeadShape(layer.num_kv_heads, layer.head_size) for layer in kv_spec.kv_layers)
         self.pools: Mapping[HeadShape, Tensor] = {  # [layers of the shape, blocks, 2, K, block size, D]
             shape: _zeros(
                 (self.shapes.count(shape), num_blocks, 2, shape.num_kv_heads, block_size, shape.head_size),

@@ -64,7 +64,7 @@ class TestContract(Contract):
 
 def test_layers_of_a_model_have_their_own_shapes_and_windows(tmp_path: Path) -> None:
     write_model(tmp_path, "gemma4_text")
-    layers = load_tiny(tmp_path).kv_spec.layers
+    layers = load_tiny(tmp_path).kv_spec.kv_layers
     # The last of three layers attends to the keys of the second.
     assert [(layer.head_size, layer.window) for layer in layers] == [(16, 8), (32, 0)]
 
@@ -72,7 +72,7 @@ def test_layers_of_a_model_have_their_own_shapes_and_windows(tmp_path: Path) -> 
 def test_a_layer_that_runs_twice_has_two_caches(tmp_path: Path) -> None:
     write_model(tmp_path, "hrm_text")
     model = load_tiny(tmp_path)
-    assert len({id(call.module) for call in model._calls}) < len(model.kv_spec.layers)
+    assert len({id(call.module) for call in model._calls}) < len(model.kv_spec.kv_layers)
 
 
 # Merging and norms
