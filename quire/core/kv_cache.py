@@ -334,6 +334,7 @@ class KVCacheManager:
             PrefixHitFound(
                 request_id=request.request_id,
                 num_tokens=hit.start,
+                num_kv_tokens=hit.num_tokens,
                 num_blocks=len(hit.blocks),
                 num_tail_tokens=hit.num_tail_tokens,
                 is_adopted=hit.is_adoptable,
