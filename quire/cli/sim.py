@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli import options
+from quire.cli import options, sim_states
 from quire.core.policy import POLICIES
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, MissingExtra
@@ -81,13 +81,20 @@ def sim(
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
+    states: sim_states.StatesOption = None,
+    places: sim_states.PlacesOption = None,
+    state_bytes: sim_states.StateBytesOption = None,
+    window: sim_states.WindowOption = None,
+    num_window_blocks: sim_states.WindowBlocksOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run the scheduler on a trace and compare policies and cache sizes: throughput, waits, hits, preemptions."""
     _check_outputs(trace, plot, save_trace)
-    device = _machine(machine, base_ms, token_us, context_us, kv_bytes)
+    if states and plot is not None:
+        raise InvalidRequest("--plot cannot be combined with --states")
+    device = _machine(machine, base_ms, token_us, context_us, kv_bytes, state_bytes)
     base = SimConfig(
         patience=patience,
         normal_share=normal_share,
@@ -100,8 +107,12 @@ def sim(
         max_mixed_tokens=max_mixed_tokens,
         max_waiting=max_waiting,
         enable_prefix_caching=enable_prefix_caching,
+        **sim_states.window_fields(window, num_window_blocks),
     )
-    configs = _configs(base, scheduling_policy, num_blocks)
+    if states:
+        scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*sim_states.DEFAULT_BLOCKS]
+    configs = sim_states.state_configs(_configs(base, scheduling_policy, num_blocks), states, places)
+    _check_configs(configs)
     synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
     todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
     if save_trace is not None:
@@ -145,21 +156,32 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
 
 
 def _machine(
-    name: str, base_ms: float | None, token_us: float | None, context_us: float | None, kv_bytes: int | None
+    name: str,
+    base_ms: float | None,
+    token_us: float | None,
+    context_us: float | None,
+    kv_bytes: int | None,
+    state_bytes: int | None,
 ) -> Machine:
     if name not in MACHINES:
         raise InvalidRequest(f"--machine {name!r} is not one of {', '.join(MACHINES)}")
-    if kv_bytes is not None and kv_bytes < 1:
-        raise InvalidRequest(f"--kv-bytes {kv_bytes} is less than 1")
+    for option, size in (("--kv-bytes", kv_bytes), ("--state-bytes", state_bytes)):
+        if size is not None and size < 1:
+            raise InvalidRequest(f"{option} {size} is less than 1")
     known = MACHINES[name]
     times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
     with _options_named():
         step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
-    return replace(known, step_time=step_time, kv_bytes=kv_bytes or known.kv_bytes)
+    return replace(
+        known,
+        step_time=step_time,
+        kv_bytes=kv_bytes or known.kv_bytes,
+        state_bytes=state_bytes or known.state_bytes,
+    )
 
 
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
-    """A configuration for each policy and cache size. Refuses those that cannot work."""
+    """A configuration for each policy and cache size."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
     own = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
     with _options_named():
@@ -178,10 +200,14 @@ def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | No
         if name != "fair":
             config = replace(config, normal_share=None, low_share=None)
         configs.append(config)
+    return configs
+
+
+def _check_configs(configs: Sequence[SimConfig]) -> None:
+    """Refuse configurations that cannot work, before the run."""
     with _options_named():
         for config in configs:
             replace(config, num_blocks=2).make_scheduler(lambda _event: None)
-    return configs
 
 
 def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
@@ -199,7 +225,7 @@ def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
 @contextmanager
 def _options_named() -> Iterator[None]:
     """Replace field names in errors by option names."""
-    names = {"max_requests": "max_waiting"}
+    names = {"max_requests": "max_waiting", "num_states": "states"}
     try:
         yield
     except InvalidRequest as error:
@@ -214,7 +240,10 @@ def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machin
     reports = []
     with progress_bar(len(configs) * len(trace)) as show:
         for number, config in enumerate(configs):
-            advance = _advance(show, number * len(trace), f"{config.scheduling_policy}, {config.num_blocks:,} blocks")
+            name = f"{config.scheduling_policy}, {config.num_blocks:,} blocks"
+            if config.num_states:
+                name += f", {config.num_states:,} states, {sim_states.name_rules(config)}"
+            advance = _advance(show, number * len(trace), name)
             reports.append(simulate(trace, config, machine.step_time, advance))
     return reports
 
@@ -292,12 +321,22 @@ def _document(
     path: str | None, trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]
 ) -> dict[str, Any]:
     config = asdict(reports[0].config)
+    by_run = ("scheduling_policy", "num_blocks", "num_states", "places", "interval")
+    runs = [summary(report) for report in reports]
+    if any(report.config.num_states for report in reports):
+        for run, (report, reference) in zip(runs, sim_states.with_reference(reports), strict=True):
+            run |= sim_states.state_figures(report, reference, machine)
     return {
         "quire": __version__,
         "trace": {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)},
-        "machine": {"name": name, **asdict(machine.step_time), "kv_bytes": machine.kv_bytes},
-        "config": {key: value for key, value in config.items() if key not in ("scheduling_policy", "num_blocks")},
-        "runs": [summary(report) for report in reports],
+        "machine": {
+            "name": name,
+            **asdict(machine.step_time),
+            "kv_bytes": machine.kv_bytes,
+            "state_bytes": machine.state_bytes,
+        },
+        "config": {key: value for key, value in config.items() if key not in by_run},
+        "runs": runs,
     }
 
 
@@ -312,7 +351,8 @@ def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, rep
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # a file has room for the largest numbers
     console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
-    console.print(_table(machine, reports))
+    has_states = any(report.config.num_states for report in reports)
+    console.print(sim_states.state_table(machine, reports) if has_states else _table(machine, reports))
     for report in reports:
         for line in _remarks(report):
             console.print(line)

@@ -93,7 +93,7 @@ def test_plot_without_matplotlib_names_the_package(tmp_path: Path) -> None:
 BAD: list[tuple[list[str], str]] = [
     (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
     (["--scheduling-policy", "lifo"], "--scheduling-policy = 'lifo' is not one of fair, aging, fcfs"),
-    (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants"),
+    (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants, agents"),
     (["--low-share", "2"], "--low-share = 2.0 is not a number above 0 and below 1"),
     (["--low-share", "0.2", "--policy", "fcfs"], "--low-share is for --scheduling-policy fair only"),
     (["--blocks", "1"], "--num-blocks 1 is not from 2"),
