@@ -135,8 +135,10 @@ class _Builder:
         contexts: dict[LayerShape, Context],
         masks: dict[MaskKey, Tensor | None],
     ) -> None:
-        """Add the contexts and masks of decodes in layers that use window blocks. The keys of a row begin at its
-        first block within the window."""
+        """Add the contexts and masks of layers that use window blocks.
+
+        The keys of a row begin at its first block within the window.
+        """
         size = self._store.block_size
         starts = [piece.start for piece in pieces]
         window_tables = [piece.window_table for piece in pieces]
