@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kv_store import Context, KVStore, LayerShape, Slots
+from quire.backends.torch.state_store import Segment, find_segments
 from quire.core.step import SeqSlice
 
 MAX_QUERIES = 512  # query rows of one attention call, which bounds the size of its mask
@@ -34,18 +35,6 @@ class AttentionGroup:
     contexts: Mapping[LayerShape, Context]  # keys and values, padded to the longest sequence
     masks: Mapping[MaskKey, Tensor | None]  # added to the scores; None: no key is masked
     is_causal: bool  # the queries are the whole context, so the kernel's causal mask is enough
-
-
-class Segment(NamedTuple):
-    """Rows of one sequence over which a recurrent state is computed: read from one slot, written to another.
-
-    The segments of a slice are in order, and each reads the slot that the one before it wrote.
-    """
-
-    first_row: int
-    num_rows: int
-    source: int
-    target: int  # may be the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +78,6 @@ def _bucket(piece: SeqSlice, block_size: int) -> int:
     if piece.length > 1:
         return 1000
     return max((piece.start // block_size).bit_length(), MIN_BUCKET)
-
-
-def find_segments(piece: SeqSlice, first_row: int) -> Iterator[Segment]:
-    """Yield the segments of a slice whose rows begin at `first_row`: one for each state that it stores."""
-    start, source = piece.start, piece.state_source
-    for position, slot in (*piece.snapshots, (piece.start + piece.length, piece.state_target)):
-        yield Segment(first_row + start - piece.start, position - start, source, slot)
-        start, source = position, slot
 
 
 class _Builder:
@@ -190,10 +171,7 @@ class _Builder:
         positions = _join(self._positions)
         offsets = positions % self._store.block_size
         last_rows, row = [], -1
-        segments: list[Segment] = []
         for piece in ordered:
-            if piece.state_target:
-                segments += find_segments(piece, row + 1)
             row += piece.length
             last_rows.append(row)
         window_blocks = _join(self._window_blocks) if self._window_blocks else None
@@ -205,7 +183,7 @@ class _Builder:
             slot_rows=self._store.slots(_join(self._blocks), window_blocks, offsets, self._kept(ordered)),
             groups=tuple(self._groups),
             last_rows=tuple(last_rows),
-            segments=tuple(segments),
+            segments=find_segments(ordered) if self._store.has_states else (),
         )
 
     def _kept(self, ordered: Sequence[SeqSlice]) -> Tensor | None:

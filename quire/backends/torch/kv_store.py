@@ -84,6 +84,7 @@ class KVStore:
     ) -> None:
         self.num_blocks = num_blocks
         self.num_window_blocks = num_window_blocks if kv_spec.window else 0
+        self.has_states = kv_spec.has_states  # some layers have a recurrent state instead of keys and values
         self.block_size = block_size
         self.dtype = dtype
         self.device = device

@@ -45,11 +45,11 @@ class TorchRunner:
         self,
         model: Model,
         store: KVStore,
+        states: StateStore | None = None,
         *,
         max_num_seqs: int,
         max_model_len: int,
         max_chunk_tokens: int = DEFAULT_MAX_CHUNK,
-        states: StateStore | None = None,
     ) -> None:
         spec = model.spec
         self.model = model

@@ -6,8 +6,8 @@ matrix per head. Slot 0 is the empty state: it is read at the start of a context
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,31 @@ from torch import Tensor
 from quire.backends.kv_spec import KVSpec, LayerState
 from quire.backends.torch.kv_store import KVStore, zeros
 from quire.core.step import SeqSlice
+
+
+class Segment(NamedTuple):
+    """Rows of one sequence over which a state is computed: read from one slot, written to another.
+
+    The segments of a slice are in order, and each reads the slot that the one before it wrote.
+    """
+
+    first_row: int
+    num_rows: int
+    source: int  # slot
+    target: int  # slot, which may be the source; 0: the state is dropped
+
+
+def find_segments(slices: Iterable[SeqSlice]) -> tuple[Segment, ...]:
+    """Divide slices, in the order of their rows, at the states that they store."""
+    segments: list[Segment] = []
+    row = 0
+    for piece in slices:
+        position, source = piece.start, piece.state_source
+        for end, slot in (*piece.snapshots, (piece.start + piece.length, piece.state_target)):
+            segments.append(Segment(row, end - position, source, slot))
+            row += end - position
+            position, source = end, slot
+    return tuple(segments)
 
 
 class StateStore:

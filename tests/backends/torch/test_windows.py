@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
-from quire.backends.torch.batch import Segment, build_batch
+from quire.backends.torch.batch import build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
+from quire.backends.torch.state_store import Segment, StateStore, purge
 from quire.core.step import BlockCopy, StateSnapshot
 from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
@@ -214,5 +215,20 @@ def test_a_slice_is_a_chain_of_segments() -> None:
         Segment(6, 3, 4, 3),
         Segment(9, 3, 0, 6),
     )
-    plain = [one._replace(state_source=0, state_target=0, snapshots=()) for one in slices]
-    assert build_batch(plain, store, MIXED.windows, torch.zeros(4, dtype=torch.int64)).segments == ()
+    plain = KVSpec(MIXED.kv_layers[:2])
+    whole = build_batch(slices, KVStore(plain, 10, 8, torch.float32, CPU), plain.windows, torch.zeros(4).long())
+    assert whole.segments == ()
+
+
+def test_pools_of_states() -> None:
+    states = StateStore(MIXED, 9, torch.bfloat16, CPU)
+    assert {index: tuple(pool.shape) for index, pool in states.conv.items()} == {0: (9, 3, 10), 3: (9, 2, 6)}
+    assert {index: tuple(pool.shape) for index, pool in states.matrices.items()} == {0: (9, 2, 4, 5)}
+    assert (states.conv[0].dtype, states.matrices[0].dtype) == (torch.bfloat16, torch.float32)
+    assert states.num_bytes == 9 * MIXED.state_bytes(2)
+    for pool in (*states.conv.values(), *states.matrices.values()):
+        pool[1:] = float("nan")
+    store = KVStore(MIXED, 10, 8, torch.float32, CPU, 6)
+    purge(state_piece(state_source=1, state_target=3, snapshots=(StateSnapshot(2, 7),)), store, states)
+    for pool in (*states.conv.values(), *states.matrices.values()):
+        assert [bool(slot.isnan().any()) for slot in pool] == [n not in (0, 3, 7) for n in range(9)]
