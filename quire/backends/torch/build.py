@@ -25,7 +25,6 @@ from quire.weights.spec import OTHER, ModelSpec
 
 CUDA_SHARE = 0.9
 CUDA_MAX_SEQS = 256
-STATES_PER_REQUEST = 4
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 log = logging.getLogger(__name__)

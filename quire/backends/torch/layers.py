@@ -207,7 +207,7 @@ def query_factors(scaling: QueryScaling, max_model_len: int, device: torch.devic
 class Heads:
     """Parameters of attention in one layer."""
 
-    index: int  # among the layers that attend
+    index: int  # of the layer
     num_heads: int
     num_kv_heads: int
     head_size: int

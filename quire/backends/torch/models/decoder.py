@@ -135,8 +135,7 @@ class DecoderModel:
         spec, mixer = self.spec.layers[index].mixer, weights.mixer
         if isinstance(mixer, AttentionWeights):
             assert isinstance(spec, AttentionSpec)
-            place = sum(isinstance(layer.mixer, AttentionSpec) for layer in self.spec.layers[:index])
-            return Attention(mixer, self._heads(place, spec, weights))
+            return Attention(mixer, self._heads(index, spec, weights))
         if isinstance(mixer, ShortConvWeights):
             return ShortConvMixer(mixer.in_proj, ShortConv(index, mixer.conv, mixer.conv_bias), mixer.out_proj)
         assert isinstance(mixer, DeltaNetWeights)
