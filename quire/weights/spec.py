@@ -157,8 +157,8 @@ class LayerSpec:
     """One layer: x + residual_scale * mixer(norm(x)), then the same with the MLP.
 
     With `parallel_experts` the MLP is post_dense_norm(mlp(mlp_norm(x))) + post_experts_norm(experts(experts_norm(x))),
-    before its post norm (Gemma 4). With a `ple_size` a third part follows: x + ple_norm(ple_proj(gelu(ple_gate(x)) * e)),
-    where e [ple_size] is this layer's own embedding of the token (`ModelSpec.ple_size`).
+    before its post norm (Gemma 4). With a `ple_size` a third part follows: x + ple_norm(ple_proj(a(ple_gate(x)) * e)),
+    where a is the activation, and e [ple_size] this layer's own embedding of the token (`ModelSpec.ple_size`).
     """
 
     mixer: Mixer

@@ -45,8 +45,10 @@ from quire.backends.torch.kernels.linear import (
 )
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
-from quire.backends.torch.loading import NORM_DTYPE
-from quire.weights.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
+from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
+from quire.backends.torch.mxfp4 import PackedStack
+from quire.weights.checkpoint import TensorType
+from quire.weights.spec import AttentionSpec, MlpSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
 
 MAX_PROCESSES = 12
 PATIENCE_S = 60
@@ -260,7 +262,7 @@ def _attention_calls(
     ints = zeros(16, kind=torch.int32)
     rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
     tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
-    qkv = zeros(2, (num_heads + 2 * num_kv_heads) * head_size)
+    qkv = zeros(2, qkv_rows(attention))
     layer = zeros(2, 2, num_kv_heads, block_size, head_size)
     angles = None
     if attention.rope is not None:
@@ -268,12 +270,13 @@ def _attention_calls(
     is_normed = attention.qk_norm is QKNorm.HEAD
     norm_weight = zeros(head_size, kind=NORM_DTYPE) if is_normed else None
     factors = zeros(16, kind=torch.float32) if attention.query_scaling else None
+    sinks = zeros(num_heads, kind=torch.float32) if attention.has_sinks else None
     q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
     rounds_first = is_normed and spec.rounds_norms_first
     calls: Calls = [
         partial(store, spec.norm_eps if is_normed else 0.0, rounds_first=rounds_first, query_factors=factors),
-        partial(merge, parts, ints[:3], q, num_kv_heads),
+        partial(merge, parts, ints[:3], q, num_kv_heads, sinks),
     ]
     if attention.qk_norm is QKNorm.WIDTH:
         wide = zeros(attention.q_size, kind=NORM_DTYPE)
@@ -281,7 +284,7 @@ def _attention_calls(
         calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
     run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q)
     calls += [
-        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
+        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap, sinks=sinks)
         for tiling in tilings(head_size, dtype.itemsize)
     ]
     return calls
@@ -290,18 +293,26 @@ def _attention_calls(
 def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
     """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows."""
     calls: Calls = []
-    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
-        if isinstance(mlp, ExpertsSpec):
-            gate_up = torch.empty(mlp.num_experts, 2 * mlp.size, spec.hidden_size, dtype=dtype, device="meta")
+    is_packed = spec.quantization == TensorType.MXFP4
+
+    def meta(*shape: int) -> Tensor | PackedStack:
+        if is_packed:
+            return PackedStack.empty(*shape, dtype, "meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for experts in dict.fromkeys(layer.experts for layer in spec.layers):
+        if experts is not None:
             calls += expert_calls(
-                gate_up,
-                torch.empty(mlp.num_experts, spec.hidden_size, mlp.size, dtype=dtype, device="meta"),
-                num_chosen=mlp.num_chosen,
-                activation=mlp.activation,
-                renormalizes=mlp.renormalizes,
-                scale=mlp.scale,
+                meta(experts.num_experts, 2 * experts.size, spec.hidden_size),
+                meta(experts.num_experts, spec.hidden_size, experts.size),
+                num_chosen=experts.num_chosen,
+                activation=experts.activation,
+                renormalizes=experts.renormalizes,
+                scale=experts.scale,
                 logits_dtype=dtype,
                 max_rows=max_rows,
+                has_bias=experts.has_bias,
+                has_expert_scales=experts.has_expert_scales,
             )
     return calls
 
@@ -353,13 +364,13 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     gates: dict[MlpSpec, None] = {}
     for layer in spec.layers:
         attention, mlp = layer.attention, layer.mlp
-        inner[attention.q_size + 2 * attention.kv_size, attention.has_qkv_bias] = None
+        inner[qkv_rows(attention), attention.has_qkv_bias] = None
         back[attention.q_size, attention.has_output_bias] = None
         if isinstance(mlp, MlpSpec):
             back[mlp.size, mlp.has_bias] = None
             gates[mlp] = None
-        else:
-            inner[mlp.num_experts, False] = None
+        if (experts := layer.experts) is not None:
+            inner[experts.num_experts, experts.has_router_bias] = None
     linears = [(meta(size, hidden), bias(size, has=has)) for size, has in inner]
     backs = [(meta(hidden, size), bias(hidden, has=has)) for size, has in back]
     gated_linears = [

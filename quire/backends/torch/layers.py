@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # T tokens in the batch, I inputs, O outputs, H heads, D head size
 
+SWIGLU_LIMIT = 7.0  # of gpt-oss
+SWIGLU_ALPHA = 1.702
+
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [T, I] by weight [O, I] transposed.
@@ -263,6 +266,9 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     if activation is Activation.SILU:
         return F.silu(gate).mul_(up)
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up + 1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 

@@ -15,16 +15,18 @@ from torch import Tensor
 from quire.backends.base import Progress
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.layers import Linear
+from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.quants import to_float32
-from quire.weights.spec import ExpertsSpec, LayerSpec, ModelSpec
+from quire.weights.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec
 from quire.weights.tensors import check_tensors, expected_tensors, layer_tensors
 
 NORM_DTYPE = torch.float32
 DUMMY_SEED = 0
 DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
 
+_FACTORS = ("output_scale.weight", "expert_scales.weight")
 _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 
 
@@ -46,6 +48,7 @@ class LayerWeights:
     o_proj: Linear  # [E, H * D]
     mlp: MlpWeights | RoutedWeights
     norms: dict[str, Tensor]  # fp32, by name: input_norm, q_norm
+    sinks: Tensor | None = None  # [H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,21 @@ def load_weights(
     layers = [_load_layer(loader, layer, f"layers.{i}.", spec.hidden_size) for i, layer in enumerate(spec.layers)]
     norm = loader.norm("norm.weight")
     head = linear(embedding) if spec.is_tied else loader.linear(["head"], has_bias=False)
-    return ModelWeights(embedding, head, norm, layers, weight_bytes(spec, dtype))
+    return ModelWeights(embedding, head, norm, layers, _num_bytes(checkpoint, dtype))
+
+
+def qkv_rows(attention: AttentionSpec) -> int:
+    """Return the rows of the product that gives queries, keys and values. Raw keys that are also values count twice."""
+    return attention.q_size + (2 * attention.kv_size if attention.shared_with is None else 0)
 
 
 def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int) -> LayerWeights:
     attention = spec.attention
     qkv = [f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj")]
     norms = [name for name in layer_tensors(spec, hidden_size) if _is_norm(name)]
+    sinks = loader.vector(f"{prefix}sinks.weight") if attention.has_sinks else None
     return LayerWeights(
+        sinks=sinks,
         qkv_proj=loader.linear(qkv, has_bias=attention.has_qkv_bias),
         o_proj=loader.linear([f"{prefix}o_proj"], has_bias=attention.has_output_bias),
         mlp=_load_mlp(loader, spec, prefix),
@@ -94,17 +104,24 @@ def _load_mlp(loader: _Loader, spec: LayerSpec, prefix: str) -> MlpWeights | Rou
             gate_up_proj=loader.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], has_bias=mlp.has_bias),
             down_proj=loader.linear([f"{prefix}down_proj"], has_bias=mlp.has_bias),
         )
-    router = loader.linear([f"{prefix}router"], has_bias=False)
-    experts = [f"{prefix}experts.{i}." for i in range(mlp.num_experts)]
-    gate_up = loader.stack([[f"{one}gate_proj.weight", f"{one}up_proj.weight"] for one in experts])
-    down = loader.stack([[f"{one}down_proj.weight"] for one in experts])
+    return _load_experts(loader, mlp, prefix)
+
+
+def _load_experts(loader: _Loader, spec: ExpertsSpec, prefix: str) -> RoutedWeights:
+    router = loader.linear([f"{prefix}router"], has_bias=spec.has_router_bias)
+    experts = [f"{prefix}experts.{i}." for i in range(spec.num_experts)]
+    gate_up = [[f"{one}gate_proj", f"{one}up_proj"] for one in experts]
+    down = [[f"{one}down_proj"] for one in experts]
     routed = Experts(
-        gate_up,
-        down,
-        num_chosen=mlp.num_chosen,
-        activation=mlp.activation,
-        renormalizes=mlp.renormalizes,
-        scale=mlp.scale,
+        loader.experts(gate_up),
+        loader.experts(down),
+        num_chosen=spec.num_chosen,
+        activation=spec.activation,
+        renormalizes=spec.renormalizes,
+        scale=spec.scale,
+        gate_up_bias=loader.biases(gate_up) if spec.has_bias else None,
+        down_bias=loader.biases(down) if spec.has_bias else None,
+        expert_scales=loader.vector(f"{prefix}expert_scales.weight") if spec.has_expert_scales else None,
     )
     return RoutedWeights(router, routed)
 
@@ -135,10 +152,47 @@ class _Loader:
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
 
-    def stack(self, groups: list[list[str]]) -> Tensor:
-        """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns]."""
-        whole = self._stack([name for group in groups for name in group])
+    def vector(self, name: str) -> Tensor:
+        """Load a vector in fp32."""
+        return self._stack([name], torch.float32)
+
+    def experts(self, groups: list[list[str]]) -> Tensor | PackedStack:
+        """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns].
+
+        Matrices that are all in MXFP4 stay packed.
+        """
+        names = [f"{name}.weight" for group in groups for name in group]
+        if all(self._checkpoint.tensors[name].type is TensorType.MXFP4 for name in names):
+            packed = self._packed([[f"{name}.weight" for name in group] for group in groups])
+            if packed is not None:
+                return packed
+        whole = self._stack(names)
         return whole.view(len(groups), -1, whole.shape[-1])
+
+    def biases(self, groups: list[list[str]]) -> Tensor:
+        """Load the biases of groups of matrices: [groups, rows]."""
+        return self._stack([f"{name}.bias" for group in groups for name in group]).view(len(groups), -1)
+
+    def _packed(self, groups: list[list[str]]) -> PackedStack | None:
+        """Load packed matrices, or return None if their exponents are too large to compute with."""
+        shapes = [self._checkpoint.tensors[name].shape for name in groups[0]]
+        num_rows = sum(shape[0] for shape in shapes)
+        stack = PackedStack.empty(len(groups), num_rows, shapes[0][1], self._dtype, self._device)
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            stack.invent(self._random, DUMMY_STD)
+        num_bytes = 0
+        for expert, group in enumerate(groups):
+            first = 0
+            for name in group:
+                info = self._checkpoint.tensors[name]
+                if not isinstance(self._checkpoint, DummyCheckpoint):
+                    stack.set_rows(expert, first, self._checkpoint.read(name))
+                first += info.shape[0]
+                num_bytes += info.num_bytes
+        if int(stack.exponents.max()) > MAX_EXPONENT:
+            return None
+        self._report(num_bytes)
+        return stack
 
     def norm(self, name: str) -> Tensor:
         """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and in bf16 the 1 would absorb w."""
@@ -161,6 +215,8 @@ class _Loader:
     def _invent(self, out: Tensor, name: str) -> None:
         if _is_norm(name):
             out.fill_(1 - self._checkpoint.spec.norm_offset)
+        elif name.endswith(_FACTORS):
+            out.fill_(1)
         else:
             out.normal_(0, DUMMY_STD, generator=self._random)  # on the device, which makes 8 billion numbers per second
 
@@ -168,6 +224,15 @@ class _Loader:
         self._num_done += num_bytes
         if self._progress is not None:
             self._progress(self._num_done, self._num_bytes)
+
+
+def _num_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the memory of a checkpoint's weights in `dtype`, of which packed experts take less."""
+    packed = [
+        info for name, info in checkpoint.tensors.items() if ".experts." in name and info.type is TensorType.MXFP4
+    ]
+    saved = sum(math.prod(info.shape) * dtype.itemsize - info.num_bytes for info in packed)
+    return weight_bytes(checkpoint.spec, dtype) - saved
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

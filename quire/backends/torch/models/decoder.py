@@ -110,6 +110,7 @@ class DecoderModel:
             rotary=self._rotary(attention),
             norm=norm,
             query_factors=self._query_factors(attention),
+            sinks=weights.sinks,
         )
 
     def _rotary(self, attention: AttentionSpec) -> Rotary | None:
