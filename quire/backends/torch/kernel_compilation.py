@@ -213,14 +213,14 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
     x, weight = zeros(2, spec.hidden_size), zeros(spec.hidden_size, kind=NORM_DTYPE)
     logits, params = zeros(2, spec.vocab_size), zeros(2, NUM_PARAMS, kind=torch.float32)
     out, scratch = zeros(2, 2, kind=torch.int32), Scratch.empty(2, spec.vocab_size, device)
-    factors = dict.fromkeys(layer.residual_scale for layer in spec.layers)
+    factors = _scales(spec)
     calls: Calls = [
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=False, is_changed=False
         ),
         lambda: add_norm(x, None, weight, spec.norm_eps),
         *(partial(_add_norm, x, weight, spec.norm_eps, factor) for factor in factors),
-        lambda: embed(rows, padding, ints, zeros(2, spec.hidden_size), spec.embedding_scale),
+        *_embed_calls(spec, rows, padding, ints, zeros),
         lambda: update_tables(tables, ints[:1], ints[:1]),
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=True, is_changed=False
@@ -234,8 +234,21 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
     return calls
 
 
-def _add_norm(x: Tensor, weight: Tensor, eps: float, factor: float) -> object:
-    return add_norm(x.clone(), x.clone(), weight, eps, factor)
+def _add_norm(x: Tensor, weight: Tensor, eps: float, factors: tuple[float, float]) -> object:
+    return add_norm(x.clone(), x.clone(), weight, eps, *factors)
+
+
+def _scales(spec: ModelSpec) -> dict[tuple[float, float], None]:
+    """Return one of each kind of factors that sums of residuals have. Only whether a factor is 1 matters."""
+    scales = {(layer.residual_scale, 1.0): None for layer in spec.layers}
+    return scales | {(layer.residual_scale, 0.5): None for layer in spec.layers if layer.has_output_scale}
+
+
+def _embed_calls(spec: ModelSpec, rows: Tensor, padding: Tensor, ints: Tensor, zeros: Callable[..., Tensor]) -> Calls:
+    tables = [(zeros(2, spec.hidden_size), spec.embedding_scale)]
+    if spec.ple_size:
+        tables.append((zeros(2, spec.num_layers * spec.ple_size), spec.ple_size**0.5))
+    return [partial(embed, rows, padding, ints, table, scale) for table, scale in tables]
 
 
 def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
@@ -246,6 +259,8 @@ def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
             window=min(one.window, 1),
             rope=one.rope and RopeSpec(1.0, one.rope.rotary_size),
             query_scaling=one.query_scaling and QueryScaling(1.0, 1),
+            is_key_value=False,
+            shared_with=None if one.shared_with is None else 0,
         ): None
         for one in (layer.attention for layer in spec.layers)
     }
@@ -275,7 +290,14 @@ def _attention_calls(
     store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
     rounds_first = is_normed and spec.rounds_norms_first
     calls: Calls = [
-        partial(store, spec.norm_eps if is_normed else 0.0, rounds_first=rounds_first, query_factors=factors),
+        partial(
+            store,
+            spec.norm_eps if is_normed else 0.0,
+            rounds_first=rounds_first,
+            query_factors=factors,
+            has_value_norm=attention.has_value_norm,
+            is_shared=attention.shared_with is not None,
+        ),
         partial(merge, parts, ints[:3], q, num_kv_heads, sinks),
     ]
     if attention.qk_norm is QKNorm.WIDTH:
@@ -295,10 +317,10 @@ def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
     calls: Calls = []
     is_packed = spec.quantization == TensorType.MXFP4
 
-    def meta(*shape: int) -> Tensor | PackedStack:
+    def meta(num_experts: int, num_outputs: int, num_inputs: int) -> Tensor | PackedStack:
         if is_packed:
-            return PackedStack.empty(*shape, dtype, "meta")
-        return torch.empty(shape, dtype=dtype, device="meta")
+            return PackedStack.empty(num_experts, num_outputs, num_inputs, dtype, "meta")
+        return torch.empty((num_experts, num_outputs, num_inputs), dtype=dtype, device="meta")
 
     for experts in dict.fromkeys(layer.experts for layer in spec.layers):
         if experts is not None:
@@ -327,8 +349,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     hidden = spec.hidden_size
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
     norm_weight = meta(hidden, kind=NORM_DTYPE)
-    factors = dict.fromkeys(layer.residual_scale for layer in spec.layers)
-    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, factor) for factor in factors]
+    factors = _scales(spec)
+    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, *one) for one in factors]
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
@@ -371,6 +393,11 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
             gates[mlp] = None
         if (experts := layer.experts) is not None:
             inner[experts.num_experts, experts.has_router_bias] = None
+        if layer.ple_size:
+            inner[layer.ple_size, False] = None
+            back[layer.ple_size, False] = None
+    if spec.ple_size:
+        inner[spec.num_layers * spec.ple_size, False] = None
     linears = [(meta(size, hidden), bias(size, has=has)) for size, has in inner]
     backs = [(meta(hidden, size), bias(hidden, has=has)) for size, has in back]
     gated_linears = [

@@ -150,12 +150,13 @@ class Angles:
 
 
 class HeadNorm:
-    """An RMS norm of queries and keys: of every head, or of all heads of a token together.
+    """An RMS norm of queries and keys: of every head, or of all heads of a token together. Values may have one as well.
 
     `rounds_first`: round to the model's type before the weight as well as after it, which is Qwen's order.
     """
 
     __slots__ = (
+        "_has_value_norm",
         "_norm",
         "_num_heads",
         "_num_normed",
@@ -168,10 +169,13 @@ class HeadNorm:
     )
 
     def __init__(
-        self, q_weight: Tensor, k_weight: Tensor, attention: AttentionSpec, eps: float, *, rounds_first: bool
+        self, q_weight: Tensor, k_weight: Tensor | None, attention: AttentionSpec, eps: float, *, rounds_first: bool
     ) -> None:
-        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        """`k_weight` is None in a layer that has no keys of its own."""
+        num_heads, num_kv_heads = attention.num_heads, 0 if k_weight is None else attention.num_kv_heads
+        k_weight = q_weight if k_weight is None else k_weight
         self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # fp32, [D] each, or [H * D] and [K * D]
+        self._has_value_norm = attention.has_value_norm
         self.is_wide = attention.qk_norm is QKNorm.WIDTH
         self.rounds_first = rounds_first
         self._num_heads, self._num_normed = num_heads, num_heads + num_kv_heads
@@ -181,7 +185,7 @@ class HeadNorm:
         self._norm = RMSNorm(torch.ones_like(q[0]), eps)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """Norm qkv [T, H + 2K, D] before rotation. The values are not changed."""
+        """Norm qkv [T, H + 2K, D] before rotation."""
         qk = qkv[:, : self._num_normed]
         if self.is_wide:
             normed = torch.cat(
@@ -190,7 +194,8 @@ class HeadNorm:
         else:
             normed = self._norm(qk if self.rounds_first else qk.float())
         normed = normed * self._weights
-        return torch.cat((normed.to(qkv.dtype), qkv[:, self._num_normed :]), 1)
+        values = qkv[:, self._num_normed :]
+        return torch.cat((normed.to(qkv.dtype), self._norm(values) if self._has_value_norm else values), 1)
 
     def _norm_wide(self, heads: Tensor) -> Tensor:
         whole = heads.float()
@@ -219,6 +224,13 @@ class Heads:
     norm: HeadNorm | None = None
     query_factors: Tensor | None = None  # [positions]: queries are multiplied by it after rotation
     sinks: Tensor | None = None  # [H]: a score per head that takes part in the softmax and has no value
+    has_value_norm: bool = False  # part of `norm`
+    is_shared: bool = False  # there are only queries: layer `index` of the cache belongs to an earlier layer
+
+    @property
+    def num_projected(self) -> int:
+        """Heads of queries, keys and values that the layer computes."""
+        return self.num_heads + (0 if self.is_shared else 2 * self.num_kv_heads)
 
 
 class Pass(Protocol):
@@ -234,9 +246,11 @@ class Pass(Protocol):
         """Return the embeddings [T, E] of the step's tokens."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of scale * x + residual, and the sum for the next call. `residual` may be overwritten.
+        """Return the norm of total_scale * (scale * x + residual), and that sum for the next call.
+
+        `residual` may be overwritten.
 
         Without a residual the sum is x. Without a norm the sum is returned twice.
         """
@@ -257,8 +271,11 @@ class Pass(Protocol):
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """See `Linear.gated`."""
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row."""
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row.
+
+        The router reads x, or `router_input` [T, E] if it is given.
+        """
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -43,12 +43,32 @@ class RoutedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PleLayerWeights:
+    """A layer's part of the per-layer embeddings."""
+
+    gate: Linear  # [P, E]
+    proj: Linear  # [E, P]
+
+
+@dataclass(frozen=True, slots=True)
+class PleWeights:
+    """Per-layer embeddings of all layers."""
+
+    embedding: Tensor  # [V, layers * P]
+    proj: Linear  # [layers * P, E]
+    norm: Tensor  # [P] fp32
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     qkv_proj: Linear  # [(H + 2K) * D, E]
     o_proj: Linear  # [E, H * D]
     mlp: MlpWeights | RoutedWeights
     norms: dict[str, Tensor]  # fp32, by name: input_norm, q_norm
     sinks: Tensor | None = None  # [H]
+    parallel: RoutedWeights | None = None  # experts beside the MLP
+    ple: PleLayerWeights | None = None
+    output_scale: float = 1.0  # of the layer's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,7 @@ class ModelWeights:
     norm: Tensor  # [E] fp32
     layers: list[LayerWeights]
     num_bytes: int
+    ple: PleWeights | None = None
 
 
 def load_weights(
@@ -75,7 +96,14 @@ def load_weights(
     layers = [_load_layer(loader, layer, f"layers.{i}.", spec.hidden_size) for i, layer in enumerate(spec.layers)]
     norm = loader.norm("norm.weight")
     head = linear(embedding) if spec.is_tied else loader.linear(["head"], has_bias=False)
-    return ModelWeights(embedding, head, norm, layers, _num_bytes(checkpoint, dtype))
+    ple = None
+    if spec.ple_size:
+        ple = PleWeights(
+            loader.matrix("ple_embedding.weight"),
+            loader.linear(["ple_model_proj"], has_bias=False),
+            loader.norm("ple_model_norm.weight"),
+        )
+    return ModelWeights(embedding, head, norm, layers, _num_bytes(checkpoint, dtype), ple)
 
 
 def qkv_rows(attention: AttentionSpec) -> int:
@@ -85,11 +113,22 @@ def qkv_rows(attention: AttentionSpec) -> int:
 
 def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int) -> LayerWeights:
     attention = spec.attention
-    qkv = [f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    names = ["q_proj"]
+    if attention.shared_with is None:
+        names += ["k_proj", "k_proj" if attention.is_key_value else "v_proj"]
+    qkv = [f"{prefix}{name}" for name in names]
     norms = [name for name in layer_tensors(spec, hidden_size) if _is_norm(name)]
     sinks = loader.vector(f"{prefix}sinks.weight") if attention.has_sinks else None
+    parallel = None if spec.parallel_experts is None else _load_experts(loader, spec.parallel_experts, prefix)
+    ple = None
+    if spec.ple_size:
+        gate, proj = (loader.linear([f"{prefix}{name}"], has_bias=False) for name in ("ple_gate", "ple_proj"))
+        ple = PleLayerWeights(gate, proj)
     return LayerWeights(
         sinks=sinks,
+        parallel=parallel,
+        ple=ple,
+        output_scale=float(loader.vector(f"{prefix}output_scale.weight")) if spec.has_output_scale else 1.0,
         qkv_proj=loader.linear(qkv, has_bias=attention.has_qkv_bias),
         o_proj=loader.linear([f"{prefix}o_proj"], has_bias=attention.has_output_bias),
         mlp=_load_mlp(loader, spec, prefix),
@@ -223,7 +262,7 @@ class _Loader:
     def _report(self, num_bytes: int) -> None:
         self._num_done += num_bytes
         if self._progress is not None:
-            self._progress(self._num_done, self._num_bytes)
+            self._progress(min(self._num_done, self._num_bytes), self._num_bytes)  # some tensors are read twice
 
 
 def _num_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

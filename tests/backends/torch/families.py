@@ -201,6 +201,9 @@ class Reference:
         self.model.eval().float()
         for parameter in self.model.parameters():  # norms and biases too: ones and zeros would hide a missing one
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        if config.model_type == "gemma4_text":  # whose attention has no scale: as weights of 1 would be too sharp
+            for layer in self.model.model.layers:
+                layer.self_attn.q_norm.weight.data.mul_(0.3)
         for buffer_name, buffer in self.model.named_buffers():
             if buffer_name.endswith("layer_scalar"):  # of Gemma 4
                 buffer.copy_(0.8 + 0.4 * torch.rand_like(buffer))
