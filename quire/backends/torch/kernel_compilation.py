@@ -350,7 +350,7 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
     norm_weight = meta(hidden, kind=NORM_DTYPE)
     factors = _scales(spec)
-    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, *one) for one in factors]
+    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, factor) for factor, _ in factors]
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
