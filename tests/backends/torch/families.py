@@ -87,7 +87,7 @@ def _config(model_type: str, **settings: Any) -> Any:
 def _gemma4(**settings: Any) -> Any:
     """Heads of layers with full attention are wider."""
     shape = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0}
-    window = {"sliding_window": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    window = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     return _config("gemma4_text", **{**shape, **window, **settings})
 
 
