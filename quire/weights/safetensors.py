@@ -22,7 +22,7 @@ from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import is_left_over, transformers_targets
+from quire.weights.names import find_skipped, is_left_over, transformers_targets
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
 
@@ -65,6 +65,7 @@ class SafetensorsCheckpoint:
         self._shards: list[_Shard] = []
         self._file_tensors: dict[str, _FileTensor] = {}
         self._experts: dict[str, gpt_oss.ExpertPart] = {}
+        self._skipped: set[str] = set()  # parts of the model
         try:
             if self._folder.unsupported:
                 self._add_others()
@@ -72,7 +73,7 @@ class SafetensorsCheckpoint:
                 for shard, name in self._listed():
                     self._add(shard, name)
             found = {name: one.info for name, one in self._file_tensors.items()}
-            self.spec = self._folder.spec(most_common_type(found))
+            self.spec = replace(self._folder.spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
             self._places = self._find_places(found)
             if self.spec.is_tied and self._has_own_head():  # the rule of transformers
                 self.spec = replace(self.spec, is_tied=False)
@@ -93,8 +94,9 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> RawTensor:
         if (part := self._experts.get(name)) is not None:
             return gpt_oss.read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
-        info, file_name, offset = self._places[name]
-        flat = self._read_bytes(file_name, offset, info.num_bytes)
+        place = self._places[name]
+        info = place.info
+        flat = place.choose(self._read_bytes(place.file_name, place.offset, place.num_file_bytes))
         data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
         raw = RawTensor(info, data)
         family = self._folder.family
@@ -187,7 +189,11 @@ class SafetensorsCheckpoint:
         return shard
 
     def _add(self, shard: _Shard, name: str) -> None:
-        if is_left_over(name, is_multimodal=self._folder.is_multimodal):
+        if is_left_over(name):
+            return
+        family = self._folder.family
+        if family and (part := find_skipped(name, family, is_multimodal=self._folder.is_multimodal)):
+            self._skipped.add(part)
             return
         if name in self._file_tensors:
             raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")

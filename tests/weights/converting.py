@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from tests.weights import converting_states as states
+
 Arrays = dict[str, NDArray[Any]]
 Keys = dict[str, Any]
 ARCHITECTURES = {
@@ -43,6 +45,10 @@ ARCHITECTURES = {
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "Gemma4ForConditionalGeneration": gguf.MODEL_ARCH.GEMMA4,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
 }
 # Those that the converter derives from its Llama: it writes rope.dimension_count and reorders the rows of q and k.
 _LIKE_LLAMA = (
@@ -51,7 +57,7 @@ _LIKE_LLAMA = (
 _GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
 _BARE = re.compile(r"layers\.(\d+)\.router\.(scale|per_expert_scale)")
 _BARE_NAMES = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
-_EXPERT = re.compile(r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False) -> Path:
@@ -102,7 +108,7 @@ def _keys(fields: Mapping[str, Any], arch: gguf.MODEL_ARCH) -> Keys:
         "feed_forward_length": fields["intermediate_size"],
         "attention.head_count": fields["num_attention_heads"],
         "attention.head_count_kv": fields["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(fields["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(fields.get("rms_norm_eps") or fields["norm_eps"]),
     }
     has_head_size = fields.get("head_dim") is not None and arch is not gguf.MODEL_ARCH.GRANITE
     if has_head_size and arch is not gguf.MODEL_ARCH.PHI3:
@@ -253,6 +259,8 @@ _MORE_KEYS: dict[gguf.MODEL_ARCH, Callable[[Mapping[str, Any]], Keys]] = {
         "expert_feed_forward_length": fields["intermediate_size"],
     },
     gguf.MODEL_ARCH.GEMMA4: _gemma4_keys,
+    **dict.fromkeys(states.DELTA_NETS, states.delta_net_keys),
+    **dict.fromkeys(states.SHORT_CONVS, states.short_conv_keys),
 }
 
 
@@ -270,7 +278,7 @@ def _tensors(arrays: Arrays, fields: Mapping[str, Any], arch: gguf.MODEL_ARCH, *
         if (bare := _BARE.search(name)) is not None:
             found[f"blk.{bare[1]}.{_BARE_NAMES[bare[2]]}"] = array
             continue
-        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        renamed = names.get_name(states.renamed(name), try_suffixes=(".weight", ".bias"))
         assert renamed is not None, name
         found[renamed] = _changed(name, array, fields, arch)
     if fuses_experts:
@@ -326,6 +334,10 @@ def _interleaved(arrays: Arrays) -> Arrays:
 
 
 def _changed(name: str, array: NDArray[Any], fields: Mapping[str, Any], arch: gguf.MODEL_ARCH) -> NDArray[Any]:
+    if arch in states.DELTA_NETS:
+        return states.changed(name, array, fields)
+    if arch in states.SHORT_CONVS and ".conv.conv." in name:
+        return array.reshape(len(array), -1)
     if arch in _GEMMAS and name.endswith("norm.weight"):
         return array + np.float32(1)
     num_heads = {"q_proj": fields["num_attention_heads"], "k_proj": fields["num_key_value_heads"]}

@@ -262,7 +262,8 @@ def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
             is_key_value=False,
             shared_with=None if one.shared_with is None else 0,
         ): None
-        for one in (layer.attention for layer in spec.layers)
+        for one in (layer.mixer for layer in spec.layers)
+        if isinstance(one, AttentionSpec)
     }
     return list(kinds)
 
@@ -385,9 +386,11 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     back: dict[tuple[int, bool], None] = {}  # inputs of those to the hidden size
     gates: dict[MlpSpec, None] = {}
     for layer in spec.layers:
-        attention, mlp = layer.attention, layer.mlp
-        inner[qkv_rows(attention), attention.has_qkv_bias] = None
-        back[attention.q_size, attention.has_output_bias] = None
+        mlp = layer.mlp
+        if isinstance(layer.mixer, AttentionSpec):
+            attention = layer.mixer
+            inner[qkv_rows(attention), attention.has_qkv_bias] = None
+            back[attention.q_size, attention.has_output_bias] = None
         if isinstance(mlp, MlpSpec):
             back[mlp.size, mlp.has_bias] = None
             gates[mlp] = None
