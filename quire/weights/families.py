@@ -158,7 +158,6 @@ _GEMMA4: dict[str, Any] = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
     "sliding_window": 512,
-    "vocab_size_per_layer_input": 262_144,
     "hidden_size_per_layer_input": 256,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},

@@ -164,7 +164,7 @@ def _shapes(fields: Fields, is_full: list[bool], head_size: int, num_kv_heads: i
 
 def _ple_size(fields: Fields) -> int:
     size = fields.find_whole("hidden_size_per_layer_input", 0, MAX_PLE_SIZE) or 0
-    if size and fields.get("vocab_size_per_layer_input") != fields.get("vocab_size"):
+    if size and fields.get("vocab_size_per_layer_input") not in (None, fields.get("vocab_size")):
         raise fields.wrong("vocab_size_per_layer_input", f"not vocab_size {show(fields.get('vocab_size'))}")
     return size
 

@@ -60,8 +60,11 @@ _BARE_NAMES = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps
 _EXPERT = re.compile(r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False) -> Path:
-    """Convert. `fuses_experts`: gate and up of the experts in one tensor, an option of the converter."""
+def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False, packs_experts: bool = False) -> Path:
+    """Convert. `fuses_experts`: gate and up of the experts in one tensor, an option of the converter.
+
+    `packs_experts`: in MXFP4, which weights that were in MXFP4 before do not lose anything by.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     fields = {**config, **config.get("text_config", {})}
@@ -75,7 +78,11 @@ def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False) -> Path
         if isinstance(token_id := fields.get(f"{kind}_token_id"), int):
             writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token_id)
     for name, array in _tensors(arrays, fields, arch, fuses_experts=fuses_experts).items():
-        writer.add_tensor(name, np.ascontiguousarray(array))
+        if packs_experts and name.endswith("_exps.weight"):
+            packed = gguf.quants.quantize(np.ascontiguousarray(array), gguf.GGMLQuantizationType.MXFP4)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
