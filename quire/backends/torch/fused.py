@@ -60,11 +60,13 @@ class FusedPass:
         return positions.long()
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if norm is not None:
-            return add_norm(x, residual, norm.weight, norm.eps, scale)
+            return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale)
         total = x if residual is None else residual.add_(x, alpha=scale)
+        if residual is not None and total_scale != 1:
+            total.mul_(total_scale)
         return total, total
 
     def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
@@ -101,6 +103,8 @@ class FusedPass:
             rounds_first=rounds_first,
             query_factors=heads.query_factors,
             kept=self._kept(heads.index),
+            has_value_norm=heads.has_value_norm,
+            is_shared=heads.is_shared,
         )  # [T, H, D]
         return self._attend(q, heads)
 
@@ -161,8 +165,9 @@ class FusedPass:
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return gate_up.gated(x, activation, is_graph=self._is_graph)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        return experts.fused(x, router.project(x, is_graph=self._is_graph))
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        logits = router.project(x if router_input is None else router_input, is_graph=self._is_graph)
+        return experts.fused(x, logits)
 
     def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
         hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph)
