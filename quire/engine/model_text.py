@@ -10,6 +10,7 @@ from quire.core.request import Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
+from quire.text.boundaries import find_boundaries
 from quire.text.chat_template import ChatTemplate
 from quire.text.detokenize import Detokenizer
 from quire.text.grammar import Grammar, GrammarKind
@@ -87,6 +88,10 @@ class ModelText:
         self._check_size(chat, max_model_len)
         return tuple(self.template.encode(chat))
 
+    def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Where messages start in a prompt, except the first: see `find_boundaries`. The last starts the answer."""
+        return find_boundaries(prompt, self.template.starters)
+
     def render_chat(self, chat: ChatRequest, max_model_len: int) -> str:
         """The prompt as text, for display: control strings in messages look like the template's own."""
         self._check_size(chat, max_model_len)
@@ -137,7 +142,7 @@ class ModelText:
             return PlainAnswer()
         parser: AnswerParser = PlainAnswer()
         if tools := chat.callable_tools:
-            parser = CallParser(self.template.tool_format, (tool.name for tool in tools))
+            parser = CallParser(self.template.tool_format, tools)
         thought = self._thought(chat, prompt)
         return parser if thought is None else ThoughtParser(*thought, parser)
 

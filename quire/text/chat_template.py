@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import InvalidRequest, TemplateError
+from quire.text.boundaries import find_starters
 from quire.text.messages import ChatRequest, Message, Role
 from quire.text.reasoning import SWITCHES, find_reasoning
 from quire.text.rendering import Renderer, TemplateRefusal
@@ -55,6 +56,7 @@ class ChatTemplate:
         self._all = _Finder(tokenizer.control)
         self._special = _Finder(token for token in tokenizer.control if token.special)
         self._rules: TurnRules | None = None
+        self._starters: tuple[int, ...] | None = None
 
     @property
     def source(self) -> str | None:
@@ -92,6 +94,20 @@ class ChatTemplate:
         if wants is None:
             return "reasoning_effort" in self._variables()
         return self.switch is not None or (self.reasoning is not None) == wants
+
+    @property
+    def starters(self) -> tuple[int, ...]:
+        """The control tokens that start a message, found by trials at first use. Empty: none, or no trial succeeded."""
+        if self._starters is None:
+            special = {token.content: token.token_id for token in self._tokenizer.control if token.special}
+            try:
+                self._starters = find_starters(
+                    lambda messages, add: self._render_with({"messages": messages, "add_generation_prompt": add}),
+                    special,
+                )
+            except TemplateError:
+                self._starters = ()
+        return self._starters
 
     def unknown_args(self, args: Iterable[str]) -> list[str]:
         """The names that the template does not use, so that setting them has no effect."""
