@@ -14,6 +14,7 @@ from quire.text.boundaries import find_boundaries
 from quire.text.chat_template import ChatTemplate
 from quire.text.detokenize import Detokenizer
 from quire.text.grammar import Grammar, GrammarKind
+from quire.text.harmony import MARKERS, HarmonyParser
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
 from quire.text.tokenizer import Tokenizer
@@ -140,6 +141,8 @@ class ModelText:
         """A parser for one answer to this prompt, which was rendered from `chat`."""
         if chat is None:
             return PlainAnswer()
+        if self._has_channels:
+            return HarmonyParser({tool.name for tool in chat.callable_tools}, is_in_final=chat.continue_last)
         parser: AnswerParser = PlainAnswer()
         if tools := chat.callable_tools:
             parser = CallParser(self.template.tool_format, tools)
@@ -152,6 +155,8 @@ class ModelText:
         if thought is None or thought[1] is Opening.CLOSED:
             return 0
         assert chat is not None
+        if self._has_channels:
+            return self._num_channel_tokens(answer)
         parser = ThoughtParser(*thought, PlainAnswer())
         detokenizer = Detokenizer(self.tokenizer, shown_special=self._marker_ids(chat))
         has_thought = thought[1] is Opening.OPEN
@@ -160,6 +165,20 @@ class ModelText:
                 return count if has_thought else 0
             has_thought |= any(isinstance(piece, Thought) for piece in parser.push(detokenizer.push((token_id,))))
         return len(answer) if has_thought else 0
+
+    def _num_channel_tokens(self, answer: Sequence[int]) -> int:
+        """The tokens of reasoning messages, headers included."""
+        parser = HarmonyParser(())
+        detokenizer = Detokenizer(self.tokenizer, shown_special=self._harmony_ids())
+        num_thought = num_header = 0
+        for token_id in answer:
+            parser.push(detokenizer.push((token_id,)))
+            num_header += 1
+            if parser.is_thinking:
+                num_thought += num_header
+            if not parser.is_in_header:
+                num_header = 0
+        return num_thought
 
     def _grammar(self, chat: ChatRequest, prompt: Sequence[int], text_grammar: Grammar | None) -> Grammar | None:
         if not chat.callable_tools and (text_grammar is None or text_grammar.kind is GrammarKind.TOKENS):
@@ -174,6 +193,8 @@ class ModelText:
         format = self.template.reasoning
         if format is None:
             return None
+        if self._has_channels:
+            return format, Opening.CLOSED if chat.continue_last else Opening.FREE
         if chat.continue_last:
             before, found, after = chat.messages[-1].text.rpartition(format.opening)
             is_open = bool(found) and format.closing not in after
@@ -184,12 +205,22 @@ class ModelText:
 
     def _marker_ids(self, chat: ChatRequest) -> frozenset[int]:
         """Special tokens that the parser of an answer needs."""
+        if self._has_channels:
+            return self._harmony_ids()
         markers: list[str] = []
         if chat.callable_tools:
-            markers += (self.template.tool_format.opening, self.template.tool_format.closing)
+            format = self.template.tool_format
+            markers += (format.opening, format.closing, *format.other_markers)
         if self.template.reasoning is not None:
             markers += (self.template.reasoning.opening, self.template.reasoning.closing)
         return frozenset(self.tokenizer.added[marker] for marker in markers if marker in self.tokenizer.added)
+
+    @property
+    def _has_channels(self) -> bool:
+        return self.template.reasoning is not None and self.template.reasoning.has_channels
+
+    def _harmony_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added[marker] for marker in MARKERS if marker in self.tokenizer.added)
 
     def _control_id(self, marker: str) -> int | None:
         token_id = self.tokenizer.added.get(marker)

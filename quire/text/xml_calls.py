@@ -83,6 +83,8 @@ class XmlCall:
         self._held += char
         known = (FUNCTION,) if self._at is _At.NAME else (PARAMETER, *_ENDS)
         if not any(one.startswith(self._held) or self._held.startswith(one) for one in known):
+            if self.name is not None:
+                self._arguments.append("}")  # the arguments so far are complete
             return False
         if char != ">":
             return True
@@ -186,27 +188,28 @@ def parameter_kinds(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return _TEXT_ONLY
-    return _kinds(properties[key], schema, 0)
+    return value_kinds(properties[key], schema)
 
 
-def _kinds(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+def value_kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The kinds of values that a schema may allow. `root`: the whole schema, for references."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return _ALL_KINDS
     kinds = kinds_of(schema)
     if "type" not in schema and ("properties" in schema or "items" in schema):
         kinds = frozenset(("object",) if "properties" in schema else ("array",))
     if isinstance(reference := schema.get("$ref"), str):
-        kinds &= _kinds(_target(reference, root), root, depth + 1)
+        kinds &= value_kinds(_target(reference, root), root, depth + 1)
     if isinstance(values := schema.get("enum"), list):
         kinds &= frozenset(map(kind_of, values))
     if "const" in schema:
         kinds &= {kind_of(schema["const"])}
     for keyword in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(keyword), list) and options:
-            kinds &= frozenset().union(*(_kinds(option, root, depth + 1) for option in options))
+            kinds &= frozenset().union(*(value_kinds(option, root, depth + 1) for option in options))
     if isinstance(parts := schema.get("allOf"), list):
         for part in parts:
-            kinds &= _kinds(part, root, depth + 1)
+            kinds &= value_kinds(part, root, depth + 1)
     return kinds | {"null"} if schema.get("nullable") is True else kinds
 
 
