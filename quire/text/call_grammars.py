@@ -1,7 +1,7 @@
 """Writes the grammar of one tool call that is not JSON: Qwen's XML, Gemma 4's and LFM2's literals.
 
-Works on held schemas (`quire/text/schemas.py`). A schema that these formats cannot enforce raises NotWritable: strings are
-not JSON strings there, and the arguments are not one JSON object.
+Works on held schemas (`quire/text/schemas.py`). A schema that these formats cannot enforce raises NotWritable: strings
+are not JSON strings there, and the arguments are not one JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
 _GROUP = r"[0-9a-fA-F]{1,4}"
 _HALVES = "|".join(rf"({_GROUP}:){{{n}}}(:{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
+_DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_HOURS = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 # The formats that the compiler enforces in JSON strings, as expressions of plain text.
 _FORMATS: Mapping[str, str] = {
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
@@ -36,7 +38,7 @@ _FORMATS: Mapping[str, str] = {
     "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,7}}:|{_HALVES}|:((:{_GROUP}){{1,7}}|:)",
     "email": r"[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+)*@[A-Za-z0-9.-]+",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:\/?#@!$&'()*+,;=%\[\]-]+",
-    "duration": r"P([0-9]+W|([0-9]+Y)?([0-9]+M)?[0-9]+D(T([0-9]+H)?([0-9]+M)?[0-9]+S)?|T([0-9]+H)?([0-9]+M)?[0-9]+[HMS])",
+    "duration": rf"P([0-9]+W|{_DAYS}(T{_HOURS})?|T{_HOURS})",
 }
 
 

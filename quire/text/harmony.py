@@ -6,8 +6,8 @@ An answer is a list of messages, each with a header:
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"a": 1}<|call|>
     <|start|>assistant<|channel|>final<|message|>text<|return|>
 
-The prompt ends with `<|start|>assistant`. The recipient may also be before the channel: ` to=functions.NAME<|channel|>`.
-The channel `analysis` is reasoning; `final`, and `commentary` without a recipient, are text.
+The prompt ends with `<|start|>assistant`. The recipient may also be before the channel. The channel `analysis` is
+reasoning; `final`, and `commentary` without a recipient, are text.
 """
 
 from __future__ import annotations

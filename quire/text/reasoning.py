@@ -20,7 +20,8 @@ class ReasoningFormat:
     has_channels: bool = False  # answers are messages with channels: see quire/text/harmony.py
 
 
-# A model supports reasoning if its template contains the closing marker (with channels: the opening). To support another format, add a row.
+# A model supports reasoning if its template contains the closing marker, or with channels the opening. To support
+# another format, add a row.
 REASONING_FORMATS = (
     ReasoningFormat("think", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
