@@ -45,7 +45,8 @@ def test_unknown_formats_are_prompted() -> None:
     assert find_tool_format(HERMES + "<function=") is PROMPTED  # a related format that writes calls differently
     assert find_tool_format("{% if tools %}{{ tools }}{% endif %}") is PROMPTED
     assert find_tool_format(PLAIN, "hermes").name == "hermes"
-    with pytest.raises(InvalidRequest, match="tool_format = 'xml' is not one of qwen_xml, gemma4, harmony, lfm2, hermes, mistral, llama3, words"):
+    names = "qwen_xml, gemma4, harmony, lfm2, hermes, mistral, llama3, words"
+    with pytest.raises(InvalidRequest, match=f"tool_format = 'xml' is not one of {names}"):
         find_tool_format(PLAIN, "xml")
 
 
@@ -82,7 +83,7 @@ def as_transformers(message: Message, id_chars: int | None) -> dict[str, Any]:
     return reference
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen_xml", "harmony", "lfm2"])
 def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -127,7 +128,7 @@ def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
     template.close()
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "words"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "qwen_xml", "gemma4", "harmony", "lfm2", "words"])
 @pytest.mark.parametrize("token", [*SPECIAL, *TOOLS])
 def test_no_part_of_a_tool_can_write_a_control_token(name: str, token: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
