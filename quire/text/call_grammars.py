@@ -15,8 +15,9 @@ from quire.text.grammar import lark_json, lark_regex, lark_text, schema_text
 from quire.text.literal_calls import GEMMA_QUOTE
 from quire.text.schema_logic import KINDS
 from quire.text.tool_formats import Syntax
-from quire.text.xml_calls import END_OF_VALUE, FUNCTION, PARAMETER, value_kinds
+from quire.text.xml_calls import END_OF_VALUE, FUNCTION, PARAMETER, Known, value_kinds
 
+MAX_SCHEMAS = 10_000  # of one call: references may expand to many
 Schema = Any  # a held schema: a boolean or a dict
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs"}
 _ARRAY_KEYS = {"type", "items", "minItems", "maxItems"}
@@ -55,12 +56,21 @@ class CallWriter:
         self._quote = marker(GEMMA_QUOTE)
         self._root: Mapping[str, Any] = {}
         self._defined: dict[str, str] = {}  # rules of the current schema's definitions, by name
+        self._texts: dict[str, str] = {}  # rules of text, by its parts
+        self._known: Known = {}
+        self._num_left = 0  # schemas that the current call may still expand to
         self.rules: dict[str, None] = {}  # ordered, without duplicates
         self._num_rules = 0
 
     def call(self, name: str, schema: Schema) -> str:
         """The expression of a call. `schema`: of the arguments, an object. Raises NotWritable."""
-        self._root, self._defined = schema, {}
+        self._root, self._defined, self._known, self._num_left = schema, {}, {}, MAX_SCHEMAS
+        try:
+            return self._call(name, schema)
+        except RecursionError:
+            raise NotWritable("references that nest too deeply") from None
+
+    def _call(self, name: str, schema: Schema) -> str:
         match self._syntax:
             case Syntax.XML:
                 members = [self._xml_member(key, one, is_due) for key, one, is_due in self._members(schema)]
@@ -69,12 +79,11 @@ class CallWriter:
             case Syntax.GEMMA:
                 return f"{lark_text(f'call:{name}')} {self._gemma_object(schema)}"
             case _:
-                members = [
-                    (f"{lark_text(f'{key}=')} {self._python(one)}", is_due)
-                    for key, one, is_due in self._members(schema)
+                pairs = [
+                    (f"{lark_text(f'{key}=')} {self._python(one)}", due) for key, one, due in self._members(schema)
                 ]
                 others = [f'{_NAME_TEXT} "=" {self._python(other)}' for other in self._others(schema)]
-                return f'{lark_text(f"{name}(")} {self._separated(members, others, ", ")} ")"'
+                return f'{lark_text(f"{name}(")} {self._separated(pairs, others, ", ")} ")"'
 
     # Objects
 
@@ -137,7 +146,7 @@ class CallWriter:
             if any(END_OF_VALUE in text for text in texts) or not texts:
                 raise NotWritable("a value that contains the closing tag")
             return f"({' | '.join(lark_text(text + _LAST_LINE) for text in texts)})"
-        kinds = value_kinds(schema, self._root)
+        kinds = self._kinds(schema)
         if "string" not in kinds:
             return f"{self._xml_json(schema, kinds)} {lark_text(_LAST_LINE)}"
         if kinds == {"string"}:
@@ -156,11 +165,17 @@ class CallWriter:
         if not parts:
             self.rules[f"any_value[lazy]: TEXT {lark_text(END_OF_VALUE)}"] = None
             return r'any_value "\n"'
-        unclosed = r"~/(?s:.*)<\/parameter>(?s:.*)/"
-        lines = " & ".join((*parts, unclosed))
-        name = f"VALUE_{self._num_rules}"
-        self.rules[f"{name}: {lines}"] = None
-        return self._rule(f"{name} {lark_text(_LAST_LINE)}", "[lazy]")
+        self.rules[r"UNCLOSED: ~/(?s:.*)<\/parameter>(?s:.*)/"] = None
+        return self._text_rule((*parts, "UNCLOSED"), lark_text(_LAST_LINE), "[lazy]")
+
+    def _text_rule(self, parts: Sequence[str], end: str, attributes: str = "") -> str:
+        """The rule of text that matches all parts, and what follows it. Equal parts share a rule."""
+        key = " & ".join(parts)
+        if key not in self._texts:
+            name = f"VALUE_{len(self._texts)}"
+            self.rules[f"{name}: {key}"] = None
+            self._texts[key] = self._rule(f"{name} {end}", attributes)
+        return self._texts[key]
 
     # Gemma 4
 
@@ -173,7 +188,7 @@ class CallWriter:
             raise NotWritable(f"the schema {schema!r:.80}")
         if (values := _listed(schema)) is not None:
             return f"({' | '.join(self._gemma_constant(value) for value in values)})"
-        kinds = value_kinds(schema, self._root)
+        kinds = self._kinds(schema)
         if kinds == {"string"}:
             return self._gemma_text(self._text_parts(schema))
         if kinds == {"object"}:
@@ -206,9 +221,7 @@ class CallWriter:
     def _gemma_text(self, parts: Sequence[str]) -> str:
         if not parts:
             return f"{self._quote} {self._quoted_rest()}"
-        name = f"VALUE_{self._num_rules}"
-        self.rules[f"{name}: {' & '.join(parts)}"] = None
-        return f"{self._quote} {self._rule(f'{name} {self._quote}')}"
+        return f"{self._quote} {self._text_rule(parts, self._quote)}"
 
     def _quoted_rest(self) -> str:
         attribute = "" if self._quote.startswith("<[") else "[lazy]"
@@ -248,7 +261,7 @@ class CallWriter:
             names = {None: "None", True: "True", False: "False"}
             texts = [names[one] if one is None or isinstance(one, bool) else _dumped(one) for one in values]
             return f"({' | '.join(map(lark_text, texts))})"
-        kinds = value_kinds(schema, self._root)
+        kinds = self._kinds(schema)
         if kinds == {"boolean"}:
             return '("True" | "False")'
         if kinds == {"null"}:
@@ -260,6 +273,15 @@ class CallWriter:
         return self._json(schema) if options is None else f"({' | '.join(self._python(one) for one in options)})"
 
     # Schemas
+
+    def _count(self) -> None:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise NotWritable("a schema that is too large")
+
+    def _kinds(self, schema: Schema) -> frozenset[str]:
+        self._count()
+        return value_kinds(schema, self._root, self._known)
 
     def _target(self, reference: str) -> Schema:
         return self._root.get("$defs", {}).get(reference.removeprefix("#/$defs/"), True)
@@ -273,7 +295,7 @@ class CallWriter:
         return schema
 
     def _is_text(self, schema: Schema) -> bool:
-        return "string" in value_kinds(self._resolved(schema), self._root)
+        return "string" in self._kinds(self._resolved(schema))
 
     def _options(self, schema: Schema) -> list[Schema] | None:
         """The alternatives of a schema, each of fewer kinds; None: it is not a plain choice."""
@@ -292,6 +314,7 @@ class CallWriter:
 
     def _text_parts(self, schema: Schema) -> list[str]:
         """The expressions that a string must all match. Empty: any text."""
+        self._count()
         schema = self._resolved(schema)
         if schema is True:
             return []

@@ -163,10 +163,10 @@ class _Writer:
             self._rules += [f'calls: BLANK "[" call{more} "]"{end}', "BLANK: / ?/"]
             return
         more = "" if is_single else f" (BREAK {self._marker(format.opening)} one)*"
-        end = [_literal(format.after), self._marker(format.closing)]
+        ends = [_literal(format.after), self._marker(format.closing)]
         if self._control_id(format.closing) is None:
-            end = [_literal(format.after + format.closing)]
-        around = [_literal(format.before), "call", *end]
+            ends = [_literal(format.after + format.closing)]
+        around = [_literal(format.before), "call", *ends]
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
 
     def _each_call(self) -> list[str]:

@@ -26,7 +26,6 @@ PARAMETER = "<parameter="
 END_OF_VALUE = "</parameter>"
 _ENDS = ("</function>", "</tool_call>")  # the first may be missing
 _BLANK = " \t\r\n"
-_MAX_REFERENCES = 8
 _ALL_KINDS = frozenset(KINDS)
 _TEXT_ONLY = frozenset(("string",))
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # templates write values of earlier calls like this
@@ -191,25 +190,35 @@ def parameter_kinds(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     return value_kinds(properties[key], schema)
 
 
-def value_kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The kinds of values that a schema may allow. `root`: the whole schema, for references."""
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+Known = dict[str, frozenset[str]]  # the kinds of the targets of references
+
+
+def value_kinds(schema: object, root: Mapping[str, Any], known: Known | None = None) -> frozenset[str]:
+    """The kinds of values that a schema may allow. `root`: the whole schema, for references.
+
+    `known` is filled: each reference is followed once.
+    """
+    if not isinstance(schema, Mapping):
         return _ALL_KINDS
+    known = {} if known is None else known
     kinds = kinds_of(schema)
     if "type" not in schema and ("properties" in schema or "items" in schema):
         kinds = frozenset(("object",) if "properties" in schema else ("array",))
     if isinstance(reference := schema.get("$ref"), str):
-        kinds &= value_kinds(_target(reference, root), root, depth + 1)
+        if reference not in known:
+            known[reference] = _ALL_KINDS  # for references to itself
+            known[reference] = value_kinds(_target(reference, root), root, known)
+        kinds &= known[reference]
     if isinstance(values := schema.get("enum"), list):
         kinds &= frozenset(map(kind_of, values))
     if "const" in schema:
         kinds &= {kind_of(schema["const"])}
     for keyword in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(keyword), list) and options:
-            kinds &= frozenset().union(*(value_kinds(option, root, depth + 1) for option in options))
+            kinds &= frozenset().union(*(value_kinds(option, root, known) for option in options))
     if isinstance(parts := schema.get("allOf"), list):
         for part in parts:
-            kinds &= value_kinds(part, root, depth + 1)
+            kinds &= value_kinds(part, root, known)
     return kinds | {"null"} if schema.get("nullable") is True else kinds
 
 

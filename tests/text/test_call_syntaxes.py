@@ -319,7 +319,7 @@ def test_efforts_of_harmony(json_tokenizer: Tokenizer) -> None:
         ({"wants_thought": False, "reasoning_effort": "none"}, "low"),
         ({"wants_thought": True}, "medium"),
     ):
-        request = ChatRequest((say(Role.USER, "Hi"),), **wanted)  # type: ignore[arg-type]
+        request = ChatRequest((say(Role.USER, "Hi"),), **wanted)
         assert f"Reasoning: {effort}<|end|>" in template.render(request)
     assert [template.can_think(wants) for wants in (True, False, None)] == [True, False, True]
     template.close()
@@ -553,12 +553,13 @@ NOT_WRITABLE: Sequence[dict[str, Any]] = [
 @pytest.mark.parametrize("schema", NOT_WRITABLE, ids=range(len(NOT_WRITABLE)))
 def test_schemas_that_a_format_cannot_enforce(judge: Judge, name: str, schema: dict[str, Any]) -> None:
     """The tool is refused if it is strict; otherwise the caller may drop its schema."""
+    tool = Tool("f", "", schema)
     for is_strict, loose in ((True, []), (False, [1])):
-        tools = (NOW, Tool("f", "", schema, is_strict=is_strict))
+        tools = (NOW, replace(tool, is_strict=is_strict))
         with pytest.raises(ToolsNotHeld, match="grammar: tools: the arguments of 'f' cannot be enforced") as caught:
             answer_grammar(FORMATS[name], tools, REQUIRED, None, None, marker_id)
         assert caught.value.loose == loose
-    freed = replace(tools[1], is_free=True)
+    freed = replace(tool, is_free=True)
     grammar = answer_grammar(FORMATS[name], (NOW, freed), REQUIRED, None, None, marker_id)
     assert judge(grammar, written(FORMATS[name], [("f", {"a": "x", "z": "y"})])) == "whole"
 
