@@ -258,8 +258,10 @@ class CallWriter:
     def _python(self, schema: Schema) -> str:
         schema = self._resolved(schema)
         if (values := _listed(schema)) is not None:
-            names = {None: "None", True: "True", False: "False"}
-            texts = [names[one] if one is None or isinstance(one, bool) else _dumped(one) for one in values]
+            texts = [str(one) if one is None or isinstance(one, bool) else _dumped(one) for one in values]
+            texts += [
+                f"'{one}'" for one in values if isinstance(one, str) and one.isprintable() and not {*"'\\"} & {*one}
+            ]
             return f"({' | '.join(map(lark_text, texts))})"
         kinds = self._kinds(schema)
         if kinds == {"boolean"}:

@@ -19,7 +19,7 @@ from quire.text.json_calls import JsonCall
 from quire.text.literal_calls import GEMMA, GEMMA_QUOTE, PYTHON, LiteralCall
 from quire.text.reasoning import num_held
 from quire.text.tools import Tool
-from quire.text.xml_calls import XmlCall
+from quire.text.xml_calls import FUNCTION, XmlCall
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
 _USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # only in statements: in literal text it may be an ordinary word
@@ -54,6 +54,7 @@ class ToolFormat:
     id_chars: int | None = None  # the exact length of call ids that the template requires
     is_in_template: bool = True  # the model's own template renders tools, calls and results
     syntax: Syntax = Syntax.JSON
+    bare: str = ""  # the start of a call whose opening is missing; empty: such calls are text
     other_markers: tuple[str, ...] = ()  # further special tokens that the parser needs
 
 
@@ -70,6 +71,7 @@ TOOL_FORMATS = (
         before="\n",
         after="\n",
         syntax=Syntax.XML,
+        bare=FUNCTION,
     ),
     ToolFormat(
         "gemma4",
@@ -245,16 +247,28 @@ class CallParser:
                 self._raw, self._rest = [self._rest[: len(self._rest) - len(start)]], start
                 self._open()
                 return True
-        at = self._rest.find(opening)
-        if at < 0:
-            final = len(self._rest) - num_held(self._rest, opening)
+        at, bare_at = self._rest.find(opening), self._rest.find(self._format.bare) if self._format.bare else -1
+        if at < 0 and bare_at < 0:
+            size = max(num_held(self._rest, marker) for marker in (opening, self._format.bare))
+            final = len(self._rest) - size
             text, self._rest = self._rest[:final], self._rest[final:]
             self._emit_text(text, pieces)
             return False
+        if bare_at >= 0 and (at < 0 or bare_at < at):
+            return self._open_bare(bare_at, pieces)
         self._emit_text(self._rest[:at], pieces)
         self._raw, self._rest = [opening], self._rest[at + len(opening) :]
         self._is_in_list = False
         self._open()
+        return True
+
+    def _open_bare(self, at: int, pieces: list[Piece]) -> bool:
+        """Begin a call without an opening. If it is no call, its first character is text."""
+        self._emit_text(self._rest[:at], pieces)
+        self._open()
+        self._call.read(self._rest[at])
+        self._raw, self._rest = [self._rest[at]], self._rest[at + 1 :]
+        self._state = _State.CALL
         return True
 
     def _open(self) -> None:

@@ -160,7 +160,8 @@ class _Writer:
         if format.is_list:
             more = "" if is_single else ' (", " call)*'
             end = f" {self._marker(format.closing)}" if format.closing else ""
-            self._rules += [f'calls: BLANK "[" call{more} "]"{end}', "BLANK: / ?/"]
+            blank = "BLANK " if format.syntax is Syntax.JSON else ""  # some templates of Mistral write a space
+            self._rules += [f'calls: {blank}"[" call{more} "]"{end}', "BLANK: / ?/"]
             return
         more = "" if is_single else f" (BREAK {self._marker(format.opening)} one)*"
         ends = [_literal(format.after), self._marker(format.closing)]
@@ -242,9 +243,8 @@ class _HarmonyWriter(_Writer):
 
     def _one_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         channel, recipient = self._marker(CHANNEL), f" to=functions.{name}"
-        kind = '("commentary" | "analysis")'
-        heads = f"({lark_text(recipient)} {channel} {kind} | {channel} {kind} {lark_text(recipient)})"
-        return f"{heads} form {self._marker(MESSAGE)} {lark_json(arguments)}"
+        head = f'{lark_text(recipient)} {channel} "commentary" | {channel} {lark_text(f"commentary{recipient}")}'
+        return f"({head}) form {self._marker(MESSAGE)} {lark_json(arguments)}"
 
 
 def _literal(text: str) -> str:

@@ -110,6 +110,20 @@ def test_a_required_call_follows_the_schema(family: Family) -> None:
     assert later["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("name", ["qwen", "oss"])
+def test_the_second_turn_finds_the_first_in_the_cache(families: dict[str, Family], name: str) -> None:
+    """The tokens that the model generated equal those that the template renders from the conversation."""
+    family = families[name]
+    fields = {"model": name, "messages": [ASKED], "temperature": 0, "max_tokens": 200, **required(family)}
+    first = family.server.post("/v1/chat/completions", fields).json
+    message = first["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "done"}
+    later = {**fields, "messages": [ASKED, message, result], "tool_choice": "auto", "max_tokens": 1}
+    second = family.server.post("/v1/chat/completions", later).json
+    both = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= both - 8
+
+
 def test_a_schema_that_the_format_cannot_enforce(families: dict[str, Family]) -> None:
     family = families["qwen"]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"^x": {"type": "null"}}}

@@ -21,14 +21,16 @@ QWEN35 = """{%- macro text(content) %}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + text(messages[0].content) + '<|im_end|>\\n' }}
 {%- endif %}
+{%- set ns = namespace(last_user=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}{{- raise_exception('System must be first.') }}
     {%- elif message.role == 'user' %}
         {{- '<|im_start|>user\\n' + text(message.content) + '<|im_end|>\\n' }}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant\\n' }}
-        {%- if message.reasoning_content is string %}
-            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- if loop.index0 > ns.last_user %}
+            {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
         {%- endif %}
         {{- text(message.content) }}
         {%- for tool_call in message.tool_calls or [] %}

@@ -90,6 +90,10 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
     ("qwen_xml", "<tool_call>\n<function=get><parameter=s>a</parameter>\n</tool_call>", calls(("get", '{"s": "a"}'))),
     ("qwen_xml", "<tool_call>\n<function=get>\noops", [*calls(("get", "{}")), ("words", "oops")]),
     ("qwen_xml", "<tool_call>\n<function=other>\n", [("words", "<tool_call>\n<function=other>\n")]),
+    ("qwen_xml", "So\n<function=get>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>", [
+        ("words", "So"), *calls(("get", '{"n": 1}')),
+    ]),
+    ("qwen_xml", "a <function=other> <function", [("words", "a <function=other> <function")]),
     ("qwen_xml", 'use <tool_call> {"name"', [("words", 'use <tool_call> {"name"')]),
     ("qwen_xml", "<tool_call>\n<function=get>\n<parameter=s>\ncut o", calls(("get", '{"s": "cut o'))),
     (
