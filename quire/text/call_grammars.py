@@ -24,6 +24,7 @@ _ARRAY_KEYS = {"type", "items", "minItems", "maxItems"}
 _TEXT_KEYS = {"type", "pattern", "minLength", "maxLength", "format", "allOf", "$ref", "anyOf"}
 _REFERENCE = re.compile(r'"#/\$defs/([^"]+)"')
 _LAST_LINE = f"\n{END_OF_VALUE}\n"
+_SIMPLE = re.compile(r"[^'\\\x00-\x1F]*")  # text that needs no escapes in single quotes
 _NAME_TEXT = r"/[A-Za-z0-9_.-]+/"
 
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -259,9 +260,7 @@ class CallWriter:
         schema = self._resolved(schema)
         if (values := _listed(schema)) is not None:
             texts = [str(one) if one is None or isinstance(one, bool) else _dumped(one) for one in values]
-            texts += [
-                f"'{one}'" for one in values if isinstance(one, str) and one.isprintable() and not {*"'\\"} & {*one}
-            ]
+            texts += [f"'{one}'" for one in values if isinstance(one, str) and _SIMPLE.fullmatch(one)]
             return f"({' | '.join(map(lark_text, texts))})"
         kinds = self._kinds(schema)
         if kinds == {"boolean"}:

@@ -22,7 +22,9 @@ QWEN35 = """{%- macro text(content) %}
     {{- '<|im_start|>system\\n' + text(messages[0].content) + '<|im_end|>\\n' }}
 {%- endif %}
 {%- set ns = namespace(last_user=-1) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}
+{%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}{{- raise_exception('System must be first.') }}
     {%- elif message.role == 'user' %}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.xml_calls import as_json, parameter_kinds
 from tests.text.family_templates import GEMMA4, HARMONY, LFM2, LFM2_OLD, QWEN35
 from tests.text.test_tool_formats import AUTO, REQUIRED, Plain, calls, merged, read, say
+from tests.text.vocabularies import byte_level_gguf
 from tests.text.written_calls import QUOTE, START, written
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
@@ -586,3 +588,43 @@ def test_formats_of_text(judge: Judge, name: str, kind: str) -> None:
     grammar = answer_grammar(FORMATS[name], (tool,), REQUIRED, None, None, marker_id)
     good, bad = (written(FORMATS[name], [("f", {"a": text})]) for text in FORMATTED[kind])
     assert [judge(grammar, good), judge(grammar, bad)] == ["whole", "no"]
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+CHAIN = {f"d{i}": {"anyOf": [ref(f"d{i + 1}")] * 40} for i in range(12)}
+BOMBS: list[dict[str, Any]] = [
+    {"properties": {"a": ref("x")}, "$defs": {"x": {"anyOf": [{"type": "string", "pattern": "^a$"}, ref("x")]}}},
+    {"properties": {"a": ref("d0")}, "$defs": {**CHAIN, "d12": {"type": "string", "minLength": 2}}},
+    {"properties": {"a": ref("d0")}, "$defs": {**CHAIN, "d12": {"type": ["integer", "string"], "minLength": 2}}},
+]
+
+
+@pytest.mark.parametrize("name", NEW[:3])
+@pytest.mark.parametrize("schema", BOMBS, ids=range(len(BOMBS)))
+def test_references_that_expand_endlessly_end(name: str, schema: dict[str, Any]) -> None:
+    """They are written as rules, or refused."""
+    parameter_kinds(schema, "a")
+    with suppress(ToolsNotHeld):
+        answer_grammar(FORMATS[name], (Tool("f", "", schema, is_strict=False),), REQUIRED, None, None, no_id)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (("<|start|>", "<|end|>", "<|return|>", "<|call|>"), {"<|im_end|>", "<|return|>", "<|call|>"}),
+        (("<|end|>", "<|return|>"), {"<|im_end|>", "<|end|>"}),
+        (("<|turn>", "<turn|>", "<|tool_response>"), {"<|im_end|>", "<turn|>", "<|tool_response>"}),
+        (("<|tool_response>",), {"<|im_end|>"}),
+    ],
+)
+def test_tokens_that_end_an_answer(tokens: tuple[str, ...], ends: set[str]) -> None:
+    """<|end|> ends an answer of Phi, but only a message of gpt-oss."""
+    metadata = byte_level_gguf()
+    metadata["tokenizer.ggml.tokens"] += tokens
+    metadata["tokenizer.ggml.token_type"] += [3] * len(tokens)
+    tokenizer = Tokenizer.from_gguf(metadata)
+    found = {tokenizer.id_to_token(token_id) for token_id in tokenizer.eos_token_ids}
+    assert found - {"<|endoftext|>"} == ends
