@@ -153,11 +153,13 @@ def test_text_parameters_are_streamed() -> None:
     assert parser.push("meter>\n</function>") == [CallArguments(0, '"}')]
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-99, 99) | st.text("ab \n\"'\\<>{}[](),:=é|"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc_", min_size=1), inner, max_size=3),
-    max_leaves=6,
-)
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.text("abc_", min_size=1, max_size=3)
+    return inner | st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)
+
+
+LEAVES = st.none() | st.booleans() | st.integers(-99, 99) | st.text("ab \n\"'\\<>{}[](),:=é|")
+JSON_VALUES = nested(nested(LEAVES))
 
 
 @given(st.dictionaries(st.sampled_from(["k", "key_2", "z"]), JSON_VALUES), st.sampled_from(sorted(FORMATS)))
