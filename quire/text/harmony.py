@@ -29,7 +29,7 @@ _ENDS = (END, CALL, RETURN, START, CHANNEL)  # of a message; the last two start 
 _BETWEEN = "\n\n"  # between two messages of the same kind
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_HEADER_STARTS = (START, CHANNEL, "assistant", "to=")
+_HEADER_STARTS = (START, CHANNEL, MESSAGE, "assistant", "to=")
 
 
 class _Kind(Enum):
@@ -84,15 +84,16 @@ class HarmonyParser:
 
     def _read_header(self, pieces: list[Piece]) -> bool:
         """Read up to the text of the next message. False: more text is needed."""
-        at = self._rest.find(MESSAGE)
-        if at < 0:
-            start = self._rest.lstrip()
-            may_be = any(one.startswith(start) or start.startswith(one) for one in _HEADER_STARTS)
-            if may_be and len(start) <= MAX_HEADER_CHARS:
-                return False
+        start = self._rest.lstrip()
+        at = start.find(MESSAGE)
+        size = len(start) if at < 0 else at + len(MESSAGE) - 1
+        may_be = any(one.startswith(start) or start.startswith(one) for one in _HEADER_STARTS)
+        if not may_be or size > MAX_HEADER_CHARS:
             self._begin(_Kind.WORDS)  # there is no header
             return True
-        header, self._rest = self._rest[:at], self._rest[at + len(MESSAGE) :]
+        if at < 0:
+            return False
+        header, self._rest = start[:at], start[at + len(MESSAGE) :]
         header = header.rpartition(START)[2]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = None if recipient is None else recipient[1].removeprefix("functions.")

@@ -184,6 +184,30 @@ def typed(value: object) -> dict[str, Any]:
     }
 
 
+XML_TAGS = ["<tool_call>", "</tool_call>", "<function=", "<parameter=", "</parameter>", "</function>"]
+SCRAPS = {
+    "qwen_xml": [*XML_TAGS, "get", ">", "s"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", "call:", "get", "{", "}", QUOTE, "s:", ",", "["],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "get", "(", ")", "s=", '"', "'", ","],
+    "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "analysis", "final", " to=functions.get", "{}"],
+}
+
+
+@pytest.mark.parametrize("name", SCRAPS)
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_text_parses_the_same_however_it_is_split(name: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from([*SCRAPS[name], "\n", " ", "x", "<"]), max_size=20)))
+
+    def make() -> AnswerParser:
+        return HarmonyParser(("get",)) if name == "harmony" else parser_of(name)
+
+    whole = read(make, text)
+    assert read(make, *text) == whole
+    if name != "harmony" and not any(piece[0] == "call" for piece in whole):
+        assert "".join(piece[1] for piece in whole) == text  # nothing is lost
+
+
 @pytest.mark.parametrize(
     ("schema", "kinds"),
     [
