@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.torch.batch import AttentionGroup, Batch
+from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, softcap
+from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
 
 # T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G = H / K
 
 
 class ReferencePass:
-    def __init__(self, batch: Batch, store: KVStore) -> None:
+    def __init__(self, batch: Batch, store: KVStore, states: StateStore | None = None) -> None:
         self._batch = batch
         self._store = store
+        self._states = states  # None: the model has none
         self._angles: dict[tuple[Rotary, int, int], Angles] = {}
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
@@ -93,10 +95,11 @@ def attend(queries: Tensor, store: KVStore, batch: Batch, heads: Heads) -> Tenso
 
 def _attend_group(queries: Tensor, store: KVStore, group: AttentionGroup, heads: Heads) -> Tensor:
     num_heads, head_size = queries.shape[1:]
-    context = group.contexts[store.shapes[heads.index]]
+    shape = store.shapes[heads.index]
+    context = group.contexts[shape]
     context.read(heads.index)
     keys, values = context.keys, context.values  # [B, K, L, D] each
-    mask = group.masks[heads.window]
+    mask = group.masks[MaskKey(shape.window, heads.window)]
     if group.num_queries == 1:  # query heads of one KV head are computed as its queries, so each key is read once
         q = queries.reshape(group.num_seqs, heads.num_kv_heads, -1, head_size)  # [B, K, G, D]
         sinks = None if heads.sinks is None else heads.sinks.view(1, heads.num_kv_heads, -1, 1)
