@@ -23,7 +23,7 @@ from quire.text.tool_grammars import answer_grammar
 from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.hub import known_generation
 from quire.weights.opening import open_checkpoint
-from quire.weights.spec import GenerationDefaults, ModelSpec
+from quire.weights.spec import AttentionSpec, GenerationDefaults, ModelSpec
 
 TAIL_TOKENS = 32  # the end of a prompt that is searched for an opened reasoning block
 MAX_CHARS_PER_TOKEN = 16  # average of a whole text; only long runs of white space exceed it
@@ -41,6 +41,9 @@ class ModelText:
         self.defaults = defaults
         self.tokenizer = tokenizer
         self.template = template
+        # Where messages start matters to recurrent states and windows: see quire/core/placement.py.
+        has_states = any(not isinstance(layer.mixer, AttentionSpec) for layer in spec.layers)
+        self._has_points = has_states or any(spec.windows)
         self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))
 
     @classmethod
@@ -133,6 +136,7 @@ class ModelText:
             tenant=tenant,
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
+            boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
             new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tools import Tool, ToolChoice, ToolMode
 from quire.weights.config import spec_from_config
-from quire.weights.spec import GenerationDefaults
+from quire.weights.spec import GenerationDefaults, ShortConvSpec
 from tests.text.family_templates import GEMMA4, HARMONY, QWEN35
 from tests.text.tool_templates import HERMES, MISTRAL, PLAIN, THINKING
 from tests.text.vocabularies import byte_level_json
@@ -257,5 +258,11 @@ def test_thinking_of_qwen35(make: Made) -> None:
     assert text.num_thought_tokens(off, prompt_of(text, off), ids_of(text, "Hi")) == 0
     prompt = prompt_of(text, on)
     (asked, answer) = text.boundaries(prompt)
+    assert text.request(prompt, GenerationParams(), chat=on).boundaries == ()  # not needed without states or windows
+    short_conv = replace(text.spec.layers[0], mixer=ShortConvSpec(3))
+    spec = replace(text.spec, layers=(short_conv, *text.spec.layers[1:]))
+    hybrid = ModelText("tiny", spec, GenerationDefaults(), text.tokenizer, text.template)
+    assert hybrid.request(prompt, GenerationParams(), chat=on).boundaries == (asked, answer)
+    assert hybrid.request(prompt, GenerationParams()).boundaries == ()
     assert text.tokenizer.decode(prompt[answer:], skip_special=False) == "<|im_start|>assistant\n<think>\n"
     assert text.tokenizer.decode(prompt[asked:answer], skip_special=False) == "<|im_start|>user\nHi<|im_end|>\n"
