@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.backends.machine import is_apple_silicon
 from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
-ABI = 6
+ABI = 7
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -64,6 +64,9 @@ class Layer(ctypes.Structure):
         ("sines", ctypes.c_void_p),
         ("query_scales", ctypes.c_void_p),
         ("pool", ctypes.c_void_p),
+        ("conv_rows", ctypes.c_void_p),
+        ("matrices", ctypes.c_void_p),
+        ("has_window_blocks", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_size", ctypes.c_int32),
@@ -116,6 +119,8 @@ class BatchArgs(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("first_rows", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
+        ("window_tables", ctypes.c_void_p),
+        ("kv_starts", ctypes.c_void_p),
         ("logit_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
@@ -157,8 +162,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "quire_forward": (integer, [pointer, model, batch]),
         "quire_logits": (integer, [pointer, model, pointer, integer, pointer]),
         "quire_project": (integer, [pointer, linear, pointer, integer, integer, pointer]),
-        "quire_copy_blocks": (None, [model, pointer, integer]),
-        "quire_purge_blocks": (None, [model, pointer, integer]),
+        "quire_copy_blocks": (None, [model, integer, pointer, integer]),
+        "quire_purge_blocks": (None, [model, integer, pointer, integer]),
         "quire_block_bytes": (size, [integer, integer, integer]),
         "quire_packed_bytes": (size, [integer, integer, integer]),
         "quire_source_kind": (integer, [integer]),

@@ -198,8 +198,15 @@ static void lay_tiles(pass *step) {
 
 static int piece_blocks(const quire_model *model) { return largest(PIECE / model->block_size, 1); }
 
-static const int32_t *table_of(const pass *step, int row) {
-    return step->batch->tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
+static const int32_t *table_of(const pass *step, const quire_layer *layer, int row) {
+    const int32_t *tables = layer->has_window_blocks ? step->batch->window_tables : step->batch->tables;
+    return tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
+}
+
+/* Returns whether the keys and values of a row are in a shared block already. */
+static int is_stored(const pass *step, const quire_layer *layer, int row) {
+    const int32_t *starts = step->batch->kv_starts;
+    return !layer->has_window_blocks && starts && step->batch->positions[row] < starts[step->sequences[row]];
 }
 
 /* Norms and rotates the heads of queries and keys. */
@@ -230,7 +237,8 @@ static void store_one(row_job *job, int row) {
     const int position = step->batch->positions[row], stride = key_stride(model->block_size);
     float *qkv = step->inner + (size_t)row * (size_t)qkv_size(layer);
     turn_heads(step, layer, position, qkv);
-    const int32_t *table = table_of(step, row);
+    if (is_stored(step, layer, row)) return;
+    const int32_t *table = table_of(step, layer, row);
     uint16_t *block = layer->pool + (size_t)table[position / model->block_size] * (block_bytes(model, layer) / 2);
     const int slot = position % model->block_size;
     for (int head = 0; head < kv_heads; head++) {
@@ -290,7 +298,7 @@ static attention_rows rows_of(const pass *step, const quire_layer *layer, const 
     return (attention_rows){
         .count = count,
         .position = position,
-        .table = table_of(step, row),
+        .table = table_of(step, layer, row),
         .q_stride = (size_t)qkv_size(layer),
         .out_stride = (size_t)(layer->num_heads * layer->head_size),
         .first_piece = first_key(shape, position) / piece,
@@ -601,8 +609,9 @@ int quire_project(quire_engine *engine, const quire_linear *linear, const float 
     return 0;
 }
 
-void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs) {
+void quire_copy_blocks(const quire_model *model, int has_window_blocks, const int32_t *pairs, int num_pairs) {
     for (int index = 0; index < model->num_layers; index++) {
+        if (model->layers[index].has_window_blocks != has_window_blocks) continue;
         const size_t size = block_bytes(model, &model->layers[index]);
         char *pool = (char *)model->layers[index].pool;
         for (int i = 0; i < num_pairs; i++)
@@ -610,9 +619,9 @@ void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_p
     }
 }
 
-void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks) {
+void quire_purge_blocks(const quire_model *model, int has_window_blocks, const int32_t *blocks, int num_blocks) {
     for (int index = 0; index < model->num_layers; index++)
-        for (int i = 0; i < num_blocks; i++) {
+        for (int i = 0; i < num_blocks && model->layers[index].has_window_blocks == has_window_blocks; i++) {
             const size_t halves = block_bytes(model, &model->layers[index]) / 2;
             uint16_t *at = model->layers[index].pool + (size_t)blocks[i] * halves;
             for (size_t j = 0; j < halves; j++)

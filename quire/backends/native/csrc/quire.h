@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 6
+#define QUIRE_ABI 7
 #define QUIRE_API __attribute__((visibility("default")))
 
 /* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F size of an MLP,
@@ -49,6 +49,9 @@ typedef struct { /* x + residual_scale * attention(norm(x)), then the same with 
     const float *query_scales;    /* [max context]: factors of the queries by position, or NULL */
     uint16_t *pool;               /* the KV pool: [blocks][K][...] fp16; keys of a head [D][key stride], values
                                      [block size][D] */
+    float *conv_rows;             /* the state pool: [slots][taps - 1][channels] inputs of a convolution, oldest first */
+    float *matrices;              /* the same: [slots][value heads][key size][value size] */
+    int32_t has_window_blocks;    /* the pool's blocks are numbered by `window_tables`, not by `tables` */
     int32_t num_heads, num_kv_heads, head_size;
     int32_t rotary_size;       /* leading dimensions of a head that are rotated; 0: none */
     int32_t window;            /* tokens that a token sees, including itself; 0: all before it */
@@ -80,6 +83,10 @@ typedef struct {
     const int32_t *positions;  /* [T] */
     const int32_t *first_rows; /* [S + 1]: first row of each sequence */
     const int32_t *tables;     /* [S, table stride]: block numbers */
+    const int32_t *window_tables; /* [S, table stride]: the same for layers with window blocks. Blocks wholly behind the
+                                     window of a sequence's first row are not read. NULL: no layer has any */
+    const int32_t *kv_starts;  /* [S]: positions before this are in their blocks already and are not written there, except
+                                  in window blocks; or NULL */
     const int32_t *logit_rows; /* [L]: rows of the batch */
     float *logits;             /* [L, V] */
     float *hidden;             /* [T, E]: the last hidden states, or NULL */
@@ -104,10 +111,10 @@ QUIRE_API int quire_logits(
     quire_engine *engine, const quire_model *model, const float *hidden, int num_rows, float *logits);
 QUIRE_API int quire_project(
     quire_engine *engine, const quire_linear *linear, const float *x, int num_rows, int refine, float *y);
-/* `pairs` [n, 2]: source, destination */
-QUIRE_API void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs);
+/* In the layers with or without window blocks. `pairs` [n, 2]: source, destination */
+QUIRE_API void quire_copy_blocks(const quire_model *model, int has_window_blocks, const int32_t *pairs, int num_pairs);
 /* Sets values that are not finite to 0. */
-QUIRE_API void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks);
+QUIRE_API void quire_purge_blocks(const quire_model *model, int has_window_blocks, const int32_t *blocks, int num_blocks);
 QUIRE_API size_t quire_block_bytes(int num_kv_heads, int head_size, int block_size); /* in one layer */
 
 /* Packs the bytes of a file. `out` has quire_packed_bytes(kind, rows, cols) bytes. */
