@@ -353,11 +353,12 @@ class GgufCheckpoint:
     def read(self, name: str) -> RawTensor:
         import numpy as np
 
-        info, file_name, offset = self._places[name]
-        file, tensor = self._file_tensors[file_name]
+        place = self._places[name]
+        info = place.info
+        file, tensor = self._file_tensors[place.file_name]
         if file.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(file.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
+        flat = place.choose(np.frombuffer(file.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset))
         data = flat if len(info.shape) == 1 else flat.reshape(-1, _row_bytes(info))
         raw = RawTensor(info, data)
         return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw

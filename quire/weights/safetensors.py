@@ -84,11 +84,13 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> RawTensor:
         import numpy as np
 
-        info, file_name, offset = self._places[name]
-        tensor = self._file_tensors[file_name]
+        place = self._places[name]
+        info = place.info
+        tensor = self._file_tensors[place.file_name]
         if tensor.shard.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(tensor.shard.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
+        held = np.frombuffer(tensor.shard.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset)
+        flat = place.choose(held)
         data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
         raw = RawTensor(info, data)
         family = self._folder.family
