@@ -39,21 +39,38 @@ class Matrix(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    _fields_ = (("parts", Matrix * 3), ("num_parts", ctypes.c_int32), ("bias", ctypes.c_void_p))
+    _fields_ = (("parts", Matrix * 4), ("num_parts", ctypes.c_int32), ("bias", ctypes.c_void_p))
 
 
 class Expert(ctypes.Structure):
     _fields_ = (("gate_up", Linear), ("down", Linear))
 
 
+class Recurrence(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "decays", "dt_bias", "norm", "rows", "matrices")),
+        ("num_taps", ctypes.c_int32),
+        ("num_channels", ctypes.c_int32),
+        ("num_key_heads", ctypes.c_int32),
+        ("num_value_heads", ctypes.c_int32),
+        ("key_size", ctypes.c_int32),
+        ("value_size", ctypes.c_int32),
+        ("is_tiled", ctypes.c_int32),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
+        ("mixer", ctypes.c_int32),
         ("qkv", Linear),
         ("o", Linear),
+        ("recurrence", Recurrence),
         ("gate_up", Linear),
         ("down", Linear),
         ("experts", ctypes.POINTER(Expert)),
         ("router", ctypes.c_void_p),
+        ("shared", Expert),
+        ("shared_gate", ctypes.c_void_p),
         ("input_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
         ("post_attention_norm", ctypes.c_void_p),
@@ -64,14 +81,13 @@ class Layer(ctypes.Structure):
         ("sines", ctypes.c_void_p),
         ("query_scales", ctypes.c_void_p),
         ("pool", ctypes.c_void_p),
-        ("conv_rows", ctypes.c_void_p),
-        ("matrices", ctypes.c_void_p),
         ("has_window_blocks", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_size", ctypes.c_int32),
         ("rotary_size", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("has_gate", ctypes.c_int32),
         ("is_norm_of_width", ctypes.c_int32),
         ("is_half_attention", ctypes.c_int32),
         ("activation", ctypes.c_int32),
@@ -121,6 +137,8 @@ class BatchArgs(ctypes.Structure):
         ("tables", ctypes.c_void_p),
         ("window_tables", ctypes.c_void_p),
         ("kv_starts", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("first_segments", ctypes.c_void_p),
         ("logit_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),

@@ -57,9 +57,9 @@ class Memory:
 
 
 def _place_state(layer: Layer, kv: LayerState, at: int, num_states: int) -> int:
-    layer.conv_rows = at
+    layer.recurrence.rows = at
     at += num_states * kv.num_rows * kv.num_channels * STATE_ITEM_BYTES
-    layer.matrices = at
+    layer.recurrence.matrices = at
     return at + num_states * kv.num_heads * kv.key_size * kv.value_size * STATE_ITEM_BYTES
 
 

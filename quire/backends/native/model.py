@@ -55,9 +55,9 @@ class NativeModel:
         self.layers = (Layer * spec.num_layers)(*packed.layers)
         self.memory.place(self.layers)
         for layer, layer_spec in zip(self.layers, spec.layers, strict=True):
-            attention = layer_spec.attention
-            _describe_attention(layer, attention, self._tables)
-            layer.is_half_attention = may_attend_in_halves(attention, precision)
+            if isinstance(attention := layer_spec.mixer, AttentionSpec):
+                _describe_attention(layer, attention, self._tables)
+                layer.is_half_attention = may_attend_in_halves(attention, precision)
             layer.residual_scale = layer_spec.residual_scale
         self._args = _model_args(spec, packed, self.layers)
         self._args.refine = REFINED[precision]
@@ -89,6 +89,8 @@ class NativeModel:
             tables=batch.tables.ctypes.data,
             window_tables=_address(batch.window_tables),
             kv_starts=_address(batch.kv_starts),
+            segments=_address(batch.segments),
+            first_segments=_address(batch.first_segments),
             logit_rows=logit_rows.ctypes.data,
             logits=logits.ctypes.data,
             hidden=_address(hidden),
@@ -108,7 +110,7 @@ class NativeModel:
         return logits
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks of the pool."""
+        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and the first state."""
         num_blocks = -(-len(tokens) // self.limits.block_size)
         has_window_blocks = self.limits.num_window_blocks > 0
         num_available = min(self.limits.num_blocks, self.limits.num_window_blocks or self.limits.num_blocks)
@@ -122,6 +124,8 @@ class NativeModel:
             tables=tables,
             sampled=(),
             window_tables=tables if has_window_blocks else None,
+            segments=np.array([[0, len(tokens), 0, 1]], np.int32) if self.limits.num_states else None,
+            first_segments=np.array([0, 1], np.int32),
         )
         return self.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
 
@@ -185,7 +189,7 @@ class _Tables:
 def _describe_attention(layer: Layer, attention: AttentionSpec, tables: _Tables) -> None:
     layer.num_heads, layer.num_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.head_size = attention.head_size
-    layer.window = attention.window
+    layer.window, layer.has_gate = attention.window, attention.has_gate
     layer.attention_scale, layer.attention_softcap = attention.scale, attention.softcap
     layer.is_norm_of_width = attention.qk_norm is QKNorm.WIDTH
     if attention.rope is not None:

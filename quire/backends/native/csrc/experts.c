@@ -232,6 +232,30 @@ static void run_some(expert_job *job) {
     quire_run(step->engine, sum_unit, job, units);
 }
 
+static void add_shared_unit(void *context, int unit, int thread) {
+    (void)thread;
+    const expert_job *job = context;
+    const pass *step = job->step;
+    const int size = step->model->hidden_size, first = unit * ROWS_PER_UNIT;
+    for (int row = first; row < smallest(first + ROWS_PER_UNIT, step->batch->num_tokens); row++) {
+        const size_t at = (size_t)row * (size_t)size;
+        float gate;
+        step->run->dot(job->layer->shared_gate, step->normed + at, (size_t)size, 1, size, &gate, 1);
+        gate = 1 / (1 + expf(-gate));
+        for (int i = 0; i < size; i++) step->mixed[at + (size_t)i] += gate * step->inner[at + (size_t)i];
+    }
+}
+
+/* Adds the expert that all rows use to step->mixed. */
+static void run_shared(expert_job *job) {
+    pass *step = job->step;
+    const quire_expert *shared = &job->layer->shared;
+    project(step->engine, step->run, &shared->gate_up, &step->input, step->inner);
+    gate_rows(step, job->layer->activation, step->inner, shared->down.parts[0].cols, step->model->refine.down);
+    project(step->engine, step->run, &shared->down, &step->input, step->inner);
+    quire_run(step->engine, add_shared_unit, job, ceil_div(step->batch->num_tokens, ROWS_PER_UNIT));
+}
+
 void run_experts(pass *step, const quire_layer *layer) {
     const int num_tokens = step->batch->num_tokens;
     expert_job job = {.step = step, .layer = layer};
@@ -240,6 +264,7 @@ void run_experts(pass *step, const quire_layer *layer) {
         step->routed.num_rows = smallest(num_tokens - first, MAX_ROUTED);
         run_some(&job);
     }
+    if (layer->shared_gate) run_shared(&job);
 }
 
 /* Lays out the memory for the layer that needs most of it. */
