@@ -103,7 +103,9 @@ class DeltaNetSpec:
     key_head_size: int
     value_head_size: int
     num_taps: int  # of the convolution
-    is_tiled: bool = False  # the key head of value head h is h % num_key_heads; otherwise h // (value heads per key head)
+    is_tiled: bool = (
+        False  # the key head of value head h is h % num_key_heads; otherwise h // (value heads per key head)
+    )
 
     @property
     def key_heads(self) -> tuple[int, ...]:
@@ -147,7 +149,10 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A router chooses a few of many MLPs for every token, by softmax over all, and adds up their weighted outputs."""
+    """A router chooses a few of many MLPs for every token and adds up their weighted outputs.
+
+    The scores are the softmax of its logits over all experts, or the sigmoids of its logits.
+    """
 
     num_experts: int
     num_chosen: int  # per token
@@ -155,6 +160,8 @@ class ExpertsSpec:
     activation: Activation
     renormalizes: bool  # the weights of the chosen experts are divided by their sum
     scale: float = 1.0  # of the sum
+    has_sigmoid: bool = False
+    has_expert_bias: bool = False  # a bias is added to the scores for the choice, but not to the weights
     shared_size: int = 0  # of an MLP beside them whose output is multiplied by sigmoid(shared_gate(x)); 0: none
 
 

@@ -35,10 +35,10 @@ class Target(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """The heads that a tensor has in another one whose rows alternate by head: `place` of every `count` heads."""
+    """The heads that a tensor has in another one whose rows alternate by head: `place` of every `num_parts` heads."""
 
     place: int
-    count: int
+    num_parts: int
     num_heads: int
 
 
@@ -53,13 +53,13 @@ class Place(NamedTuple):
     @property
     def num_file_bytes(self) -> int:
         """Bytes from `offset` on that hold the tensor."""
-        return self.info.num_bytes * (1 if self.stripe is None else self.stripe.count)
+        return self.info.num_bytes * (1 if self.stripe is None else self.stripe.num_parts)
 
     def choose(self, held: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the tensor's own bytes. Rows are quantised separately, so taking some of them is exact."""
         if self.stripe is None:
             return held
-        chosen = held.reshape(self.stripe.num_heads, self.stripe.count, -1)[:, self.stripe.place].reshape(-1)
+        chosen = held.reshape(self.stripe.num_heads, self.stripe.num_parts, -1)[:, self.stripe.place].reshape(-1)
         chosen.flags.writeable = False
         return chosen
 
@@ -137,6 +137,8 @@ def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
     if not isinstance(mlp, ExpertsSpec):
         return _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
     tensors: dict[str, Shape] = {"router.weight": (mlp.num_experts, hidden_size)}
+    if mlp.has_expert_bias:
+        tensors["expert_bias"] = (mlp.num_experts,)
     for expert in range(mlp.num_experts):
         tensors |= _gated(f"experts.{expert}.", mlp.size, hidden_size, has_bias=False)
     if mlp.shared_size:
@@ -208,9 +210,7 @@ def place_tensors(
     return places
 
 
-def _divide(
-    info: TensorInfo, target: Target, expected: Mapping[str, Shape], spec: ModelSpec
-) -> list[Place] | None:
+def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spec: ModelSpec) -> list[Place] | None:
     """Return the parts of a file's tensor, or None if it does not have the shape of all of them together."""
     num_stacked = info.shape[0] if target.is_stack else 1
     first = [expected.get(name.format(0)) for name in target.names]
