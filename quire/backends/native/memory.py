@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,19 @@ class Memory:
     @property
     def num_bytes(self) -> int:
         return self.blocks.nbytes + self.window_blocks.nbytes + self.states.nbytes
+
+    def state_arrays(self) -> list[Floats]:
+        """Return views of the pools of states: rows of convolutions, then matrices, [slots, ...] for each layer."""
+        views: list[Floats] = []
+        at, num_states = 0, self._sizes.num_states
+        for layer in self._kv.layers:
+            if isinstance(layer, LayerState):
+                matrices = (layer.num_heads, layer.key_size, layer.value_size)
+                for shape in ((layer.num_rows, layer.num_channels), *([matrices] if layer.num_heads else [])):
+                    size = num_states * math.prod(shape)
+                    views.append(self.states[at : at + size].reshape(num_states, *shape))
+                    at += size
+        return views
 
     def place(self, layers: ctypes.Array[Layer]) -> None:
         """Set the pools of all layers."""
