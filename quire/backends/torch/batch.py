@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kv_store import Context, HeadShape, KVStore
+from quire.backends.torch.state_store import Segment, find_segments
 from quire.core.step import SeqSlice
 
 MAX_QUERIES = 512  # query rows of one attention call, which bounds the size of its mask
@@ -37,6 +38,7 @@ class Batch:
     slot_rows: Mapping[HeadShape, Tensor]  # see KVStore.slot_rows
     groups: tuple[AttentionGroup, ...]
     last_rows: tuple[int, ...]  # row of the last token of each slice
+    segments: tuple[Segment, ...]  # the rows of each slice between states that are stored
 
 
 def build_batch(slices: Sequence[SeqSlice], store: KVStore, windows: Sequence[int], last_samples: Tensor) -> Batch:
@@ -131,6 +133,7 @@ class _Builder:
             slot_rows=self._store.slot_rows(_join(self._blocks), offsets),
             groups=tuple(self._groups),
             last_rows=tuple(last_rows),
+            segments=find_segments(ordered),
         )
 
     def _tokens(self, ordered: Sequence[SeqSlice], last_rows: Sequence[int], last_samples: Tensor) -> Tensor:

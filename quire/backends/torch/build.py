@@ -17,6 +17,7 @@ from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
+from quire.backends.torch.state_store import StateStore
 from quire.errors import InvalidRequest, UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES as DTYPES_IN_FILES
@@ -24,6 +25,7 @@ from quire.weights.spec import OTHER, ModelSpec
 
 CUDA_SHARE = 0.9
 CUDA_MAX_SEQS = 256
+STATES_PER_REQUEST = 4
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,10 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         else:
             num_blocks = pool.num_blocks_on_cpu()
         store = KVStore(model.kv_spec, num_blocks, options.block_size, dtype, device)
-    return TorchRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        states = None
+        if model.kv_spec.has_states:
+            states = StateStore(model.kv_spec, STATES_PER_REQUEST * max_num_seqs + 1, dtype, device)
+    return TorchRunner(model, store, states, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
 
 
 def load_model(

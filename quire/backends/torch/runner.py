@@ -16,6 +16,7 @@ from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
+from quire.backends.torch.state_store import StateStore
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
@@ -40,10 +41,13 @@ class _Step:
 
 
 class TorchRunner:
-    def __init__(self, model: Model, store: KVStore, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: Model, store: KVStore, states: StateStore | None = None, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
         spec = model.spec
         self.model = model
         self.store = store
+        self.states = states
         self._capacity = Capacity(
             num_blocks=store.num_blocks,
             block_size=store.block_size,
@@ -52,6 +56,7 @@ class TorchRunner:
             vocab_size=spec.vocab_size,
             has_overlap=store.device.type != "cpu",  # on a CPU computation happens inside the call
             has_costly_rows=store.device.type == "cpu",
+            num_states=0 if states is None else states.num_slots,
         )
         self._last_samples = torch.zeros(max_num_seqs, dtype=torch.int64, device=store.device)
         self._penalties = Penalties(spec.vocab_size, store.device)
@@ -88,7 +93,7 @@ class TorchRunner:
             self._penalties.release(batch_index)
         self.store.copy(plan.copies)
         batch = build_batch(plan.slices, self.store, self.model.kv_spec.windows, self._last_samples)
-        hidden = self.model.forward(ReferencePass(batch, self.store))  # [T, E]
+        hidden = self.model.forward(ReferencePass(batch, self.store, self.states))  # [T, E]
         rows = tuple(row for row, piece in enumerate(batch.slices) if piece.wants_token)
         logits = None
         if rows:
