@@ -39,6 +39,7 @@ CODE_STD = 73.9  # of bytes that are all equally frequent
 NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
 
 UNPACKED = ("router.weight", "shared_gate.weight", "conv.weight")  # matrices that stay in fp32
+ROUTER_VECTORS = {"router_bias": "router.bias", "choice_bias": "expert_bias", "expert_scales": "expert_scales.weight"}
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # numbered as in csrc/quire.h
 DELTA_NET, SHORT_CONV = 1, 2  # the same, of mixers
 
@@ -144,7 +145,10 @@ def _add_experts(layer: Layer, packer: _Packer, spec: ExpertsSpec, prefix: str) 
     layer.experts = ctypes.cast((Expert * spec.num_experts)(*experts), ctypes.POINTER(Expert))
     layer.router = packer.floats(f"{prefix}router.weight").ctypes.data
     layer.num_experts, layer.num_chosen = spec.num_experts, spec.num_chosen
-    layer.renormalizes, layer.experts_scale = spec.renormalizes, spec.scale
+    layer.renormalizes, layer.experts_scale, layer.has_sigmoid = spec.renormalizes, spec.scale, spec.has_sigmoid
+    for field, name in ROUTER_VECTORS.items():
+        if (whole := f"{prefix}{name}") in packer.arrays:
+            setattr(layer, field, packer.floats(whole).ctypes.data)
     if spec.shared_size:
         layer.shared = Expert(*_mlp(packer, f"{prefix}shared."))
         layer.shared_gate = packer.floats(f"{prefix}shared_gate.weight").ctypes.data

@@ -16,7 +16,13 @@ from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import floats
 from tests.backends.torch.families import Reference
 
-NOT_ROUNDED = ("mlp.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight", "conv1d.weight", "conv.weight")
+NOT_ROUNDED = (
+    "mlp.gate.weight",
+    "feed_forward.gate.weight",
+    "shared_expert_gate.weight",
+    "conv1d.weight",
+    "conv.weight",
+)
 
 _LLAMA_NAMES = {
     "embedding": "model.embed_tokens",

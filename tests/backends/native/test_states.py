@@ -104,7 +104,9 @@ def test_in_a_batch(case: Case, runner: NativeRunner, num_threads: int) -> None:
                 slices.append(part(number, done[number], min(chunks[number], len(prompt) - done[number])))
         found = logits(runner, *slices)
         for row, slice_ in zip(found, slices, strict=True):
-            number = PROMPTS.index(next(p for p in PROMPTS if p[slice_.start : slice_.start + slice_.length] == slice_.tokens))
+            number = PROMPTS.index(
+                next(p for p in PROMPTS if p[slice_.start : slice_.start + slice_.length] == slice_.tokens)
+            )
             done[number] = slice_.start + slice_.length
             assert same_bits(row, case.expected[number][done[number] - 1])
 

@@ -149,6 +149,24 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     **MORE_FAMILIES,
 }
 
+DELTA_NET = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+SHORT_CONV = {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
+# Families some of whose layers have a recurrent state.
+STATE_FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_5": lambda: _config("qwen3_5_text", **DELTA_NET),
+    "qwen3_5_moe": lambda: _config("qwen3_5_moe_text", shared_expert_intermediate_size=40, **DELTA_NET, **EXPERTS),
+    "lfm2": lambda: _config("lfm2", **SHORT_CONV),
+    "lfm2_moe": lambda: _config("lfm2_moe", num_dense_layers=1, **SHORT_CONV, **EXPERTS),
+}
+
 
 class Reference:
     """`transformers` with the same weights, in fp32. `dtype`: the type that the weights are rounded to and saved in."""
@@ -159,7 +177,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        config = FAMILIES[name]()
+        config = {**FAMILIES, **STATE_FAMILIES}[name]()
         for field, value in changes.items():
             setattr(config, field, value)
         config._attn_implementation = "eager"

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.loading import DUMMY_STD, AttentionWeights, MlpWeights, ModelWeights, load_weights, weight_bytes
+from quire.backends.torch.loading import (
+    DUMMY_STD,
+    AttentionWeights,
+    MlpWeights,
+    ModelWeights,
+    load_weights,
+    weight_bytes,
+)
 from quire.weights.families import BY_MODEL_TYPE, BY_NAME
 from quire.weights.names import transformers_targets
 from quire.weights.opening import open_checkpoint

@@ -51,9 +51,12 @@ void multiply_range(
         const int panels = ceil_div(part->rows, PANEL);
         const size_t size = (size_t)panel_bytes(part->kind) * (size_t)input->num_groups;
         const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
-        if (from < to)
-            run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + column + from * PANEL,
-                        (size_t)stride, smallest(to * PANEL, part->rows) - from * PANEL);
+        if (from < to) {
+            const int at = column + from * PANEL, count = smallest(to * PANEL, part->rows) - from * PANEL;
+            run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + at, (size_t)stride, count);
+            for (int row = 0; row < input->num_rows && linear->bias; row++)
+                run->add(y + (size_t)row * (size_t)stride + at, linear->bias + at, count);
+        }
         part_first += panels;
         column += part->rows;
     }
@@ -66,10 +69,6 @@ static void multiply_unit(void *context, int unit, int thread) {
         job->run, job->linear, job->input, first, last, quire_own_memory(job->engine, thread), job->y, job->stride);
 }
 
-static void add_bias(const quire_variant *run, const float *bias, int num_rows, int count, float *y) {
-    for (int row = 0; row < num_rows; row++) run->add(y + (size_t)row * (size_t)count, bias, count);
-}
-
 void project(
     quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y) {
     int num_panels = 0;
@@ -77,7 +76,6 @@ void project(
     const int count = num_outputs(linear), units = num_units(ceil_div(num_panels, run->at_once), quire_num_threads(engine));
     product job = {engine, run, linear, input, y, count, num_panels, units};
     quire_run(engine, multiply_unit, &job, job.num_units);
-    if (linear->bias) add_bias(run, linear->bias, input->num_rows, count, y);
 }
 
 /* Rows: norms, rounding, rotation */

@@ -19,7 +19,7 @@ typedef struct { /* some panels of an expert's matrix */
 /* Routing of R rows to C of N experts each. A choice is one row for one expert. Choices are sorted by expert. */
 typedef struct {
     int first_row, num_rows; /* R rows of the batch */
-    float *scores;           /* [R, N] */
+    float *scores, *keys;    /* [R, N]: weights before they are divided, and the numbers that experts are chosen by */
     int32_t *chosen;         /* [R, C]: experts, in the order of their scores */
     float *weights;          /* [R, C] */
     int32_t *places;         /* [R, C]: position of the choice after sorting */

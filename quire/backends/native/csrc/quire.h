@@ -60,7 +60,9 @@ typedef struct { /* x + residual_scale * mixer(norm(x)), then the same with the 
     quire_recurrence recurrence; /* unused by attention */
     quire_linear gate_up, down;                       /* unused if the layer has experts */
     const quire_expert *experts;                      /* [N], all of the same size, or NULL */
-    const float *router;                              /* [N, E] */
+    const float *router, *router_bias;                /* [N, E]; [N] or NULL */
+    const float *choice_bias, *expert_scales;         /* [N] or NULL: added to the scores for the choice; factors of the
+                                                         weights */
     quire_expert shared;                              /* beside the experts, times sigmoid(shared gate); unused without */
     const float *shared_gate;                         /* [E], or NULL: no shared expert */
     const float *input_norm, *mlp_norm;               /* [E] or NULL: of the inputs of attention and MLP */
@@ -79,6 +81,7 @@ typedef struct { /* x + residual_scale * mixer(norm(x)), then the same with the 
     int32_t is_half_attention; /* whether attention may multiply in fp16 if that is faster on this machine */
     int32_t activation;        /* of the MLP's gate */
     int32_t num_experts, num_chosen; /* N, and experts per row; 0: none */
+    int32_t has_sigmoid;             /* scores are sigmoids of the router's logits, not their softmax */
     int32_t renormalizes;            /* the weights of the chosen experts are divided by their sum */
     float experts_scale;             /* of the weighted sum of the experts */
     float attention_scale, attention_softcap; /* softcap 0: none */
