@@ -587,13 +587,13 @@ static int reserve(pass *step) {
     size_t most = panel_scratch(ceil_div(widest(step->model).input, GROUP));
     for (int index = 0; index < step->model->num_layers; index++) {
         const quire_layer *layer = &step->model->layers[index];
-        size_t attention = 0;
+        size_t mixer = delta_scratch(layer->recurrence.key_size);
         if (is_attention(layer)) {
             const attention_shape shape = shape_of(step, layer, 0);
-            attention = step->run->attend_scratch(&shape);
+            mixer = step->run->attend_scratch(&shape);
         }
         const size_t expert = layer->num_experts ? panel_scratch(ceil_div(expert_size(layer), GROUP)) : 0;
-        if (attention > most) most = attention;
+        if (mixer > most) most = mixer;
         if (expert > most) most = expert;
     }
     return quire_reserve_own(step->engine, 4 * most + 64);

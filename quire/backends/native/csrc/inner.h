@@ -88,6 +88,9 @@ typedef struct { /* consecutive rows of one head; all pointers are to the first 
     float *state; /* [key size, value size] */
 } delta_rows;
 
+/* Floats of scratch memory for `delta`: some columns of a state. */
+static inline size_t delta_scratch(int key_size) { return 64 * (size_t)key_size; }
+
 /* One variant of the hot loops, compiled for one instruction set. */
 typedef struct {
     const char *name;
@@ -111,7 +114,7 @@ typedef struct {
     void (*merge)(const attention_shape *shape, const attention_rows *rows, float *out);
     void (*convolve)(const conv_shape *shape, const conv_rows *rows, int first, int last);
     void (*unit)(float *x, int count, float eps, float scale);
-    void (*delta)(const delta_shape *shape, const delta_rows *rows, int first, int last);
+    void (*delta)(const delta_shape *shape, const delta_rows *rows, int first, int last, float *scratch);
 } quire_variant;
 
 /* Fills a variant: the file's own products, and the functions of rows.h, attention.h and recurrence.h as compiled there. */

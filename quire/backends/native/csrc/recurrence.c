@@ -103,7 +103,6 @@ static void copy_columns(const quire_recurrence *net, int source, int target, in
 
 /* Updates some columns of one head's state through all segments of a sequence. */
 static void delta_unit(void *context, int unit, int thread) {
-    (void)thread;
     const recurrence_job *job = context;
     const pass *step = job->step;
     const quire_recurrence *net = &job->layer->recurrence;
@@ -127,7 +126,7 @@ static void delta_unit(void *context, int unit, int thread) {
             .beta = b + head,
             .state = net->matrices + ((size_t)segment->target * (size_t)heads + (size_t)head) * size};
         copy_columns(net, segment->source, segment->target, head, first, last);
-        step->run->delta(&shape, &rows, first, last);
+        step->run->delta(&shape, &rows, first, last, quire_own_memory(step->engine, thread));
     }
 }
 

@@ -72,13 +72,14 @@ static void unit_row(float *x, int count, float eps, float scale) {
 }
 
 enum { DELTA_ACROSS = LANES == 4 ? 8 : 4 }; /* vectors of columns whose sums are held in registers */
+enum { DELTA_WIDTH = DELTA_ACROSS * LANES };
+enum { MIN_COPIED = 4, KEYS_AHEAD = 16 }; /* rows for which columns are copied; rows of a state that are read ahead */
 
 /* Updates `across` vectors of columns of a head's state, row by row. The output replaces the values. */
 static inline __attribute__((always_inline)) void delta_columns(
-    const delta_shape *shape, const delta_rows *rows, int column, const int across) {
-    const size_t stride = (size_t)shape->value_size;
+    const delta_shape *shape, const delta_rows *rows, float *state, size_t stride, int column, const int across,
+    const int is_cold) {
     const int key_size = shape->key_size;
-    float *state = rows->state + column;
     for (int row = 0; row < rows->count; row++) {
         const size_t at = (size_t)row * rows->stride;
         const float *q = rows->q + at, *k = rows->k + at;
@@ -88,7 +89,9 @@ static inline __attribute__((always_inline)) void delta_columns(
         for (int j = 0; j < across; j++) sums[j] = fill(0);
         for (int i = 0; i < key_size; i++) {
             const float *s = state + (size_t)i * stride;
-            for (int j = 0; j < across; j++) sums[j] = mul_add_one(load(s + j * LANES), k[i], sums[j]);
+            const vec key = fill(k[i]);
+            for (int j = 0; j < across * LANES && is_cold; j += 16) __builtin_prefetch(s + KEYS_AHEAD * stride + j);
+            for (int j = 0; j < across; j++) sums[j] = mul_add(load(s + j * LANES), key, sums[j]);
         }
         for (int j = 0; j < across; j++) {
             change[j] = mul(sub(load(v + j * LANES), mul(sums[j], fill(decay))), fill(beta));
@@ -97,10 +100,12 @@ static inline __attribute__((always_inline)) void delta_columns(
         const vec kept = fill(decay);
         for (int i = 0; i < key_size; i++) {
             float *s = state + (size_t)i * stride;
+            const vec key = fill(k[i]), query = fill(q[i]);
+            vec next[DELTA_ACROSS]; /* all are loaded before one is stored, which lets the compiler reorder the loads */
+            for (int j = 0; j < across; j++) next[j] = mul_add(change[j], key, mul(load(s + j * LANES), kept));
             for (int j = 0; j < across; j++) {
-                const vec one = mul_add_one(change[j], k[i], mul(load(s + j * LANES), kept));
-                store(s + j * LANES, one);
-                sums[j] = mul_add_one(one, q[i], sums[j]);
+                sums[j] = mul_add(next[j], query, sums[j]);
+                store(s + j * LANES, next[j]);
             }
         }
         for (int j = 0; j < across; j++) store(v + j * LANES, sums[j]);
@@ -125,11 +130,26 @@ static void delta_column(const delta_shape *shape, const delta_rows *rows, int c
     }
 }
 
-/* Updates columns [first, last) of a head's state. */
-static void delta(const delta_shape *shape, const delta_rows *rows, int first, int last) {
+static void copy_columns(const float *from, size_t from_stride, float *to, size_t to_stride, int key_size) {
+    for (int i = 0; i < key_size; i++, from += from_stride, to += to_stride) memcpy(to, from, DELTA_WIDTH * sizeof *to);
+}
+
+/* Updates columns [first, last) of a head's state. For many rows, the columns are copied to a place of their own: rows of
+   a state are a power of two apart, and would take the same few places of the cache. */
+static void delta(const delta_shape *shape, const delta_rows *rows, int first, int last, float *scratch) {
+    const size_t stride = (size_t)shape->value_size;
     int column = first;
-    for (; column + DELTA_ACROSS * LANES <= last; column += DELTA_ACROSS * LANES)
-        delta_columns(shape, rows, column, DELTA_ACROSS);
-    for (; column + LANES <= last; column += LANES) delta_columns(shape, rows, column, 1);
+    for (; column + DELTA_WIDTH <= last; column += DELTA_WIDTH) {
+        float *state = rows->state + column;
+        if (rows->count < MIN_COPIED) {
+            delta_columns(shape, rows, state, stride, column, DELTA_ACROSS, 1);
+            continue;
+        }
+        copy_columns(state, stride, scratch, DELTA_WIDTH, shape->key_size);
+        delta_columns(shape, rows, scratch, DELTA_WIDTH, column, DELTA_ACROSS, 0);
+        copy_columns(scratch, DELTA_WIDTH, state, stride, shape->key_size);
+    }
+    for (; column + LANES <= last; column += LANES)
+        delta_columns(shape, rows, rows->state + column, stride, column, 1, 1);
     for (; column < last; column++) delta_column(shape, rows, column);
 }
