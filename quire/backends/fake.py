@@ -20,6 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, RunnerFacts, TokenMasks
+from quire.backends.kv_spec import KVSpec
 from quire.core.request import SamplingParams
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvalidRequest, InvariantViolation
@@ -28,6 +29,7 @@ from quire.weights.checkpoint import Checkpoint
 POISON = -1  # content of memory that has not been written; digests are never negative
 _MASK = 2**62 - 1
 NUM_BLOCKS = 2048  # default size of the pool
+NUM_STATES = 8  # states per request, live ones and snapshots
 
 
 def digest(*parts: int) -> int:
@@ -43,6 +45,42 @@ def choose_token(context: int, sampling: SamplingParams, history: Sequence[int],
     if sampling.repetition_penalty != 1.0:
         parts.append(digest(*history))
     return digest(*parts) % vocab_size
+
+
+class Hybrid:
+    """Window entries and the recurrent state of a context, as digests.
+
+    The window entry of a token depends on the entries that the token sees; the state on all tokens before it.
+    """
+
+    __slots__ = ("_window", "seen", "state")
+
+    def __init__(self, window: int, seen: Sequence[int] = (), state: int = 0) -> None:
+        self._window = window  # 0: no layer has one
+        self.seen = list(seen)  # entries that the next token sees, at most window - 1
+        self.state = state
+
+    def read(self, token: int, position: int) -> int:
+        """Read a token. Returns its window entry."""
+        entry = digest(1, *self.seen, token, position)
+        if self._window:
+            self.seen = [*self.seen, entry][-self._window :]
+        self.state = digest(2, self.state, token, position)
+        return entry
+
+    def value(self, fold: int, *, has_states: bool) -> int:
+        """Digest of everything that the last token sees."""
+        parts = [fold]
+        if self._window:
+            parts.append(digest(*self.seen))
+        if has_states:
+            parts.append(self.state)
+        return digest(*parts) if len(parts) > 1 else fold
+
+    def step(self) -> None:
+        """Move the window to the next token, which sees one entry less of the context."""
+        if self._window:
+            self.seen = self.seen[-(self._window - 1) :] if self._window > 1 else []
 
 
 class Fold:
@@ -71,15 +109,26 @@ class Fold:
 
 
 def run_alone(
-    prompt: Sequence[int], sampling: SamplingParams, num_tokens: int, *, block_size: int, vocab_size: int
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    num_tokens: int,
+    *,
+    block_size: int,
+    vocab_size: int,
+    window: int = 0,
+    has_states: bool = False,
 ) -> list[int]:
     """The oracle: return the next `num_tokens` tokens of a request that is computed without batching or cache."""
-    fold = Fold(block_size)
-    history = list(prompt)
-    for position, token in enumerate(prompt):
-        fold.read((fold.entry(token, position),))
-    for _ in range(num_tokens):
-        token = choose_token(fold.value(), sampling, history, vocab_size)
+    fold, hybrid = Fold(block_size), Hybrid(window)
+    history: list[int] = []
+    waiting = list(prompt)
+    while len(history) < len(prompt) + num_tokens:
+        if len(history) < len(prompt):
+            token = waiting[len(history)]
+        else:
+            token = choose_token(hybrid.value(fold.value(), has_states=has_states), sampling, history, vocab_size)
+        hybrid.step()
+        hybrid.read(token, len(history))
         fold.read((fold.entry(token, len(history)),))
         history.append(token)
     return history[len(prompt) :]
@@ -93,8 +142,13 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     if max_model_len > spec.max_model_len:
         raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
+    kv_spec = KVSpec.of(spec).within(max_model_len)
+    num_blocks = options.num_blocks or NUM_BLOCKS
     capacity = Capacity(
-        num_blocks=options.num_blocks or NUM_BLOCKS,
+        num_blocks=num_blocks,
+        window=kv_spec.window,
+        num_window_blocks=num_blocks if kv_spec.window else 0,
+        num_states=1 + NUM_STATES * max_num_seqs if kv_spec.has_states else 0,
         block_size=options.block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -139,6 +193,10 @@ class FakeRunner:
         self._is_late = is_late
         self._random = Random(seed)
         self.memory = [[POISON] * capacity.block_size for _ in range(capacity.num_blocks)]
+        self.window_memory = [[POISON] * capacity.block_size for _ in range(capacity.num_window_blocks)]
+        self.states = [POISON] * capacity.num_states
+        if self.states:
+            self.states[0] = 0  # the empty state
         self._last_sample: list[int | None] = [None] * capacity.max_num_seqs
         self._forwarded: tuple[StepPlan, list[_Logits] | None] | None = None  # not sampled yet
         self._late: deque[tuple[StepPlan, TokenMasks | None]] = deque()  # not executed yet
@@ -194,22 +252,51 @@ class FakeRunner:
             self._last_sample[batch_index] = None
         for copy in self._random.sample(plan.copies, len(plan.copies)):
             self.memory[copy.destination][:] = self.memory[copy.source]
+        for copy in self._random.sample(plan.window_copies, len(plan.window_copies)):
+            self.window_memory[copy.destination][:] = self.window_memory[copy.source]
         return [self._compute(piece) for piece in plan.slices]
 
     def _compute(self, piece: SeqSlice) -> _Logits:
         size, table = self._capacity.block_size, piece.block_table
         tokens = piece.tokens or (self._own_sample(piece.batch_index),)
-        for index in range(piece.start // size, len(table)):
-            first = max(piece.start - index * size, 0)
+        first_written = max(piece.start, piece.kv_start)
+        for index in range(first_written // size, len(table)):
+            first = max(first_written - index * size, 0)
             self.memory[table[index]][first:] = [POISON] * (size - first)
-        fold = Fold(size)
+        fold, hybrid = Fold(size), self._hybrid(piece)
         for index in range(-(-piece.start // size)):
             fold.read(self.memory[table[index]][: piece.start - index * size])
+        snapshots = {snapshot.position: snapshot.slot for snapshot in piece.snapshots}
         for position, token in enumerate(tokens, piece.start):
             entry = fold.entry(token, position)
-            self.memory[table[position // size]][position % size] = entry
+            if position >= piece.kv_start:
+                self.memory[table[position // size]][position % size] = entry
+            elif self.memory[table[position // size]][position % size] != entry:
+                raise InvariantViolation(f"position {position} is not written, and does not have its content: {piece}")
             fold.read((entry,))
-        return _Logits(fold.value(), tokens[-1])
+            hybrid.step()
+            window_entry = hybrid.read(token, position)
+            if self._capacity.num_window_blocks:
+                self.window_memory[piece.window_table[position // size]][position % size] = window_entry
+            if position + 1 in snapshots:
+                self.states[snapshots[position + 1]] = hybrid.state
+        has_states = bool(self._capacity.num_states)
+        if has_states:
+            self.states[piece.state_target] = hybrid.state
+        return _Logits(hybrid.value(fold.value(), has_states=has_states), tokens[-1])
+
+    def _hybrid(self, piece: SeqSlice) -> Hybrid:
+        """Read the window and the state before a slice, and poison the window memory that it writes."""
+        size, window = self._capacity.block_size, self._capacity.window if self._capacity.num_window_blocks else 0
+        seen: list[int] = []
+        if window:
+            first = max(piece.start - window + 1, 0)
+            table = piece.window_table
+            seen = [self.window_memory[table[at // size]][at % size] for at in range(first, piece.start)]
+            for index in range(piece.start // size, len(table)):
+                offset = max(piece.start - index * size, 0)
+                self.window_memory[table[index]][offset:] = [POISON] * (size - offset)
+        return Hybrid(window, seen, self.states[piece.state_source] if self.states else 0)
 
     def _choose(self, plan: StepPlan, logits: list[_Logits], masks: TokenMasks | None) -> StepResult:
         samples: list[tuple[int, ...]] = []
@@ -260,6 +347,8 @@ class FakeRunner:
         destinations = {copy.destination for copy in plan.copies}
         if sources & destinations or len(destinations) != len(plan.copies):
             raise InvariantViolation(f"the result of these copies depends on their order: {plan.copies}")
+        self._check_windows(plan)
+        self._check_states(plan)
         written: set[int] = set()
         read: list[int] = []
         batch_indices: set[int] = set()
@@ -277,15 +366,67 @@ class FakeRunner:
             if piece.batch_index in batch_indices or not 0 <= piece.batch_index < self._capacity.max_num_seqs:
                 raise InvariantViolation(f"the batch index is used twice or out of range: {piece}")
             batch_indices.add(piece.batch_index)
-            writes = table[piece.start // size :]
+            first_written = max(piece.start, piece.kv_start) // size
+            writes = table[first_written:]
             if not written.isdisjoint(writes):
                 raise InvariantViolation(f"two slices write into one block: {piece}")
             written.update(writes)
-            read += table[: piece.start // size]
+            read += table[:first_written]
         if not written.isdisjoint(read) or not written.isdisjoint(sources - self._tails(plan)):
             raise InvariantViolation("a block is written by one slice and read by another")
 
     def _tails(self, plan: StepPlan) -> set[int]:
         """Return blocks to which a slice appends. They may be copied from, because copies are done first."""
         size = self._capacity.block_size
-        return {p.block_table[p.start // size] for p in plan.slices if p.start % size}
+        firsts = [(piece.block_table, max(piece.start, piece.kv_start)) for piece in plan.slices]
+        return {table[first // size] for table, first in firsts if first % size and first // size < len(table)}
+
+    def _check_windows(self, plan: StepPlan) -> None:
+        """Check that window tables cover their slices, and that no window block has two writers or a reader too."""
+        if not self._capacity.num_window_blocks:
+            if plan.window_copies or any(piece.window_table for piece in plan.slices):
+                raise InvariantViolation("the plan has window blocks, and the runner has none")
+            return
+        size, window = self._capacity.block_size, self._capacity.window
+        written: set[int] = set()
+        read: set[int] = set()
+        tails: set[int] = set()
+        for piece in plan.slices:
+            end = -(-(piece.start + piece.length) // size)
+            first = max(piece.start - window + 1, 0) // size
+            table = piece.window_table[:end]
+            if len(table) < end or not all(0 < block < len(self.window_memory) for block in table[first:]):
+                raise InvariantViolation(f"the window table does not cover its slice: {piece}")
+            writes = table[piece.start // size :]
+            if not written.isdisjoint(writes):
+                raise InvariantViolation(f"two slices write into one window block: {piece}")
+            written.update(writes)
+            read.update(table[first : piece.start // size])
+            if piece.start % size:
+                tails.add(table[piece.start // size])
+        sources = {copy.source for copy in plan.window_copies}
+        destinations = {copy.destination for copy in plan.window_copies}
+        if sources & destinations or len(destinations) != len(plan.window_copies):
+            raise InvariantViolation(f"the result of these copies depends on their order: {plan.window_copies}")
+        if not written.isdisjoint(read | (sources - tails)):
+            raise InvariantViolation("a window block is written by one slice and read by another")
+
+    def _check_states(self, plan: StepPlan) -> None:
+        """Check that each slot has one writer, and no reader other than its writer."""
+        if not self._capacity.num_states:
+            return
+        written: dict[int, int] = {}
+        for piece in plan.slices:
+            targets = [piece.state_target, *[snapshot.slot for snapshot in piece.snapshots]]
+            positions = [piece.start, *[snapshot.position for snapshot in piece.snapshots], piece.start + piece.length]
+            if positions != sorted(set(positions)):
+                raise InvariantViolation(f"snapshots are not in order within their slice: {piece}")
+            for slot in targets:
+                if slot in written or not 0 < slot < len(self.states):
+                    raise InvariantViolation(f"state slot {slot} is written twice or out of range: {piece}")
+                written[slot] = piece.batch_index
+            if piece.start and piece.state_source == 0:
+                raise InvariantViolation(f"the slice continues from the empty state: {piece}")
+        for piece in plan.slices:
+            if written.get(piece.state_source, piece.batch_index) != piece.batch_index:
+                raise InvariantViolation(f"state slot {piece.state_source} is read by one slice and written by another")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from quire.core.block import NULL_BLOCK_ID, Linked
 from quire.core.draft import StepDraft
 from quire.core.events import Admitted, Observer, Preempted, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
+from quire.core.pins import Pin
 from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation, PrefixHit
 from quire.core.request import Request, RequestState
@@ -26,6 +28,48 @@ class _PreemptionPlan(NamedTuple):
 
     num_pins: int
     victims: list[Request]
+
+
+class _FreedBlocks:
+    """Counts the blocks that dropped pins and preempted requests would free for an admission."""
+
+    def __init__(self, cache: KVCacheManager, hit: PrefixHit, num_missing: int, num_windows: int) -> None:
+        self._num_missing, self._num_windows = num_missing, num_windows
+        # The request itself will hold the blocks of its hit, so a preemption does not free them.
+        self._count = _Holders(cache.pool.blocks, hit.blocks)
+        self._windows = None if cache.hybrid is None else cache.hybrid.windows
+        if self._windows is not None:
+            kept = () if hit.continuation is None else hit.continuation.windows
+            self._count_windows = _Holders(self._windows.pool.blocks, kept)
+
+    @property
+    def is_enough(self) -> bool:
+        return self._num_missing <= 0 and self._num_windows <= 0
+
+    def preempt(self, victim: Request) -> None:
+        self._num_missing -= self._count.drop(victim.block_table) + 1  # plus its spare block: see `_num_spare`
+        if self._windows is not None:
+            held = [block_id for block_id in victim.window_table if block_id != NULL_BLOCK_ID]
+            self._num_windows -= self._count_windows.drop(held) + self._windows.debt(victim)
+
+    def unpin(self, pin: Pin) -> None:
+        self._num_missing -= self._count.drop([block.block_id for block in pin.blocks])
+        if self._windows is not None:
+            self._num_windows -= self._count_windows.drop([block.block_id for block in pin.windows])
+
+
+class _Holders:
+    """Counts references that would be dropped, to find the blocks that lose their last one."""
+
+    def __init__(self, blocks: Sequence[Linked], kept: Iterable[Linked]) -> None:
+        self._blocks = blocks
+        self._kept = {block.block_id for block in kept}
+        self._dropped: Counter[int] = Counter()
+
+    def drop(self, block_ids: Sequence[int]) -> int:
+        dropped, blocks, kept = self._dropped, self._blocks, self._kept
+        dropped.update(block_ids)
+        return sum(dropped[block] == blocks[block].ref_count and block not in kept for block in block_ids)
 
 
 class Admission:
@@ -48,7 +92,7 @@ class Admission:
         self._max_chunk_tokens = max_chunk_tokens
         self._observe = observe
         self._failed_attempt: tuple[int, ...] = ()  # key of the last failed `_plan_preemption`
-        self._failed_missing = 0
+        self._failed_missing = (0, 0)  # KV blocks and window blocks that were missing
 
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
         """Explain where a hit ends and why.
@@ -96,6 +140,8 @@ class Admission:
         if found is None:
             return False
         self._waiting.park(request, *found)
+        if self._cache.hybrid is not None:
+            self._cache.hybrid.note_branch(*found)
         if not request.is_prefix_waiting:
             request.is_prefix_waiting = True
             self._observe(PrefixWaited(request.request_id))
@@ -115,13 +161,19 @@ class Admission:
         num_full = len(request.tokens) // size
         for number, owners in step.pending.items():
             key = chain.key(number) if number < num_full else b""
-            if key not in owners or self._cache.tree.find(key) is not None:
+            if key not in owners or self._has_passed(request, key, number):
                 continue
             for owner in owners[key]:
                 if self._is_owner(owner, request):
                     last = min(num_full, len(owner.tokens) // size)
                     return owner, size * chain.num_common(self._cache.chain(owner), number + 1, last)
         return None
+
+    def _has_passed(self, request: Request, key: bytes, number: int) -> bool:
+        """Whether a request does not need block `number` to be computed: the cache lets it start after that block."""
+        if self._cache.tree.find(key) is None:
+            return False
+        return self._cache.hybrid is None or self._cache.match(request).start > number * self._cache.block_size
 
     def _is_owner(self, owner: Request, request: Request) -> bool:
         return owner.state is RequestState.RUNNING and self._policy.is_ahead(owner, request)
@@ -159,14 +211,19 @@ class Admission:
                 return False
             hit = self._find_hit(request, step)
             hit, missing = self._find_room(request, hit, num_kept)
-            if missing <= 0 and has_free_seq:
+            num_windows = 0  # window blocks that are missing
+            if self._cache.hybrid is not None:
+                num_windows = self._cache.hybrid.start_shortage(request, hit, self._running.requests)
+            if missing <= 0 and num_windows <= 0 and has_free_seq:
                 if step.budget < 1:
                     return False
                 self._admit(step, request, hit)
                 return True
             if not victims and self._running and not self._needs_pins(request, hit):
                 return False
-            plan = self._plan_preemption(request, hit, missing, victims, has_free_seq=has_free_seq)
+            plan = self._plan_preemption(
+                request, hit, missing, victims, has_free_seq=has_free_seq, num_windows=num_windows
+            )
             if plan is None:
                 if not self._running and not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
@@ -190,7 +247,9 @@ class Admission:
         upto = len(request.tokens)
         missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
         if missing > 0 and hit.tail is not None:
-            hit = hit.without_tail()  # the source of a tail copy occupies one more block while the step is in flight
+            hit = self._cache.without_tail(
+                request, hit
+            )  # the source of a tail copy occupies one more block while the step is in flight
             missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
         return hit, missing
 
@@ -202,7 +261,7 @@ class Admission:
         """
         num_steps = 0
         if request.num_preemptions:
-            num_steps = (len(request.tokens) - hit.num_tokens) // self._max_chunk_tokens
+            num_steps = (len(request.tokens) - hit.start) // self._max_chunk_tokens
         return len(self._running) * (1 + num_steps // self._cache.block_size)
 
     def _needs_pins(self, request: Request, hit: PrefixHit) -> bool:
@@ -211,7 +270,14 @@ class Admission:
         return num_needed > self._cache.pool.num_usable - self._cache.pins.num_blocks
 
     def _plan_preemption(
-        self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_free_seq: bool
+        self,
+        request: Request,
+        hit: PrefixHit,
+        missing: int,
+        victims: list[Request],
+        *,
+        has_free_seq: bool,
+        num_windows: int,
     ) -> _PreemptionPlan | None:
         """Find the fewest pins, then the fewest victims, that free enough for an admission.
 
@@ -219,39 +285,33 @@ class Admission:
         is cached until a block is released. A victim that grows in the meantime does not change the result: the blocks
         it takes are those that its preemption would free in addition.
         """
-        attempt = (request.epoch, self._cache.pool.num_releases, has_free_seq, *[victim.epoch for victim in victims])
-        if attempt == self._failed_attempt and missing >= self._failed_missing:
+        hybrid = self._cache.hybrid
+        num_releases = self._cache.pool.num_releases, 0 if hybrid is None else hybrid.num_releases
+        attempt = (request.epoch, *num_releases, has_free_seq, *[victim.epoch for victim in victims])
+        is_known = missing >= self._failed_missing[0] and num_windows >= self._failed_missing[1]
+        if attempt == self._failed_attempt and is_known:
             return None
-        num_missing = missing
-        blocks = self._cache.pool.blocks
-        # The request itself will hold these, so a preemption does not free them.
-        kept = {block.block_id for block in hit.blocks}
-        holders: Counter[int] = Counter()
-
-        def count_freed(block_ids: Iterable[int]) -> int:
-            holders.update(block_ids)
-            return sum(holders[block] == blocks[block].ref_count and block not in kept for block in block_ids)
-
+        freed = _FreedBlocks(self._cache, hit, missing, num_windows)
         chosen: list[Request] = []
         candidates = victims[::-1]
         if not has_free_seq and (last := next(filter(self._may_lose_row, candidates), None)) is not None:
             candidates.remove(last)
             chosen.append(last)  # at least one request must give up its batch row
-            missing -= count_freed(last.block_table) + 1  # plus its spare block: see `_num_spare`
+            freed.preempt(last)
         num_pins = 0
         for pin in self._cache.pins:
-            if missing <= 0:
+            if freed.is_enough:
                 break
-            missing -= count_freed([block.block_id for block in pin.blocks])
+            freed.unpin(pin)
             num_pins += 1
         for victim in candidates:
-            if missing <= 0:
+            if freed.is_enough:
                 break
-            missing -= count_freed(victim.block_table) + 1
+            freed.preempt(victim)
             chosen.append(victim)
-        if missing <= 0 and (has_free_seq or chosen):
+        if freed.is_enough and (has_free_seq or chosen):
             return _PreemptionPlan(num_pins, chosen)
-        self._failed_attempt, self._failed_missing = attempt, num_missing
+        self._failed_attempt, self._failed_missing = attempt, (missing, num_windows)
         return None
 
     def _find_hit(self, request: Request, step: StepDraft) -> PrefixHit:
@@ -262,17 +322,19 @@ class Admission:
         if self._may_preempt(request, parent, step):
             return hit  # the admission may preempt this parent, so its blocks cannot be used
         fork = self._cache.fork(parent, request)
-        return fork if fork.num_tokens > hit.num_tokens else hit
+        return fork if (fork.start, fork.num_tokens) > (hit.start, hit.num_tokens) else hit
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
         is_resumed = request.num_preemptions > 0
         if is_resumed:
-            num_lost = len(request.tokens) - hit.num_tokens  # tokens to recompute
+            num_lost = len(request.tokens) - hit.start  # tokens to recompute
             request.num_spared_until = request.num_preempted_at + min(num_lost, MAX_SPARED_TOKENS)
         else:
-            request.num_cached_tokens = hit.num_tokens
+            request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit)
         step.copies += self._cache.grow(request, len(request.tokens), hit)
+        if self._cache.hybrid is not None:
+            step.window_copies += self._cache.hybrid.begin(request, hit)
         self._waiting.remove(request)
         request.urgency = self._policy.urgency(request, step.now_ns)
         request.waited_ns += step.now_ns - request.enqueued_ns

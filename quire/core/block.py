@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from quire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.core.window_pool import WindowBlock
 
 BLOCK_SIZE = 32  # tokens
 MAX_BLOCK_SIZE = 256
@@ -18,7 +22,19 @@ def check_block_size(block_size: int) -> int:
     return block_size
 
 
-class KVCacheBlock:
+class Linked:
+    """An entry of a free list, with its own links: removal from the middle is O(1)."""
+
+    __slots__ = ("block_id", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.prev_free: Self | None = None
+        self.next_free: Self | None = None
+
+
+class KVCacheBlock(Linked):
     """One block of KV memory and, once its content is published, one node of the prefix tree.
 
         ref_count 0, not published   free, content undefined     front of the free list
@@ -28,17 +44,15 @@ class KVCacheBlock:
     Only `BlockPool` changes `ref_count`; only `PrefixTree` changes `key`, `parent_key`, `tokens` and `twins`.
     """
 
-    __slots__ = ("block_id", "key", "next_free", "parent_key", "prev_free", "ref_count", "tokens", "twins")
+    __slots__ = ("key", "parent_key", "tokens", "twins", "window")
 
     def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
+        super().__init__(block_id)
         self.key: bytes | None = None  # chain key; only of a published full block
         self.parent_key: bytes | None = None  # key of the preceding block; None: not published
         self.tokens = b""  # published tokens, packed (see chain.pack_tokens)
         self.twins: list[KVCacheBlock] | None = None  # on the indexed block: other blocks with the same content
-        self.prev_free: KVCacheBlock | None = None
-        self.next_free: KVCacheBlock | None = None
+        self.window: WindowBlock | None = None  # the same tokens in the layers with a window, while they are cached
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +68,10 @@ class KVCacheBlock:
         return f"<block {self.block_id} ref_count={self.ref_count} {state}>"
 
 
-class FreeKVCacheBlockQueue:
+L = TypeVar("L", bound=Linked)
+
+
+class FreeKVCacheBlockQueue(Generic[L]):
     """Intrusive doubly linked list with two sentinels.
 
     Every operation is O(1), including removal from the middle. The list order is the eviction order. A prefix hit on a
@@ -63,9 +80,9 @@ class FreeKVCacheBlockQueue:
 
     __slots__ = ("_head", "_len", "_tail")
 
-    def __init__(self, blocks: list[KVCacheBlock]) -> None:
-        self._head = KVCacheBlock(-1)
-        self._tail = KVCacheBlock(-1)
+    def __init__(self, blocks: Iterable[L]) -> None:
+        self._head = Linked(-1)
+        self._tail = Linked(-1)
         self._head.next_free = self._tail
         self._tail.prev_free = self._head
         self._len = 0
@@ -75,30 +92,30 @@ class FreeKVCacheBlockQueue:
     def __len__(self) -> int:
         return self._len
 
-    def __iter__(self) -> Iterator[KVCacheBlock]:
+    def __iter__(self) -> Iterator[L]:
         block = self._head.next_free
         while block is not None and block is not self._tail:
-            yield block
+            yield block  # type: ignore[misc]
             block = block.next_free
 
-    def pop_front(self) -> KVCacheBlock:
+    def pop_front(self) -> L:
         block = self._head.next_free
         if block is None or block is self._tail:
             raise IndexError("the free list is empty")
         self.remove(block)
-        return block
+        return block  # type: ignore[return-value]
 
-    def append(self, block: KVCacheBlock) -> None:
+    def append(self, block: L) -> None:
         before = self._tail.prev_free
         assert before is not None
         self._link(before, block, self._tail)
 
-    def prepend(self, block: KVCacheBlock) -> None:
+    def prepend(self, block: L) -> None:
         after = self._head.next_free
         assert after is not None
         self._link(self._head, block, after)
 
-    def remove(self, block: KVCacheBlock) -> None:
+    def remove(self, block: Linked) -> None:
         before, after = block.prev_free, block.next_free
         if before is None or after is None:
             raise ValueError(f"{block!r} is not in the free list")
@@ -107,7 +124,7 @@ class FreeKVCacheBlockQueue:
         block.prev_free = block.next_free = None
         self._len -= 1
 
-    def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
+    def _link(self, before: Linked, block: Linked, after: Linked) -> None:
         if block.next_free is not None:
             raise ValueError(f"{block!r} is already in the free list")
         block.prev_free, block.next_free = before, after

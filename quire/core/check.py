@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import NoReturn, TypeVar
 
 from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
+from quire.core.check_hybrid import check_hybrid
 from quire.core.kv_cache import KVCacheManager
 from quire.core.pins import PinBoard
 from quire.core.prefix import PrefixTree
@@ -56,6 +57,9 @@ def audit(
     for plan in scheduler.in_flight:
         _count(holders, [copy.source for copy in plan.copies])
     yield from _check_cache(cache, holders, roots, max_blocks)
+    if cache.hybrid is not None:
+        check_hybrid(scheduler, cache.hybrid)
+        yield
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
@@ -108,7 +112,9 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
             _fail(f"{request!r} counts {request.num_in_flight} samples in flight; the plans in flight differ")
         assert request.batch_index is not None
         batch_indices.append(request.batch_index)
-        table, first_written = request.block_table, request.num_computed // scheduler.cache.block_size
+        # Tokens before `kv_start` may be computed again, but their blocks are not written.
+        first_written = max(request.num_computed, request.kv_start) // scheduler.cache.block_size
+        table = request.block_table
         parent_key: bytes | None = None
         for start in range(0, len(table), size):
             piece = table[start : start + size]
@@ -136,7 +142,7 @@ def _check_running(request: Request, scheduler: Scheduler) -> None:
         _fail(f"{request!r} has counts out of order")
     if len(request.block_table) * block_size < request.num_planned:
         _fail(f"{request!r} has a block table shorter than its planned tokens")
-    if request.num_published > request.num_computed // block_size:
+    if request.num_published > max(request.num_computed, request.kv_start) // block_size:
         _fail(f"{request!r} published blocks it has not computed")
 
 

@@ -27,6 +27,7 @@ class StepDraft:
         "slices",
         "victims",
         "wanting",
+        "window_copies",
     )
 
     def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
@@ -44,6 +45,7 @@ class StepDraft:
         self.short: set[Priority] = set()  # tiers that wanted more than they got
         self.slices: list[SeqSlice] = []
         self.copies: list[BlockCopy] = []
+        self.window_copies: list[BlockCopy] = []
         self.admitted: set[int] = set()  # ids of requests admitted in this step
         self.victims: list[Request] = []  # preempted in this step
         # Block number -> chain key of a block that running requests compute next -> those requests

@@ -5,14 +5,16 @@ Knows requests, counts and blocks. Knows nothing of scheduling order, batch rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from quire.core.block import BLOCK_SIZE, check_block_size
 from quire.core.block_pool import BlockPool, PoolStats
 from quire.core.chain import Digest, TokenChain, hash_block_tokens
 from quire.core.events import Observer, PrefixHitFound, ignore
+from quire.core.hybrid import HybridMemory
 from quire.core.pins import PinBoard
+from quire.core.placement import ALL_PLACES, Place
 from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.request import PackedPrompt, Request, check_salt, check_tokens
 from quire.core.step import BlockCopy
@@ -50,12 +52,29 @@ class KVCacheManager:
         is_caching: bool = True,
         digest: Digest = hash_block_tokens,
         observe: Observer = ignore,
+        window: int = 0,
+        num_window_blocks: int = 0,
+        num_states: int = 0,
+        num_live_states: int = 2,
+        places: Collection[Place] = ALL_PLACES,
     ) -> None:
         self.block_size = check_block_size(block_size)
         self.is_caching = is_caching
         self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
         self.pool = BlockPool(num_blocks, self.tree, observe)
-        self.pins = PinBoard(self.pool, observe)
+        self.hybrid: HybridMemory | None = None
+        if num_window_blocks or num_states:
+            self.hybrid = HybridMemory(
+                self.tree,
+                self.pool.blocks,
+                self._can_cache,
+                window=window,
+                num_window_blocks=num_window_blocks,
+                num_states=num_states,
+                num_live_states=num_live_states,
+                places=places,
+            )
+        self.pins = PinBoard(self.pool, observe, self.hybrid)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -86,7 +105,8 @@ class KVCacheManager:
         """
         if not self._is_searched(request):
             return NO_HIT
-        return self.tree.match(self.chain(request), len(request.tokens) - 1)
+        hit = self.tree.match(self.chain(request), len(request.tokens) - 1)
+        return hit if self.hybrid is None else self.hybrid.continue_hit(self.chain(request), hit)
 
     def _is_searched(self, request: Request) -> bool:
         return self.is_caching and request.sampling.prompt_logprobs is None
@@ -103,7 +123,15 @@ class KVCacheManager:
         num_full, num_tail = divmod(num_tokens, self.block_size)
         blocks = [self.pool.blocks[block_id] for block_id in parent.block_table[: num_full + (num_tail > 0)]]
         tail = blocks.pop() if num_tail else None
-        return PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
+        hit = PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
+        return hit if self.hybrid is None else self.hybrid.continue_hit(self.chain(child), hit, parent)
+
+    def without_tail(self, request: Request, hit: PrefixHit) -> PrefixHit:
+        """The part of a hit that needs no copy of a block."""
+        hit = hit.without_tail()
+        if self.hybrid is None:
+            return hit
+        return self.hybrid.continue_hit(self.chain(request), hit, request.parent if hit.is_fork else None)
 
     def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
         """Number of free blocks that `grow` lacks. If negative: the number that would be left."""
@@ -129,10 +157,15 @@ class KVCacheManager:
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
         """Explain where this hit of the request ends and why."""
         if not self._is_searched(request):
-            is_complete = 0 < hit.num_tokens == len(request.tokens) - 1  # a hit on the blocks of a parent
+            is_complete = 0 < hit.start == len(request.tokens) - 1  # a hit on the blocks of a parent
             reason = StopReason.COMPLETE if is_complete else StopReason.OFF
-            return CacheExplanation(hit.num_tokens, len(hit.blocks), hit.num_tokens, reason)
-        return self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
+            return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason)
+        found = self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
+        if hit.start == hit.num_tokens:
+            return found
+        assert self.hybrid is not None
+        reason = StopReason.NO_WINDOW if self.hybrid.states is None else StopReason.NO_STATE
+        return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, hit.num_tokens)
 
     def can_publish(self, request: Request, index: int) -> bool:
         """Whether the block before `index` is in the tree. False after a `clear` or a collision."""
@@ -154,6 +187,9 @@ class KVCacheManager:
             num_twins=self.tree.num_twins,
             num_collisions=self.tree.num_collisions,
         )
+
+    def _can_cache(self, request: Request, index: int) -> bool:
+        return self.is_caching and self.can_publish(request, index)
 
     # Verbs
 
@@ -189,10 +225,22 @@ class KVCacheManager:
             num_existing -= hit.num_tail_tokens
         request.block_table = table
         request.num_published = len(hit.blocks)
-        request.num_computed = num_existing
-        request.num_planned = hit.num_tokens
+        request.kv_start = hit.num_tokens
+        request.num_computed = min(num_existing, hit.start)
+        request.num_planned = hit.start
         self._record(request, hit)
         return copies
+
+    def extend(self, request: Request, upto: int) -> None:
+        """Give a running request the blocks to compute up to `upto`. `growth_shortage` must not be positive."""
+        self.grow(request, upto)
+        if self.hybrid is not None:
+            self.hybrid.grow(request, upto)
+
+    def growth_shortage(self, request: Request, upto: int) -> int:
+        """Number of free blocks that `extend` lacks, in the pool that lacks more."""
+        missing = self.shortage(request, upto)
+        return missing if self.hybrid is None else max(missing, self.hybrid.growth_shortage(request, upto))
 
     def settle(self, copies: Sequence[BlockCopy]) -> None:
         """Release the sources of copies whose step is done."""
@@ -217,7 +265,7 @@ class KVCacheManager:
     def publish_tail(self, request: Request) -> None:
         """Publish the last, partly filled block."""
         index, num_tail = divmod(request.num_computed, self.block_size)
-        if not num_tail or not self.is_caching or not self.can_publish(request, index):
+        if not num_tail or not self._can_cache(request, index) or request.num_computed < request.kv_start:
             return
         chain = self.chain(request)
         tokens = chain.run(index * self.block_size, request.num_computed)
@@ -231,9 +279,12 @@ class KVCacheManager:
         Computed content stays in the cache until its block is taken.
         """
         self.publish_tail(request)
+        if self.hybrid is not None:
+            self.hybrid.release(request, self.chain(request))
         table = request.block_table
         request.block_table = []  # a new list: a plan in flight still reads the old one
         request.num_computed = request.num_planned = request.num_in_flight = request.num_published = 0
+        request.kv_start = 0
         self.pool.release([self.pool.blocks[block_id] for block_id in table])
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, expires_ns: int) -> int:
@@ -251,19 +302,30 @@ class KVCacheManager:
 
     def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
         hit = self.tree.match(chain, num_tokens)
-        return self.pins.pin(pin_id, hit.blocks, expires_ns) * self.block_size
+        if self.hybrid is not None:
+            hit = self.hybrid.continue_hit(chain, hit.without_tail())
+        return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size
 
     def clear(self) -> None:
         """Drop all cached content and all pins. Running requests keep their blocks."""
         self.pins.clear()
         self.pool.clear()
+        if self.hybrid is not None and self.hybrid.states is not None:
+            self.hybrid.states.pool.clear()
+
+    def evict_unused(self) -> int:
+        """Evict all content that no request and no pin holds. Returns the number of evicted blocks."""
+        num_evicted = self.pool.evict_unused()
+        if self.hybrid is not None and self.hybrid.states is not None:
+            self.hybrid.states.pool.evict_unused()
+        return num_evicted
 
     def _record(self, request: Request, hit: PrefixHit) -> None:
         if request.num_preemptions:
-            self._num_recovered_tokens += hit.num_tokens
+            self._num_recovered_tokens += hit.start
         elif self._is_searched(request):
             self._num_queried_tokens += len(request.tokens) - 1
-            self._num_hit_tokens += hit.num_tokens
+            self._num_hit_tokens += hit.start
         if not hit.num_tokens:
             return
         self._num_adoptions += hit.is_adoptable
@@ -271,7 +333,8 @@ class KVCacheManager:
         self._observe(
             PrefixHitFound(
                 request_id=request.request_id,
-                num_tokens=hit.num_tokens,
+                num_tokens=hit.start,
+                num_kv_tokens=hit.num_tokens,
                 num_blocks=len(hit.blocks),
                 num_tail_tokens=hit.num_tail_tokens,
                 is_adopted=hit.is_adoptable,

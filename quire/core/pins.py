@@ -8,7 +8,11 @@ from operator import itemgetter
 
 from quire.core.block import KVCacheBlock
 from quire.core.block_pool import BlockPool
+from quire.core.continuation import FROM_ZERO, Continuation
 from quire.core.events import Observer, PinYielded, ignore
+from quire.core.hybrid import HybridMemory
+from quire.core.state_pool import StateSlot
+from quire.core.window_pool import WindowBlock
 
 MAX_PINS = 1024
 NEVER_NS = 2**63
@@ -19,6 +23,8 @@ class Pin:
     blocks: tuple[KVCacheBlock, ...]  # consecutive, from the root
     expires_ns: int
     owner: str
+    windows: tuple[WindowBlock, ...] = ()  # to continue after the blocks
+    state: StateSlot | None = None
 
 
 @dataclass(slots=True)
@@ -35,8 +41,11 @@ class PinBoard:
     the blocks of the pins it displaces, and on the number of owners, but not on other pins.
     """
 
-    def __init__(self, pool: BlockPool, observe: Observer = ignore) -> None:
+    def __init__(self, pool: BlockPool, observe: Observer = ignore, hybrid: HybridMemory | None = None) -> None:
         self._pool = pool
+        self._windows = hybrid.windows if hybrid is not None else None
+        self._states = hybrid.states if hybrid is not None else None
+        self._num_windows = 0  # window blocks of all pins; one that two pins hold counts twice
         self._observe = observe
         self._pins: dict[str, Pin] = {}
         self._num_made = 0  # pins made so far
@@ -56,7 +65,13 @@ class PinBoard:
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
 
-    def pin(self, pin_id: str, blocks: tuple[KVCacheBlock, ...], expires_ns: int) -> int:
+    def pin(
+        self,
+        pin_id: str,
+        blocks: tuple[KVCacheBlock, ...],
+        expires_ns: int,
+        continuation: Continuation | None = None,
+    ) -> int:
         """Hold these blocks until `expires_ns`, replacing an older pin of that id.
 
         Returns the number of pinned blocks. Older pins are dropped to make room. Blocks in excess of half the pool are
@@ -76,9 +91,28 @@ class PinBoard:
             self._yield(self._next_to_yield())
         self._num_made += 1
         owner.pins[pin_id] = self._num_made
-        self._pins[pin_id] = Pin(blocks, expires_ns, name)
+        self._pins[pin_id] = Pin(blocks, expires_ns, name, *self._hold(continuation or FROM_ZERO))
         self._earliest_ns = min(self._earliest_ns, expires_ns)
         return len(blocks)
+
+    def _hold(self, continuation: Continuation) -> tuple[tuple[WindowBlock, ...], StateSlot | None]:
+        """Hold the window blocks and the state after a pinned prefix.
+
+        Window blocks are held up to half of their pool. A state is held if enough slots are left for requests.
+        """
+        windows: tuple[WindowBlock, ...] = ()
+        if self._windows is not None:
+            pool = self._windows.pool
+            if self._num_windows + len(continuation.windows) <= pool.num_usable // 2:
+                windows = continuation.windows
+                pool.share(windows)
+                self._num_windows += len(windows)
+        state = continuation.state
+        if state is not None and (self._states is None or not self._states.may_hold(state)):
+            state = None
+        if state is not None and self._states is not None:
+            self._states.pool.share(state)
+        return windows, state
 
     def unpin(self, pin_id: str) -> bool:
         """Release a pin. Returns False if there is none of that id."""
@@ -96,6 +130,11 @@ class PinBoard:
         if not owner.num_blocks:
             del self.owners[pin.owner]
         self._pool.release(pin.blocks)
+        if self._windows is not None:
+            self._windows.pool.release(pin.windows, is_kept=True)
+            self._num_windows -= len(pin.windows)
+        if self._states is not None and pin.state is not None:
+            self._states.pool.release(pin.state)
         return True
 
     def yield_oldest(self) -> bool:

@@ -53,6 +53,9 @@ class Planner:
         if max_mixed_tokens is not None and max_mixed_tokens < 1:
             raise InvalidRequest(f"{max_mixed_tokens = } is less than 1")
         self._cache = cache
+        self._hybrid = cache.hybrid
+        if self._hybrid is not None:
+            self._hybrid.reserve(running.max_num_seqs, max_chunk_tokens)
         self._policy = policy
         self._ledger: Ledger = policy.ledger
         self._running = running
@@ -268,10 +271,13 @@ class Planner:
         if length < num_wanted and length < self.max_chunk_tokens:
             step.short.add(request.priority)
         end = start + length
-        if end > len(request.block_table) * self._cache.block_size:
+        hybrid, block_size = self._hybrid, self._cache.block_size
+        num_held = len(request.block_table) if hybrid is None else hybrid.num_blocks(request)
+        if end > num_held * block_size:
             if not self._make_room(step, request, end):
                 return request.state is RequestState.RUNNING
-            self._cache.grow(request, end)
+            self._cache.extend(request, end)
+        states = (0, 0, ()) if hybrid is None else hybrid.plan_states(request, end)
         if is_free:
             account = (request.priority, request.tenant)
             step.decodes[account] = step.decodes.get(account, 0) + 1
@@ -293,6 +299,9 @@ class Planner:
                 wants_token,
                 request.sampling,
                 request.num_prompt_tokens,
+                request.kv_start,
+                request.window_table,
+                *states,
             )
         )
         return True
@@ -311,7 +320,7 @@ class Planner:
         Returns False if it fails. A request that was preempted before and has made no progress since is not preempted
         again. It already holds the blocks it needs to make progress, so the wait for it is finite.
         """
-        while self._cache.shortage(request, upto) > 0:
+        while self._cache.growth_shortage(request, upto) > 0:
             if self._cache.pins.yield_oldest():
                 continue
             running = self._running.requests

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from quire.core.block import TOKEN_BYTES, KVCacheBlock
 from quire.core.chain import Digest, TokenChain, hash_block_tokens, root_key
 from quire.core.children import SortedBlocks
+from quire.core.continuation import Continuation
 
 
 def common_run(a: bytes, b: bytes) -> int:
@@ -34,10 +35,17 @@ class PrefixHit(NamedTuple):
     tail: KVCacheBlock | None  # the block after them, which matches in part
     num_tail_tokens: int
     is_adoptable: bool  # the tail is free and matches completely: it is continued in place instead of copied
-    num_tokens: int
+    num_tokens: int  # whose keys and values exist
     is_fork: bool = False  # the blocks belong to a running parent
+    continuation: Continuation | None = None  # in a model with windows or states: from where it is computed again
+
+    @property
+    def start(self) -> int:
+        """Number of tokens that are not computed again."""
+        return self.num_tokens if self.continuation is None else self.continuation.start
 
     def without_tail(self) -> PrefixHit:
+        """The same hit up to its last full block. The continuation is dropped: it may lie in the tail."""
         return PrefixHit(self.blocks, None, 0, False, self.num_tokens - self.num_tail_tokens, self.is_fork)
 
 
@@ -53,6 +61,8 @@ class StopReason(StrEnum):
     TOO_SHORT = "too_short"  # the rest does not fill a block, and no cached tail starts with it
     IN_FLIGHT = "in_flight"  # a running request is computing the next block
     NOT_FOUND = "not_found"  # no cached content follows this prefix
+    NO_STATE = "no_state"  # keys and values are cached further, but the last recurrent state is here
+    NO_WINDOW = "no_window"  # keys and values are cached further, but not those of the layers with a window
     OFF = "off"  # the cache is disabled, or the request needs every prompt position computed
 
 
@@ -62,6 +72,7 @@ class CacheExplanation:
     num_blocks: int  # matched full blocks
     stopped_at: int  # position of the first token that is not reused
     reason: StopReason
+    num_kv_tokens: int = 0  # tokens whose keys and values were found, if more than `num_tokens`
 
 
 class Inserted(NamedTuple):
@@ -88,6 +99,7 @@ class PrefixTree:
         self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> full block
         self._children: dict[bytes, SortedBlocks] = {}  # chain key or root key -> blocks that follow it
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # recently evicted keys, oldest first
+        self.on_removal: Callable[[KVCacheBlock], None] | None = None  # called before a block loses its content
         self.num_twins = 0  # inserted so far
         self.num_collisions = 0
 
@@ -282,7 +294,8 @@ class PrefixTree:
                     dropped.append(member)
         return dropped
 
-    @staticmethod
-    def _unpublish(block: KVCacheBlock) -> None:
+    def _unpublish(self, block: KVCacheBlock) -> None:
+        if self.on_removal is not None:
+            self.on_removal(block)
         block.key = block.parent_key = block.twins = None
         block.tokens = b""

@@ -16,6 +16,7 @@ from quire.errors import InvalidRequest
 if TYPE_CHECKING:
     from quire.core.chain import TokenChain
     from quire.core.prefix import CacheExplanation
+    from quire.core.state_pool import StateSlot
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256
@@ -198,6 +199,7 @@ class Request:
         "arrived_ns",
         "batch_index",
         "block_table",
+        "boundaries",
         "cache_explanation",
         "chain",
         "earlier_waits_ns",
@@ -205,7 +207,10 @@ class Request:
         "epoch",
         "finish_reason",
         "is_prefix_waiting",
+        "kv_start",
         "last_step",
+        "live_states",
+        "next_point",
         "num_cached_tokens",
         "num_computed",
         "num_in_flight",
@@ -215,19 +220,26 @@ class Request:
         "num_prompt_tokens",
         "num_published",
         "num_spared_until",
+        "num_windows_passed",
+        "num_windows_published",
         "parent",
+        "points",
         "priority",
         "request_id",
         "salt",
         "sampling",
         "sequence",
+        "snapshots",
         "state",
+        "state_base",
+        "state_slot",
         "stop_ids",
         "tenant",
         "token_limit",
         "tokens",
         "urgency",
         "waited_ns",
+        "window_table",
     )
 
     def __init__(
@@ -240,6 +252,7 @@ class Request:
         salt: str = "",
         tenant: str = "",
         parent: Request | None = None,
+        boundaries: tuple[int, ...] = (),
     ) -> None:
         check_salt(salt)
         check_tenant(tenant)
@@ -256,6 +269,7 @@ class Request:
         self.salt = salt  # requests with different salts share nothing
         self.tenant = tenant  # the account that is charged; tenants share a tier fairly
         self.parent = parent  # a request whose blocks to share while it runs (n > 1, branches)
+        self.boundaries = boundaries  # positions in the prompt where messages start, ascending
 
         self.state = RequestState.NEW
         self.finish_reason: FinishReason | None = None
@@ -276,12 +290,24 @@ class Request:
         self.token_limit = 0  # prompt and output together
         self.batch_index: int | None = None
         self.block_table: list[int] = []  # append-only while held, replaced (never cleared) on release
+        self.kv_start = 0  # the KV of tokens before it was cached: it is not written again if they are computed again
         self.num_computed = 0
         self.num_planned = 0
         self.num_in_flight = 0  # samples of steps that are not committed yet
         self.num_published = 0  # leading full blocks passed to the tree
         self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.cache_explanation: CacheExplanation | None = None  # explanation of that match
+
+        # In a model with windows or recurrent states
+        self.points: list[int] = []  # positions where others are expected to continue, ascending
+        self.next_point = 0  # index of the first that is not planned yet
+        self.window_table: list[int] = []  # window blocks by block number; 0 behind the window
+        self.num_windows_passed = 0  # leading entries that are 0
+        self.num_windows_published = 0  # leading entries passed to the tree
+        self.live_states: tuple[StateSlot, ...] = ()  # its own slots, written in turn
+        self.state_slot: StateSlot | None = None  # holds the state after `num_planned` tokens; None: the empty state
+        self.snapshots: list[StateSlot] = []  # held besides: snapshots it reads, and those it writes
+        self.state_base = 0  # position of the last snapshot on its path
 
     @property
     def num_tokens(self) -> int:

@@ -161,7 +161,7 @@ class Scheduler:
         step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
         if not step.slices:
             return StepPlan((), (), ())
-        plan = StepPlan(tuple(step.slices), tuple(step.copies), self._running.pop_released())
+        plan = StepPlan(tuple(step.slices), tuple(step.copies), self._running.pop_released(), tuple(step.window_copies))
         self._in_flight.append(plan)
         return plan
 
@@ -173,7 +173,7 @@ class Scheduler:
             raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
-        requests, block_size = self._requests, self.cache.block_size
+        requests, block_size, hybrid = self._requests, self.cache.block_size, self.cache.hybrid
         has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
@@ -191,6 +191,8 @@ class Scheduler:
                 self.cache.publish(request)
             if num_before < request.num_prompt_tokens <= end:
                 self.cache.publish_tail(request)
+            if hybrid is not None:
+                hybrid.commit(request, self.cache.chain(request))
             if not has_more:
                 if piece.wants_token:
                     updates.append(self._accept(request, tokens))
@@ -199,6 +201,8 @@ class Scheduler:
                 logprobs, prompt = result.logprobs.get(index, ()), result.prompt_logprobs.get(index)
                 updates.append(update._replace(logprobs=logprobs, prompt_logprobs=prompt))
         self.cache.settle(plan.copies)
+        if hybrid is not None:
+            hybrid.settle(plan.window_copies)
         return updates
 
     def _accept(self, request: Request, tokens: tuple[int, ...]) -> TokenUpdate:

@@ -253,6 +253,10 @@ def make_scheduler(
         secret=secrets.token_bytes(16),
         is_caching=given.enable_prefix_caching,
         observe=observe,
+        window=capacity.window,
+        num_window_blocks=capacity.num_window_blocks,
+        num_states=capacity.num_states,
+        num_live_states=capacity.num_live_states,
     )
     return Scheduler(
         cache,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.block import KVCacheBlock
+from quire.core.block import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
 from quire.core.request import Request, RequestState, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -260,7 +260,8 @@ class CountedTable(list[int]):
 def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Record the ids of all blocks of which an attribute is read. The caller empties the set."""
     touched: set[int] = set()
-    block_id = KVCacheBlock.__dict__["block_id"]
+    slots = {name: owner.__dict__[name] for owner in (Linked, KVCacheBlock) for name in owner.__slots__}
+    block_id = slots["block_id"]
 
     def watch(descriptor: Any) -> property:
         def read(block: KVCacheBlock) -> Any:
@@ -269,8 +270,8 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
         return property(read, descriptor.__set__)
 
-    for name in KVCacheBlock.__slots__:
-        monkeypatch.setattr(KVCacheBlock, name, watch(KVCacheBlock.__dict__[name]))
+    for name, descriptor in slots.items():
+        monkeypatch.setattr(KVCacheBlock, name, watch(descriptor), raising=False)
     return touched
 
 
