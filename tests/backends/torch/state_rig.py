@@ -39,4 +39,4 @@ class StateRig(Rig):
 
     def __init__(self, path: Path, **settings: Any) -> None:
         super().__init__(path, **{"enable_prefix_caching": False, **settings})
-        self.engine.runner = SlotRunner(self.engine.runner)  # type: ignore[assignment]
+        self.engine.runner = SlotRunner(self.engine.runner)
