@@ -1,7 +1,7 @@
 """A random model with the shape of Qwen3.5-0.8B as a GGUF file: for `cpu.py --model qwen3.5-0.8b`.
 
-Three of four layers are gated delta nets. Matrices are Q4_0, which llama.cpp multiplies fastest; the embedding, which is
-also the output matrix, is Q8_0. The states keep most of their content from token to token.
+Three of four layers are gated delta nets. Matrices are Q4_0, which llama.cpp multiplies fastest; the embedding, which
+is also the output matrix, is Q8_0. The states keep most of their content from token to token.
 """
 
 from __future__ import annotations

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from quire.backends import kv_division
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
-from quire.backends.kv_memory import PoolRequest
+from quire.backends.kv_division import KVMemory, MemoryRequest
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
 from quire.backends.native.library import Engine, load_library
-from quire.backends.native.memory import PoolSizes, full_block_bytes, window_block_bytes
+from quire.backends.native.memory import kv_costs
 from quire.backends.native.model import NativeModel
 from quire.backends.native.packing import pack_model
-from quire.backends.native.runner import NativeRunner
+from quire.backends.native.runner import MAX_CHUNK_TOKENS, NativeRunner
 from quire.backends.support import refuse_unsupported
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
-
-# Whether layers with a window get their own blocks. The scheduler must then fill `window_table` of every slice.
-HAS_WINDOW_BLOCKS = False
-STATES_PER_SEQUENCE = 4  # slots: one that changes, and snapshots
 
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
@@ -54,15 +51,11 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     except BaseException:
         engine.close()
         raise
-    return NativeRunner(model, max_num_seqs=max_num_seqs)
+    return NativeRunner(model, max_num_seqs=sizes.max_num_seqs, max_chunk_tokens=sizes.max_chunk_tokens)
 
 
-def _pool_sizes(spec: ModelSpec, options: BackendOptions, max_model_len: int, max_num_seqs: int) -> PoolSizes:
-    """Return the sizes of the pools. With window blocks, there are as many of them as of other blocks."""
+def _pool_sizes(spec: ModelSpec, options: BackendOptions, max_model_len: int, max_num_seqs: int) -> KVMemory:
     kv = KVSpec.of(spec).within(max_model_len)
-    has_window_blocks = HAS_WINDOW_BLOCKS and kv.window > 0
-    per_block = full_block_bytes(kv, options.block_size, has_window_blocks=has_window_blocks)
-    per_block += window_block_bytes(kv, options.block_size) if has_window_blocks else 0
-    num_blocks = PoolRequest(options, per_block, max_model_len).num_blocks_on_cpu()
-    num_states = STATES_PER_SEQUENCE * max_num_seqs + 1 if kv.has_states else 0
-    return PoolSizes(num_blocks, num_blocks if has_window_blocks else 0, num_states)
+    costs = kv_costs(kv, options.block_size, has_window_blocks=kv_division.HAS_WINDOWS and kv.window > 0)
+    limits = (max_model_len, max_num_seqs, MAX_CHUNK_TOKENS)
+    return MemoryRequest(options, costs, *limits, has_overlap=False).divide_on_cpu()

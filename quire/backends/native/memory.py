@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.backends.kv_division import KVCosts
 from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
 from quire.backends.native.library import Bytes, Floats, Layer, load_library
 
@@ -89,12 +90,10 @@ def _block_bytes(kv: KVSpec, block_size: int, has_window_blocks: bool) -> tuple[
     return full, window
 
 
-def full_block_bytes(kv: KVSpec, block_size: int, *, has_window_blocks: bool) -> int:
-    return _block_bytes(kv, block_size, has_window_blocks)[0]
-
-
-def window_block_bytes(kv: KVSpec, block_size: int) -> int:
-    return _block_bytes(kv, block_size, has_window_blocks=True)[1]
+def kv_costs(kv: KVSpec, block_size: int, *, has_window_blocks: bool) -> KVCosts:
+    """Return the bytes of each kind of memory, with the padding that C needs."""
+    full, window = _block_bytes(kv, block_size, has_window_blocks)
+    return KVCosts(full, window, state_bytes(kv), kv.window if has_window_blocks else 0)
 
 
 def state_bytes(kv: KVSpec) -> int:

@@ -110,7 +110,7 @@ class NativeModel:
         return logits
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and the first state."""
+        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and state."""
         num_blocks = -(-len(tokens) // self.limits.block_size)
         has_window_blocks = self.limits.num_window_blocks > 0
         num_available = min(self.limits.num_blocks, self.limits.num_window_blocks or self.limits.num_blocks)

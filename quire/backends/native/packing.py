@@ -146,9 +146,9 @@ def _add_experts(layer: Layer, packer: _Packer, spec: ExpertsSpec, prefix: str) 
     layer.router = packer.floats(f"{prefix}router.weight").ctypes.data
     layer.num_experts, layer.num_chosen = spec.num_experts, spec.num_chosen
     layer.renormalizes, layer.experts_scale, layer.has_sigmoid = spec.renormalizes, spec.scale, spec.has_sigmoid
-    for field, name in ROUTER_VECTORS.items():
+    for target, name in ROUTER_VECTORS.items():
         if (whole := f"{prefix}{name}") in packer.arrays:
-            setattr(layer, field, packer.floats(whole).ctypes.data)
+            setattr(layer, target, packer.floats(whole).ctypes.data)
     if spec.shared_size:
         layer.shared = Expert(*_mlp(packer, f"{prefix}shared."))
         layer.shared_gate = packer.floats(f"{prefix}shared_gate.weight").ctypes.data

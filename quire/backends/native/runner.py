@@ -18,6 +18,7 @@ from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, joi
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
+MAX_CHUNK_TOKENS = 512  # of a prompt, by default
 MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
 
 
@@ -41,7 +42,7 @@ class _Step:
 
 
 class NativeRunner:
-    def __init__(self, model: NativeModel, *, max_num_seqs: int) -> None:
+    def __init__(self, model: NativeModel, *, max_num_seqs: int, max_chunk_tokens: int = MAX_CHUNK_TOKENS) -> None:
         limits = model.limits
         self.model = model
         self._capacity = Capacity(
@@ -52,6 +53,7 @@ class NativeRunner:
             vocab_size=limits.vocab_size,
             has_overlap=False,  # computation happens inside the call
             has_costly_rows=True,
+            max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=MAX_MIXED_TOKENS,
             window=limits.window,
             num_window_blocks=limits.num_window_blocks,

@@ -22,10 +22,12 @@ from tests.backends.native.test_models import check_rows
 from tests.backends.native.test_runner import open_runner
 from tests.backends.native.test_windows import logits
 from tests.backends.plans import piece, plan
+from tests.backends.torch.families import STATE_FAMILIES
 
-MODELS = ("qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 1, 33, 5, 96))]
-NUM_BLOCKS, NUM_STATES = 24, 17  # the second is what a runner for 4 sequences has
+NUM_BLOCKS, NUM_STATES = 24, 17
+MANY = 10_000  # more slots than any pool has
+SETTINGS: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8}
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Case:
     expected: list[Floats]  # logits of all positions of every prompt, alone, on one thread
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=STATE_FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("model")
     reference = RoundedReference(request.param, folder)
-    runner = open_runner(folder, num_blocks=NUM_BLOCKS, precision="exact")
+    runner = open_runner(folder, precision="exact", **SETTINGS)
     expected = [runner.model.logits(prompt) for prompt in PROMPTS]
     runner.close()
     return Case(reference, folder, expected)
@@ -47,8 +49,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def runner(case: Case) -> Iterator[NativeRunner]:
-    runner = open_runner(case.path, num_blocks=NUM_BLOCKS, precision="exact")
-    assert runner.capacity().num_states == NUM_STATES
+    runner = open_runner(case.path, precision="exact", **SETTINGS)
+    assert runner.capacity().num_states >= NUM_STATES
     yield runner
     runner.close()
 
@@ -59,7 +61,8 @@ def part(number: int, start: int, length: int, **changes: Any) -> SeqSlice:
         tokens=PROMPTS[number][start : start + length],
         start=start,
         length=length,
-        batch_index=number % 4,
+        request_id=number,
+        batch_index=number,
         block_table=range(1 + 4 * number, 5 + 4 * number),
         state_source=1 + number if start else 0,
         state_target=1 + number,
@@ -73,8 +76,8 @@ def slot_bits(runner: NativeRunner, slot: int) -> bytes:
 
 
 def test_distributions(case: Case) -> None:
-    for prompt, logits in zip(PROMPTS, case.expected, strict=True):
-        found = torch.log_softmax(torch.from_numpy(logits), -1)
+    for prompt, expected in zip(PROMPTS, case.expected, strict=True):
+        found = torch.log_softmax(torch.from_numpy(expected), -1)
         check_rows(case.reference, found, case.reference.logprobs(prompt))
 
 
@@ -140,12 +143,12 @@ def test_other_slots_are_unchanged(runner: NativeRunner) -> None:
     "wrong",
     [
         part(0, 0, 5, state_target=0),
-        part(0, 0, 5, state_target=NUM_STATES),
+        part(0, 0, 5, state_target=MANY),
         part(0, 0, 5, state_target=-1),
-        part(0, 0, 5, state_source=NUM_STATES),
+        part(0, 0, 5, state_source=MANY),
         part(0, 0, 5, state_source=-1),
         part(0, 0, 5, snapshots=(StateSnapshot(2, 0),)),
-        part(0, 0, 5, snapshots=(StateSnapshot(2, NUM_STATES),)),
+        part(0, 0, 5, snapshots=(StateSnapshot(2, MANY),)),
         part(0, 0, 5, snapshots=(StateSnapshot(0, 5),)),
         part(0, 0, 5, snapshots=(StateSnapshot(5, 5),)),
         part(0, 0, 5, snapshots=(StateSnapshot(6, 5),)),
@@ -162,7 +165,7 @@ def test_out_of_bounds_states_are_refused(runner: NativeRunner, wrong: SeqSlice)
 @pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])
 def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
     """Each variant has its own bits."""
-    runner = open_runner(case.path, num_blocks=NUM_BLOCKS, precision=precision)
+    runner = open_runner(case.path, precision=precision, **SETTINGS)
     expected = runner.model.logits(PROMPTS[4])
     if precision == "exact":
         found = torch.log_softmax(torch.from_numpy(expected), -1)

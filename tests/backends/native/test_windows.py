@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native import build
+from quire.backends import kv_division
 from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
@@ -21,6 +21,7 @@ from tests.backends.native.test_runner import NUM_BLOCKS, open_runner
 from tests.backends.plans import piece, plan, run
 
 BLOCK_SIZE = 8
+MANY = 10_000  # more than any pool has
 PROMPT = random_prompt(3, 70)  # of 9 blocks; the window of the model is 17
 
 
@@ -33,9 +34,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeRunner]:
-    monkeypatch.setattr(build, "HAS_WINDOW_BLOCKS", True)
+    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
     runner = open_runner(folder, block_size=BLOCK_SIZE, num_blocks=2 * NUM_BLOCKS)
-    assert runner.capacity().num_window_blocks == 2 * NUM_BLOCKS
+    assert runner.capacity().num_window_blocks >= 2 * NUM_BLOCKS
     assert 0 < runner.capacity().window < 40
     yield runner
     runner.close()
@@ -44,7 +45,7 @@ def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeRunn
 @pytest.fixture
 def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Floats]:
     """Logits of every position of the prompt, from a runner with one pool."""
-    monkeypatch.setattr(build, "HAS_WINDOW_BLOCKS", False)
+    monkeypatch.setattr(kv_division, "HAS_WINDOWS", False)
     runner = open_runner(folder, block_size=BLOCK_SIZE, num_blocks=2 * NUM_BLOCKS)
     assert runner.capacity().num_window_blocks == 0
     yield runner.model.logits(PROMPT)
@@ -77,11 +78,15 @@ def num_full_layers(runner: NativeRunner) -> int:
     return sum(not layer.has_window_blocks for layer in runner.model.layers)
 
 
+def num_window_blocks(runner: NativeRunner) -> int:
+    return runner.capacity().num_window_blocks
+
+
 def poison(runner: NativeRunner, *window_blocks: int) -> None:
     """Write NaN to blocks of all layers with a window."""
     pool = runner.model.memory.window_blocks[:-64].view(np.uint16)
     num_layers = runner.model.spec.num_layers - num_full_layers(runner)
-    pool.reshape(num_layers, 2 * NUM_BLOCKS, -1)[:, list(window_blocks)] = 0x7E00
+    pool.reshape(num_layers, num_window_blocks(runner), -1)[:, list(window_blocks)] = 0x7E00
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 32, 70])
@@ -99,7 +104,7 @@ def test_blocks_behind_the_window_are_not_read(runner: NativeRunner, expected: F
     for start in range(0, len(PROMPT), 5):
         first = max(start - window + 1, 0) // BLOCK_SIZE
         poison(runner, 0, *range(11, 11 + first), 22)
-        for behind in (0, 22, 10_000):
+        for behind in (0, 22, MANY):
             changed = [behind] * first + table[first:]
             found = logits(runner, slice_of(start, 5, window_table=changed))
             assert same_bits(found[0], expected[start + 4])
@@ -126,8 +131,8 @@ def test_window_copies_leave_other_blocks_alone(runner: NativeRunner) -> None:
     assert np.array_equal(memory.blocks, blocks) == (not num_full_layers(runner))
     changed = np.flatnonzero(memory.window_blocks != window_blocks)
     num_layers = runner.model.spec.num_layers - num_full_layers(runner)
-    per_block = (len(window_blocks) - 64) // num_layers // (2 * NUM_BLOCKS)
-    assert set((changed // per_block % (2 * NUM_BLOCKS)).tolist()) == {7}
+    per_block = (len(window_blocks) - 64) // num_layers // num_window_blocks(runner)
+    assert set((changed // per_block % num_window_blocks(runner)).tolist()) == {7}
 
 
 @pytest.mark.parametrize(
@@ -135,9 +140,9 @@ def test_window_copies_leave_other_blocks_alone(runner: NativeRunner) -> None:
     [
         slice_of(0, 5, window_table=[]),
         slice_of(0, 9, window_table=[11]),
-        slice_of(0, 5, window_table=[2 * NUM_BLOCKS]),
+        slice_of(0, 5, window_table=[MANY]),
         slice_of(0, 5, window_table=[-1]),
-        slice_of(60, 5, window_table=[0] * 8 + [2 * NUM_BLOCKS]),
+        slice_of(60, 5, window_table=[0] * 8 + [MANY]),
     ],
 )
 def test_out_of_bounds_window_tables_are_refused(runner: NativeRunner, wrong: SeqSlice) -> None:
@@ -145,7 +150,7 @@ def test_out_of_bounds_window_tables_are_refused(runner: NativeRunner, wrong: Se
         runner.forward(plan(wrong))
     runner.abandon()
     with pytest.raises(InvariantViolation):
-        runner.forward(StepPlan((slice_of(0, 5),), (), (), (BlockCopy(1, 2 * NUM_BLOCKS),)))
+        runner.forward(StepPlan((slice_of(0, 5),), (), (), (BlockCopy(1, MANY),)))
     runner.abandon()
     run(runner, slice_of(0, 5))
 
@@ -191,6 +196,7 @@ def test_poisoned_window_blocks_are_purged(runner: NativeRunner) -> None:
     runner.sample(None)
     assert runner.collect().failures
     num_layers = runner.model.spec.num_layers - num_full_layers(runner)
-    pool = runner.model.memory.window_blocks[:-64].view(np.float16).reshape(num_layers, 2 * NUM_BLOCKS, -1)
+    pool = runner.model.memory.window_blocks[:-64].view(np.float16)
+    pool = pool.reshape(num_layers, num_window_blocks(runner), -1)
     first = max(30 - runner.capacity().window + 1, 0) // BLOCK_SIZE
     assert np.isfinite(pool[:, 11 + first : 16]).all()
