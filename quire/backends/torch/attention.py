@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.torch.batch import AttentionGroup, Batch
+from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
 from quire.backends.torch.delta_net import DeltaNet, delta_net
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.kv_store import KVStore
@@ -26,7 +26,7 @@ class ReferencePass:
     def __init__(self, batch: Batch, store: KVStore, states: StateStore | None = None) -> None:
         self._batch = batch
         self._store = store
-        self._states = states  # None: no layer has one
+        self._states = states  # None: the model has none
         self._angles: dict[tuple[Rotary, int, int], Angles] = {}
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
@@ -114,10 +114,11 @@ def attend(queries: Tensor, store: KVStore, batch: Batch, heads: Heads) -> Tenso
 
 def _attend_group(queries: Tensor, store: KVStore, group: AttentionGroup, heads: Heads) -> Tensor:
     num_heads, head_size = queries.shape[1:]
-    context = group.contexts[store.shapes[heads.index]]
+    shape = store.shapes[heads.index]
+    context = group.contexts[shape]
     context.read(heads.index)
     keys, values = context.keys, context.values  # [B, K, L, D] each
-    mask = group.masks[heads.window]
+    mask = group.masks[MaskKey(shape.window, heads.window)]
     if group.num_queries == 1:  # query heads of one KV head are computed as its queries, so each key is read once
         q = queries.reshape(group.num_seqs, heads.num_kv_heads, -1, head_size)  # [B, K, G, D]
         sinks = None if heads.sinks is None else heads.sinks.view(1, heads.num_kv_heads, -1, 1)

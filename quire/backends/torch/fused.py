@@ -27,9 +27,10 @@ class DeviceState(NamedTuple):
 
     store: KVStore
     tables: Tensor  # [batch_indices, most blocks] int32
+    window_tables: Tensor  # the same for window blocks, empty without them
     last_samples: Tensor  # [batch_indices] int32
     parts: Parts
-    states: StateStore | None = None  # None: no layer has one
+    states: StateStore | None  # None: the model has none
 
 
 class FusedPass:
@@ -89,7 +90,7 @@ class FusedPass:
             qkv,
             inputs.positions,
             inputs.batch_indices,
-            self._state.tables,
+            self._tables(heads.index),
             None if rotary is None else rotary.cosines,
             None if rotary is None else rotary.sines,
             self._state.store.layers[heads.index],
@@ -99,29 +100,46 @@ class FusedPass:
             eps,
             rounds_first=rounds_first,
             query_factors=heads.query_factors,
+            kept=self._kept(heads.index),
         )  # [T, H, D]
         return self._attend(q, heads)
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         inputs, state = self._inputs, self._state
         qkv = torch.cat((q, k, v), 1).view(len(q), -1)
-        layer = state.store.layers[heads.index]
-        tables, rows = state.tables, (inputs.positions, inputs.batch_indices)
-        q = rope_store(qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0)
+        layer, tables = state.store.layers[heads.index], self._tables(heads.index)
+        rows = inputs.positions, inputs.batch_indices
+        kept = self._kept(heads.index)
+        q = rope_store(qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0, kept=kept)
         return self._attend(q, heads)
+
+    def _uses_window_blocks(self, layer: int) -> bool:
+        return self._state.store.shapes[layer].window > 0
+
+    def _tables(self, layer: int) -> Tensor:
+        return self._state.window_tables if self._uses_window_blocks(layer) else self._state.tables
+
+    def _kept(self, layer: int) -> Tensor | None:
+        """Return which rows are stored, or None for all: window blocks are not shared while they are written."""
+        kept: Tensor | None = self._inputs.kept
+        return None if self._uses_window_blocks(layer) else kept
 
     def _attend(self, q: Tensor, heads: Heads) -> Tensor:
         inputs, state = self._inputs, self._state
+        work = inputs.items
+        if self._uses_window_blocks(heads.index):
+            assert inputs.window is not None
+            work = inputs.window
         out = torch.empty_like(q)
-        for items, tiling in zip((inputs.narrow, inputs.wide), tilings(heads.head_size, q.itemsize), strict=True):
+        for items, tiling in zip((work.narrow, work.wide), tilings(heads.head_size, q.itemsize), strict=True):
             if len(items):
                 attend(
                     q,
                     state.store.layers[heads.index],
-                    state.tables,
+                    self._tables(heads.index),
                     inputs.positions,
                     items,
-                    inputs.first_parts,
+                    work.first_parts,
                     state.parts,
                     out,
                     tiling=tiling,
@@ -131,7 +149,7 @@ class FusedPass:
                     sinks=heads.sinks,
                 )
         if self._num_merged:
-            merge(state.parts, inputs.first_parts, out[: self._num_merged], heads.num_kv_heads, heads.sinks)
+            merge(state.parts, work.first_parts, out[: self._num_merged], heads.num_kv_heads, heads.sinks)
         return out.view(len(out), -1)
 
     def project(self, x: Tensor, linear: Linear) -> Tensor:

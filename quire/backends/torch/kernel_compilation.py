@@ -28,6 +28,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 
+from quire.backends import kv_division
+from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
@@ -251,6 +253,12 @@ def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
     return list(kinds)
 
 
+def may_share_rows(spec: ModelSpec) -> bool:
+    """Return whether a step may compute tokens whose keys are in shared blocks: for a window, or for a state."""
+    kv_spec = KVSpec.of(spec)
+    return kv_spec.has_states or (kv_division.HAS_WINDOWS and kv_spec.window > 0)
+
+
 def _attention_calls(
     attention: AttentionSpec, spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device
 ) -> Calls:
@@ -272,8 +280,11 @@ def _attention_calls(
     q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
     rounds_first = is_normed and spec.rounds_norms_first
+    kept = padding if may_share_rows(spec) and not (kv_division.HAS_WINDOWS and attention.window) else None
     calls: Calls = [
-        partial(store, spec.norm_eps if is_normed else 0.0, rounds_first=rounds_first, query_factors=factors),
+        partial(
+            store, spec.norm_eps if is_normed else 0.0, rounds_first=rounds_first, query_factors=factors, kept=kept
+        ),
         partial(merge, parts, ints[:3], q, num_kv_heads),
     ]
     if attention.qk_norm is QKNorm.WIDTH:

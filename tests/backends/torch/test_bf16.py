@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.backends.torch.families import EVERY_FAMILY, STATE_FAMILIES, Reference, logprobs
+from tests.backends.torch.families import EVERY_FAMILY, Reference, logprobs
 from tests.backends.torch.rig import Rig
-from tests.backends.torch.state_rig import StateRig
 
 # Mean distance of log-probabilities from fp32, ours relative to theirs. Most families are between 0.8 and 0.95. With
 # Gemma's norms rounded to bf16 it is 1.09 to 1.15.
@@ -40,7 +39,7 @@ def prompt_rows(rig: Rig, tokens: list[int]) -> Tensor:
 def test_errors_are_no_larger_than_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = Reference(name, tmp_path, dtype=torch.bfloat16)
     in_bf16 = reference.running_in(torch.bfloat16)
-    rig = (StateRig if name in STATE_FAMILIES else Rig)(tmp_path, device="cpu", dtype="bfloat16")
+    rig = Rig(tmp_path, device="cpu", dtype="bfloat16")
     ours, theirs = [], []
     for length in LENGTHS:
         tokens = prompt(length)

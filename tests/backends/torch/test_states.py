@@ -19,9 +19,9 @@ from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StateSnapshot, StepPlan, StepResult
 from quire.engine.composition import EngineConfig, make_runner
 from quire.weights.opening import open_checkpoint
-from tests.backends.contract import Contract, Pair, random_prompt
+from tests.backends.contract import HEAD, Contract, Pair, random_prompt
 from tests.backends.torch.families import STATE_FAMILIES, Reference
-from tests.backends.torch.state_rig import StateRig
+from tests.backends.torch.rig import Rig
 from tests.weights.converting import write_gguf
 
 BOUND = 3e-5
@@ -29,12 +29,10 @@ VOCAB = 160
 
 
 @pytest.fixture(scope="module", params=STATE_FAMILIES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Reference, StateRig]]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Reference, Rig]]:
     folder = tmp_path_factory.mktemp("model")
     reference = Reference(request.param, folder)
-    rig = StateRig(folder)
+    rig = Rig(folder)
     yield reference, rig
     rig.engine.close()
 
@@ -42,11 +40,22 @@ def pair(
 class TestStates(Contract):
     bound = BOUND
 
-    def test_through_shared_and_forked_blocks(self, pair: Pair) -> None:  # noqa: ARG002
-        pytest.skip("the rig shares no states")
-
-    def test_samples_of_one_prompt_are_forks(self, pair: Pair) -> None:  # noqa: ARG002
-        pytest.skip("the rig shares no states")
+    def test_through_shared_and_forked_blocks(self, pair: Pair) -> None:
+        """A hit needs a state: there is one where a second prompt left the first, and at the end of an answer."""
+        reference, rig = pair
+        rig.reset()
+        head = random_prompt(3, HEAD)
+        first, second, third = [*head, 5, 6, 7], [*head, 8, 9], [*head, 10]
+        answer = rig.answer(first, 8)
+        self.check(reference, first, answer)
+        self.check(reference, second, rig.answer(second, 8))
+        shared = rig.answer(third, 8)
+        self.check(reference, third, shared)
+        assert shared.num_cached_tokens > 0
+        turn = [*first, *answer.tokens, 11, 12, 13]
+        continued = rig.answer(turn, 8)
+        self.check(reference, turn, continued)
+        assert continued.num_cached_tokens >= len(first)
 
     @pytest.mark.parametrize("chunk", [64, 65, 150])
     def test_in_chunks_about_as_long_as_those_of_a_delta_net(self, pair: Pair, chunk: int) -> None:
@@ -60,7 +69,7 @@ class TestStates(Contract):
 def test_a_gguf_has_the_same_distributions(name: str, tmp_path: Path) -> None:
     """The file has llama.cpp's order of value heads, which differs if there are fewer key heads."""
     reference = Reference(name, tmp_path / "saved")
-    rig = StateRig(write_gguf(tmp_path / "saved", tmp_path / "m.gguf"))
+    rig = Rig(write_gguf(tmp_path / "saved", tmp_path / "m.gguf"))
     prompt = random_prompt(3, 70)
     TestStates().check(reference, prompt, rig.answer(prompt, 5))
     rig.engine.close()
