@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from quire.backends import kv_division
 from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import SeqSlice, StateSnapshot
 from quire.errors import InvariantViolation
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import random_prompt
-from tests.backends.native.test_models import check_rows
+from tests.backends.native.test_invariance import check_same, random_prompt, run_requests
+from tests.backends.native.test_models import check, check_rows
 from tests.backends.native.test_runner import open_runner
 from tests.backends.native.test_windows import logits
 from tests.backends.plans import piece, plan
 from tests.backends.torch.families import STATE_FAMILIES
+from tests.backends.torch.rig import Rig
 
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 1, 33, 5, 96))]
 NUM_BLOCKS, NUM_STATES = 24, 17
@@ -174,3 +177,36 @@ def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
         assert same_bits(logits(runner, part(4, start, 12))[0], expected[start + 11])
     assert kernels in runner.facts().backend
     runner.close()
+
+
+# Through the scheduler
+
+
+@pytest.mark.parametrize("name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "olmo3"])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared prefixes, snapshots, forks, preemption and cancellation: each answer has the bits of the request alone."""
+    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
+    rng = Random(seed)
+    RoundedReference(name, tmp_path, seed)
+    sizes = {"max_num_seqs": rng.choice((2, 5, 8)), "max_chunk_tokens": rng.choice((5, 16, 64))}
+    rig = Rig(tmp_path, backend="native", num_blocks=rng.choice((14, 40)), max_waiting=100, **sizes)
+    assert rig.engine.capacity.num_states or rig.engine.capacity.num_window_blocks
+    found = run_requests(rng, rig, 24)
+    assert len(found) > 12
+    rig.engine.runner.use_threads(1)
+    for one, answer in found.values():
+        rig.reset(enable_prefix_caching=False)
+        check_same(answer, rig.answer(one.prompt, one.num_tokens, **one.sampling))
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("name", STATE_FAMILIES)
+def test_a_prompt_is_found_again(name: str, tmp_path: Path) -> None:
+    reference = RoundedReference(name, tmp_path)
+    rig = Rig(tmp_path, backend="native", precision="exact")
+    first, second = rig.answer(PROMPTS[4], 8), rig.answer(PROMPTS[4], 8)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(PROMPTS[4]) - 1)
+    check_same(second, first)
+    check(reference, PROMPTS[4], second)
+    rig.engine.close()
