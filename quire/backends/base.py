@@ -10,6 +10,7 @@ from quire.core.block import BLOCK_SIZE
 from quire.core.step import StepPlan, StepResult
 
 DEFAULT_MAX_SEQS = 64  # on a CPU
+DEFAULT_MAX_CHUNK = 512  # tokens per step from one prompt
 PRECISIONS = ("fast", "balanced", "exact")
 QUANTIZE_BITS = (4, 8)
 
@@ -47,7 +48,7 @@ class Capacity:
     has_overlap: bool = True  # the device runs in parallel with the host, so one step should be kept in flight
     has_costly_rows: bool = False  # every row of a batch takes time: lower tiers may be left out of a step
     max_num_batched_tokens: int = 2048  # default limit of tokens per step
-    max_chunk_tokens: int = 512  # default limit of tokens per step from one prompt
+    max_chunk_tokens: int = DEFAULT_MAX_CHUNK  # default limit of tokens per step from one prompt
     window: int = 0  # largest window of the layers that have window blocks; 0: every layer keeps its whole context
     num_window_blocks: int = 0  # the null block included
     num_states: int = 0  # slots of recurrent states, the empty state included; 0: the model has none
@@ -68,7 +69,9 @@ class RunnerFacts:
     dtype: str
     num_threads: int  # 1 if the device does not use host threads
     weight_bytes: int = 0  # memory that the weights take; 0: unknown
-    kv_bytes: int = 0  # memory of the KV pool
+    kv_bytes: int = 0  # memory of the KV pools, windows and states included
+    window_bytes: int = 0  # the part of it that holds window blocks
+    state_bytes: int = 0  # the part of it that holds recurrent states
 
 
 class Runner(Protocol):

@@ -17,15 +17,22 @@ MIN_POOL_TOKENS = 512  # a default pool that holds fewer tokens is refused: it i
 DEFAULT_MAX_BLOCKS = 1 << 18
 
 
+def cpu_budget() -> tuple[int, int]:
+    """Return the bytes that are available on a CPU, and those of the default pool."""
+    free = available_bytes()
+    return free, min(int(free * CPU_SHARE), CPU_CAP)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
+    """The size of a single pool. `quire.backends.kv_division` divides memory among several."""
+
     options: BackendOptions
     block_bytes: int  # one block in all layers
     max_model_len: int
 
     def num_blocks_on_cpu(self) -> int:
-        free = available_bytes()
-        return self.num_blocks(free, min(int(free * CPU_SHARE), CPU_CAP))
+        return self.num_blocks(*cpu_budget())
 
     def num_blocks(self, free: int, budget: int) -> int:
         """Return the number of blocks in the pool, the null block included.

@@ -92,7 +92,8 @@ class RemoteModel:
         found = self._server.get("/v1/cache/stats")
         try:
             names = [field.name for field in fields(CacheStats) if field.type == "int"]
-            return replace(CacheStats.none(), **{name: _whole(found[name]) for name in names})
+            counts: dict[str, Any] = {name: _whole(found[name]) for name in names}
+            return replace(CacheStats.none(), **counts)
         except (KeyError, TypeError, ValueError):
             raise self._server.malformed("malformed cache statistics", found) from None
 

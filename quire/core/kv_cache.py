@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
 
 from quire.core.block import BLOCK_SIZE, check_block_size
 from quire.core.block_pool import BlockPool, PoolStats
@@ -43,7 +44,8 @@ class CacheStats(PoolStats):
     @classmethod
     def none(cls) -> CacheStats:
         """Statistics of a cache that does not exist yet."""
-        return cls(*[0] * NUM_REQUIRED_STATS)
+        counts: list[Any] = [0] * NUM_REQUIRED_STATS
+        return cls(*counts)
 
     @property
     def hit_rate(self) -> float:

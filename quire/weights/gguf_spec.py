@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights import gemma4
 from quire.weights.checkpoint import TensorInfo
 from quire.weights.config import (
     DTYPES,
@@ -21,8 +22,9 @@ from quire.weights.config import (
     read_num_experts,
     read_shape,
 )
-from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Ropes, Windows
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Recurrence, Ropes, Windows
 from quire.weights.fields import Fields, show
+from quire.weights.recurrence import gguf_values, read_gguf_recurrent
 from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_FACTOR, MIN_THETA, scaled_rope
 from quire.weights.spec import (
     Activation,
@@ -78,7 +80,8 @@ def find_family(metadata: Mapping[str, Any], source: str) -> Family:
         )
     has_experts = bool(metadata.get(f"{name}.expert_count"))
     has_window = bool(metadata.get(f"{name}.attention.sliding_window"))
-    candidates = [row for row in FAMILIES if row.gguf == name and (row.experts is not None) == has_experts]
+    rows = [row for row in FAMILIES if row.gguf == name]
+    candidates = [row for row in rows if (row.experts is not None) == has_experts or (row.experts and row.experts.flag)]
     if not candidates:
         problem = "with experts is not supported" if has_experts else "needs expert_count, which is missing or 0"
         raise UnsupportedModel(f"{source}: architecture {name} {problem}")
@@ -96,9 +99,11 @@ def spec_from_gguf(
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if "token_embd.weight" not in tensors:
         raise ModelFileError(f"{source}: tensor token_embd.weight is missing")
+    values = gguf_values(values, family)
     values["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    fields = Fields(source, values | _equal_sizes(values), prefix)
-    _refuse_other_shapes(fields)
+    plain = gemma4.first_sizes(values) if family.name == "gemma4" else _equal_sizes(values)
+    fields = Fields(source, values | plain, prefix)
+    _refuse_other_shapes(fields, family)
     shape = read_shape(fields, _KEYS)
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
@@ -106,7 +111,11 @@ def spec_from_gguf(
     return ModelSpec(
         family=family.name,
         architecture=family.gguf,
-        layers=_layers(fields, family, shape, tensors, read_floats),
+        layers=(
+            _gemma4_layers(fields, values, family, shape, tensors, read_floats)
+            if family.name == "gemma4"
+            else _layers(fields, family, shape, tensors, read_floats)
+        ),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         max_model_len=shape.max_model_len,
@@ -148,9 +157,11 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     rope, local_rope = _ropes(fields, family, shape, read_floats)
     windows = _windows(fields, family, shape.num_layers)
-    activation = Activation.GELU_TANH if family.is_gemma else Activation.SILU
+    activation = family.activation or (Activation.GELU_TANH if family.is_gemma else Activation.SILU)
     dense = MlpSpec(shape.ffn_size, activation, has_bias="blk.0.ffn_down.bias" in tensors)
     experts = _experts(fields, family, shape, activation)
+    recurrent = read_gguf_recurrent(fields, family, shape.num_layers)
+    first = recurrent.index(None)  # whose tensors show the biases
     attention = {
         window: AttentionSpec(
             num_heads=shape.num_heads,
@@ -162,15 +173,18 @@ def _layers(
             softcap=_softcap(fields, family, "attn_logit_softcapping"),
             qk_norm=family.qk_norm,
             query_scaling=_query_scaling(fields, family),
-            has_qkv_bias=family.qkv_bias is True or "blk.0.attn_q.bias" in tensors,
-            has_output_bias="blk.0.attn_output.bias" in tensors,
+            has_qkv_bias=family.qkv_bias is True or f"blk.{first}.attn_q.bias" in tensors,
+            has_output_bias=f"blk.{first}.attn_output.bias" in tensors,
+            has_gate=family.has_gate,
+            has_sinks=family.has_sinks,
         )
         for window in dict.fromkeys(windows)
     }
     has_rope = [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in range(shape.num_layers)]
     return tuple(
         LayerSpec(
-            mixer=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mixer=recurrent[index]
+            or (attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None)),
             mlp=experts if experts and f"blk.{index}.ffn_gate_inp.weight" in tensors else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,
@@ -180,8 +194,28 @@ def _layers(
     )
 
 
+def _gemma4_layers(
+    fields: Fields,
+    values: Mapping[str, Any],
+    family: Family,
+    shape: Shape,
+    tensors: Mapping[str, TensorInfo],
+    read_floats: ReadFloats,
+) -> tuple[LayerSpec, ...]:
+    layers = gemma4.from_gguf(
+        fields,
+        values,
+        tensors,
+        read_floats,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        experts=_experts(fields, family, shape, Activation.GELU_TANH),
+    )
+    return layers.specs(Activation.GELU_TANH)
+
+
 def _experts(fields: Fields, family: Family, shape: Shape, activation: Activation) -> ExpertsSpec | None:
-    if family.experts is None:
+    if family.experts is None or (family.experts.flag and not fields.get("expert_count")):
         return None
     num_experts = read_num_experts(fields, "expert_count", shape.num_layers)
     rule = family.experts.renormalizes
@@ -191,9 +225,22 @@ def _experts(fields: Fields, family: Family, shape: Shape, activation: Activatio
         size=fields.whole("expert_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size),
         activation=activation,
         # llama.cpp has it as a constant of the architecture: Qwen 3 renormalises and OLMoE does not.
-        renormalizes=rule if isinstance(rule, bool) else family.name == "qwen3_moe",
+        renormalizes=rule if isinstance(rule, bool) else family.name in ("qwen3_moe", "lfm2_moe"),
         scale=fields.real("expert_weights_scale", 0, MAX_MULTIPLIER, 1.0) or 1.0,
+        has_sigmoid=bool(family.experts.bias),
+        has_expert_bias=bool(family.experts.bias),
+        shared_size=_shared_size(fields, family, shape),
+        has_bias=family.experts.has_bias,
+        has_router_bias=family.experts.has_bias,
+        has_router_norm=family.experts.is_parallel,
+        has_expert_scales=family.experts.is_parallel,
     )
+
+
+def _shared_size(fields: Fields, family: Family, shape: Shape) -> int:
+    if family.experts is None or not family.experts.shared_size:
+        return 0
+    return fields.whole("expert_shared_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size)
 
 
 def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
@@ -216,14 +263,17 @@ def generation_from_gguf(metadata: Mapping[str, Any], source: str) -> Generation
     return read_generation({name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}, source)
 
 
-def _refuse_other_shapes(fields: Fields) -> None:
-    names = _UNKNOWN_EQUATIONS + (_UNKNOWN_EXPERTS if fields.get("expert_count") else ())
+def _refuse_other_shapes(fields: Fields, family: Family) -> None:
+    knows_shared = family.experts is None or bool(family.experts.shared_size)
+    names = _UNKNOWN_EQUATIONS + (() if knows_shared else _UNKNOWN_EXPERTS)
     for name in names:
         value = fields.get(name)
         if any(value) if isinstance(value, list) else value:
             raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(value)}: not supported")
     if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions
         raise UnsupportedModel(f"{fields.source}: {fields.prefix}rope.scaling.finetuned is false: not supported")
+    if family.recurrence is Recurrence.SHORT_CONV and fields.get("attention.sliding_window"):
+        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.sliding_window: not supported")
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
         raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.value_length differs from key_length")
 
@@ -307,6 +357,7 @@ def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
     return {
         "beta_fast": fields.find_real("rope.scaling.yarn_beta_fast", MIN_FACTOR, MAX_FACTOR),
         "beta_slow": fields.find_real("rope.scaling.yarn_beta_slow", MIN_FACTOR, MAX_FACTOR),
+        "truncate": family.name != "gpt_oss",  # as the model was trained; llama.cpp truncates for every model
         "attention_factor": given * grown(1) / (grown(multiplier) if multiplier else 1),
     }
 

@@ -13,17 +13,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
+from quire.weights import gpt_oss
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import is_left_over, transformers_targets
+from quire.weights.names import find_skipped, is_left_over, transformers_targets
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
@@ -35,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 COMPARED = 1 << 20  # bytes at a time
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _KNOWN_TYPES = ("F32", "F16", "BF16")
-_ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2}
+_ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2, TensorType.MXFP4: 1}  # bytes: a part of MXFP4
 
 
 class _Shard(NamedTuple):
@@ -59,6 +64,8 @@ class SafetensorsCheckpoint:
         self._folder = ModelFolder(folder)
         self._shards: list[_Shard] = []
         self._file_tensors: dict[str, _FileTensor] = {}
+        self._experts: dict[str, gpt_oss.ExpertPart] = {}
+        self._skipped: set[str] = set()  # parts of the model
         try:
             if self._folder.unsupported:
                 self._add_others()
@@ -66,14 +73,17 @@ class SafetensorsCheckpoint:
                 for shard, name in self._listed():
                     self._add(shard, name)
             found = {name: one.info for name, one in self._file_tensors.items()}
-            self.spec = self._folder.spec(most_common_type(found))
+            self.spec = replace(self._folder.spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
             self._places = self._find_places(found)
             if self.spec.is_tied and self._has_own_head():  # the rule of transformers
                 self.spec = replace(self.spec, is_tied=False)
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {name: place.info for name, place in self._places.items()}
+        self.tensors: Mapping[str, TensorInfo] = {
+            **{name: place.info for name, place in self._places.items()},
+            **{name: part.info for name, part in self._experts.items()},
+        }
         self.generation = self._folder.generation()
 
     @property
@@ -82,17 +92,23 @@ class SafetensorsCheckpoint:
         return tuple(shard.path for shard in self._shards)
 
     def read(self, name: str) -> RawTensor:
-        import numpy as np
-
-        info, file_name, offset = self._places[name]
-        tensor = self._file_tensors[file_name]
-        if tensor.shard.buffer.closed:
-            raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(tensor.shard.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
+        if (part := self._experts.get(name)) is not None:
+            return gpt_oss.read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
+        place = self._places[name]
+        info = place.info
+        flat = place.choose(self._read_bytes(place.file_name, place.offset, place.num_file_bytes))
         data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
         raw = RawTensor(info, data)
         family = self._folder.family
         return in_halves(raw, self.spec, str(self.path)) if family and family.is_interleaved else raw
+
+    def _read_bytes(self, file_name: str, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        import numpy as np
+
+        tensor = self._file_tensors[file_name]
+        if tensor.shard.buffer.closed:
+            raise ModelFileError(f"{self.path}: is closed")
+        return np.frombuffer(tensor.shard.buffer, np.uint8, num_bytes, tensor.offset + offset)
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()
@@ -173,7 +189,11 @@ class SafetensorsCheckpoint:
         return shard
 
     def _add(self, shard: _Shard, name: str) -> None:
-        if is_left_over(name, is_multimodal=self._folder.is_multimodal):
+        if is_left_over(name):
+            return
+        family = self._folder.family
+        if family and (part := find_skipped(name, family, is_multimodal=self._folder.is_multimodal)):
+            self._skipped.add(part)
             return
         if name in self._file_tensors:
             raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")
@@ -196,6 +216,9 @@ class SafetensorsCheckpoint:
         family = self._folder.family
         if family is None:
             return {name: Place(info, name, 0) for name, info in found.items()}
+        if family.name == gpt_oss.FAMILY:
+            self._experts = gpt_oss.find_parts(found, self.spec, str(self.path))
+            found = {name: info for name, info in found.items() if not gpt_oss.is_experts(name)}
         targets = transformers_targets(found, family, self._folder.architecture)
         return place_tensors(found, targets, self.spec, str(self.path))
 
@@ -252,7 +275,9 @@ def _read_entry(shard: _Shard, name: str) -> _FileTensor:
         value, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelFileError(f"{field} is {show(entry)}: not a type, a shape and two offsets") from None
-    if value not in _KNOWN_TYPES:
+    if value == "U8" and gpt_oss.is_packed_part(name):
+        value = TensorType.MXFP4
+    elif value not in _KNOWN_TYPES:
         can = ", ".join(_KNOWN_TYPES)
         raise UnsupportedModel(f"{field} has type {show(value)}, which is not supported; these are: {can}")
     kind = TensorType(value)

@@ -10,20 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.torch.batch import AttentionGroup, Batch
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
+from quire.backends.torch.delta_net import DeltaNet, delta_net
+from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, softcap
+from quire.backends.torch.short_conv import ShortConv, short_conv
+from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
 
 # T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G = H / K
 
 
 class ReferencePass:
-    def __init__(self, batch: Batch, store: KVStore) -> None:
+    def __init__(self, batch: Batch, store: KVStore, states: StateStore | None = None) -> None:
         self._batch = batch
         self._store = store
-        self._angles: dict[tuple[Rotary, int, int], Angles] = {}
+        self._states = states  # None: the model has none
+        self._angles: dict[tuple[Rotary, int, int, bool], Angles] = {}
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         x = F.embedding(self._batch.tokens, embedding)
@@ -36,17 +40,24 @@ class ReferencePass:
         return self._batch.positions
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if residual is not None:
             x = x + residual if scale == 1 else torch.add(residual, x * scale)
+            x = x if total_scale == 1 else x * total_scale
         return x if norm is None else norm(x), x
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return norm(x)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        qkv = qkv.view(-1, heads.num_heads + 2 * heads.num_kv_heads, heads.head_size)  # [T, H + 2K, D]
+        if heads.has_gate:
+            gates = qkv[:, heads.qkv_size :].sigmoid()
+            return self._attend(qkv[:, : heads.qkv_size], heads) * gates
+        return self._attend(qkv, heads)
+
+    def _attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        qkv = qkv.reshape(-1, heads.num_projected, heads.head_size)  # [T, H + 2K, D], or [T, H, D]
         if heads.norm is not None:
             qkv = heads.norm(qkv)
         if heads.rotary is not None:
@@ -54,7 +65,8 @@ class ReferencePass:
         q, kv = qkv[:, : heads.num_heads], qkv[:, heads.num_heads :]
         if heads.query_factors is not None:
             q = q * heads.query_factors[self._batch.positions].to(q.dtype)[:, None, None]
-        self._store.store(heads.index, kv, self._batch.slot_rows)
+        if not heads.is_shared:
+            self._store.store(heads.index, kv, self._batch.slot_rows)
         return attend(q, self._store, self._batch, heads)  # [T, H * D]
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
@@ -70,15 +82,26 @@ class ReferencePass:
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return gate_up.gated(x, activation, is_graph=False)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        return experts.reference(x, router(x))
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        return experts.reference(x, router(x if router_input is None else router_input))
+
+    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+        return routed + shared.reference(x)
+
+    def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
+        assert self._states is not None
+        return delta_net(mixed, net, self._states, self._batch.segments)
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
+        assert self._states is not None
+        return short_conv(bcx, conv, self._states, self._batch.segments)
 
     def _rotation(self, heads: Heads, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        key = (rotary, heads.num_heads, heads.num_kv_heads)
+        key = (rotary, heads.num_heads, heads.num_kv_heads, heads.is_shared)
         angles = self._angles.get(key)
         if angles is None:
-            num_rotated = heads.num_heads + heads.num_kv_heads
-            angles = rotary.angles(self._batch.positions, dtype, num_rotated, num_rotated + heads.num_kv_heads)
+            num_rotated = heads.num_heads + (0 if heads.is_shared else heads.num_kv_heads)
+            angles = rotary.angles(self._batch.positions, dtype, num_rotated, heads.num_projected)
             self._angles[key] = angles
         return angles
 
@@ -93,10 +116,11 @@ def attend(queries: Tensor, store: KVStore, batch: Batch, heads: Heads) -> Tenso
 
 def _attend_group(queries: Tensor, store: KVStore, group: AttentionGroup, heads: Heads) -> Tensor:
     num_heads, head_size = queries.shape[1:]
-    context = group.contexts[store.shapes[heads.index]]
+    shape = store.shapes[heads.index]
+    context = group.contexts[shape]
     context.read(heads.index)
     keys, values = context.keys, context.values  # [B, K, L, D] each
-    mask = group.masks[heads.window]
+    mask = group.masks[MaskKey(shape.window, heads.window)]
     if group.num_queries == 1:  # query heads of one KV head are computed as its queries, so each key is read once
         q = queries.reshape(group.num_seqs, heads.num_kv_heads, -1, head_size)  # [B, K, G, D]
         sinks = None if heads.sinks is None else heads.sinks.view(1, heads.num_kv_heads, -1, 1)

@@ -8,6 +8,9 @@ chosen so that about `target` programs share all keys. docs/gpu.md explains it w
 Decodes whose block tables start with the same blocks (siblings of one prompt) read that prefix once: their rows
 together form one item over the shared blocks, and each row has its own items for the rest. Groups may be nested: all
 rows share a system prompt, and some of them a longer prefix.
+
+Layers that use window blocks have items of their own: they cover only the blocks within the window, and no siblings,
+because requests that share a prefix need not share window blocks.
 """
 
 from __future__ import annotations
@@ -217,17 +220,21 @@ def plan_work(
     prompts: Sequence[Prompt],
     num_rows: int,
     sizes: Sizes,
+    window: int = 0,
 ) -> Work:
-    """Divide decodes at rows [0, len(starts)), at these positions, and then the prompts. `num_rows` counts all rows."""
+    """Divide decodes at rows [0, len(starts)), at these positions, and then the prompts. `num_rows` counts all rows.
+
+    With a window, items begin with the first block within it, and there must be no siblings.
+    """
     if not siblings and not prompts:
-        return _plan_decodes(starts, batch_indices, sizes)
+        return _plan_decodes(starts, batch_indices, sizes, window)
     num_decodes = len(starts)
-    shared = np.zeros(num_decodes, np.int32)
+    first_keys = _first_keys(starts, window, sizes.block_size)
     for group in siblings:
-        shared[group.first : group.last] = group.high
-    own = starts + 1 - shared
+        first_keys[group.first : group.last] = group.high
+    own = starts + 1 - first_keys
     chunk = _chunk(int(own.sum()), num_decodes, sizes.num_kv_heads, sizes.target)
-    tiles = _tiles(siblings, prompts, batch_indices, sizes.rows_per_item)
+    tiles = _tiles(siblings, prompts, batch_indices, sizes, window)
     num_keys = tiles[:, 4] - tiles[:, 3]
     wide_chunk = _chunk(int(num_keys.sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
     while True:  # lengthen the items until the parts to be merged fit
@@ -244,7 +251,14 @@ def plan_work(
         chunk, wide_chunk = 2 * chunk, 2 * wide_chunk
     narrow = _cut(
         np.stack(
-            [np.arange(num_decodes, dtype=np.int32), np.ones_like(batch_indices), batch_indices, shared, starts + 1], 1
+            [
+                np.arange(num_decodes, dtype=np.int32),
+                np.ones_like(batch_indices),
+                batch_indices,
+                first_keys,
+                starts + 1,
+            ],
+            1,
         ),
         num_chunks,
         first_narrow,
@@ -253,16 +267,25 @@ def plan_work(
     return Work(narrow, wide, first_parts)
 
 
-def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes) -> Work:
+def _first_keys(starts: Ints, window: int, block_size: int) -> Ints:
+    """Return the first key of the first block that a row at each position reads."""
+    if not window:
+        return np.zeros_like(starts)
+    return np.maximum(starts + 1 - window, 0) // block_size * block_size
+
+
+def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes, window: int) -> Work:
     """Like `plan_work`, for the common step: only decodes, and no shared prefixes."""
-    num_keys = starts + 1
+    first_keys = _first_keys(starts, window, sizes.block_size)
+    num_keys = starts + 1 - first_keys
     chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
     num_chunks = -(-num_keys // chunk)
     while int(num_chunks.sum()) > sizes.max_parts:
         chunk *= 2
         num_chunks = -(-num_keys // chunk)
     rows = np.zeros((len(starts), 5), np.int32)
-    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = np.arange(len(starts)), 1, batch_indices, num_keys
+    rows[:, 0], rows[:, 1], rows[:, 2] = np.arange(len(starts)), 1, batch_indices
+    rows[:, 3], rows[:, 4] = first_keys, starts + 1
     first_parts = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
     return Work(_cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS, first_parts)
@@ -280,8 +303,11 @@ def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
     return max(-(-chunk // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK)
 
 
-def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indices: Ints, rows_per_item: int) -> Ints:
+def _tiles(
+    siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indices: Ints, sizes: Sizes, window: int
+) -> Ints:
     """Return groups of rows and the keys they see: [tiles, (first row, rows, batch index, first key, last key + 1)]."""
+    rows_per_item, block_size = sizes.rows_per_item, sizes.block_size
     tiles: list[tuple[int, int, int, int, int]] = []
     for group in siblings:
         batch_index = int(batch_indices[group.first])
@@ -292,7 +318,9 @@ def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indice
     for prompt in prompts:
         for offset in range(0, prompt.length, rows_per_item):
             num_rows = min(rows_per_item, prompt.length - offset)
-            tiles.append((prompt.first_row + offset, num_rows, prompt.batch_index, 0, prompt.start + offset + num_rows))
+            start = prompt.start + offset
+            low = max(start + 1 - window, 0) // block_size * block_size if window else 0
+            tiles.append((prompt.first_row + offset, num_rows, prompt.batch_index, low, start + num_rows))
     return np.array(tiles, np.int32).reshape(-1, 5)
 
 

@@ -7,8 +7,8 @@ import logging
 
 import torch
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
-from quire.backends.kv_memory import PoolRequest
+from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
+from quire.backends.kv_division import KVCosts, KVMemory, MemoryRequest
 from quire.backends.machine import choose_threads
 from quire.backends.support import refuse_unsupported, transformers_notice
 from quire.backends.torch.kv_store import KVStore
@@ -17,6 +17,7 @@ from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
+from quire.backends.torch.state_store import StateStore
 from quire.errors import InvalidRequest, UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES as DTYPES_IN_FILES
@@ -61,14 +62,52 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
                 raise
             compiling.cancel()
         model = load_model(checkpoint, dtype, device, max_model_len, progress)
-        pool = PoolRequest(options, model.kv_spec.block_bytes(options.block_size, dtype.itemsize), max_model_len)
+        request = memory_request(
+            model, options, dtype, max_model_len, max_num_seqs, DEFAULT_MAX_CHUNK, has_overlap=device.type != "cpu"
+        )
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
-            num_blocks = pool.num_blocks(free, int(free * CUDA_SHARE))
+            memory = request.divide(free, int(free * CUDA_SHARE))
         else:
-            num_blocks = pool.num_blocks_on_cpu()
-        store = KVStore(model.kv_spec, num_blocks, options.block_size, dtype, device)
-    return TorchRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+            memory = request.divide_on_cpu()
+        store, states = make_stores(model, memory, options.block_size, dtype, max_model_len)
+    return TorchRunner(
+        model,
+        store,
+        max_num_seqs=memory.max_num_seqs,
+        max_model_len=max_model_len,
+        max_chunk_tokens=memory.max_chunk_tokens,
+        states=states,
+    )
+
+
+def memory_request(
+    model: Model,
+    options: BackendOptions,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_chunk_tokens: int,
+    *,
+    has_overlap: bool,
+) -> MemoryRequest:
+    """Return the request for a model's memory. Models of transformers keep whole contexts in all layers."""
+    costs = KVCosts.of(
+        model.kv_spec.within(max_model_len),
+        options.block_size,
+        dtype.itemsize,
+        has_windows=model.spec.family != OTHER,
+    )
+    return MemoryRequest(options, costs, max_model_len, max_num_seqs, max_chunk_tokens, has_overlap)
+
+
+def make_stores(
+    model: Model, memory: KVMemory, block_size: int, dtype: torch.dtype, max_model_len: int
+) -> tuple[KVStore, StateStore | None]:
+    """Allocate the pools of a model."""
+    kv_spec, device = model.kv_spec.within(max_model_len), model.device
+    store = KVStore(kv_spec, memory.num_blocks, block_size, dtype, device, memory.num_window_blocks)
+    return store, StateStore(kv_spec, memory.num_states, dtype, device) if memory.num_states else None
 
 
 def load_model(

@@ -11,13 +11,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.kv_memory import PoolRequest
-from quire.backends.torch.build import load_model
+from quire.backends.kv_division import KVMemory
+from quire.backends.torch.build import load_model, make_stores, memory_request
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
 from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls, launch, routed_calls
-from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
@@ -72,27 +71,36 @@ def make_cuda_runner(
     clock.append(time.monotonic())
     step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.num_layer_weights), max_num_seqs)
     graph_tokens = min(_num_tokens_within(LAUNCH_S, model.num_layer_weights), MAX_GRAPH_TOKENS, step_tokens)
-    needed, token_s = measure_step(model, options.block_size, dtype, step_tokens, max_num_seqs, max_model_len)
+    request = memory_request(model, options, dtype, max_model_len, max_num_seqs, step_tokens, has_overlap=True)
+    needed, token_s = measure_step(
+        model,
+        options.block_size,
+        dtype,
+        step_tokens,
+        max_num_seqs,
+        max_model_len,
+        has_windows=request.costs.window > 0,
+    )
     reserved = (
         needed
         + _reserved_for_graphs(needed, step_tokens, max_num_seqs, graph_tokens)
         + _reserved_for_rare(model.spec, max_num_seqs)
     )
     free, total = torch.cuda.mem_get_info(device)
-    pool = PoolRequest(options, model.kv_spec.block_bytes(options.block_size, dtype.itemsize), max_model_len)
-    num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
+    memory = request.divide(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
-    store = KVStore(model.kv_spec, num_blocks, options.block_size, dtype, device)
+    store, states = make_stores(model, memory, options.block_size, dtype, max_model_len)
     return CudaRunner(
         model,
         store,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=memory.max_num_seqs,
         max_model_len=max_model_len,
+        states=states,
         max_num_batched_tokens=step_tokens,
-        max_chunk_tokens=options.max_chunk_tokens or step_tokens,
+        max_chunk_tokens=memory.max_chunk_tokens,
         max_mixed_tokens=_mixed_tokens(token_s),
         max_graph_tokens=graph_tokens,
         compiling=compiling,
@@ -133,20 +141,31 @@ def _num_tokens_within(seconds: float, num_weights: int) -> int:
 
 
 def measure_step(
-    model: Model, block_size: int, dtype: torch.dtype, step_tokens: int, max_num_seqs: int, max_model_len: int
+    model: Model,
+    block_size: int,
+    dtype: torch.dtype,
+    step_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    *,
+    has_windows: bool = False,
 ) -> tuple[int, float]:
     """Return the bytes that the largest step takes, a prompt for each sequence, and its seconds per token.
 
-    Runs on its own pool, just large enough, which is freed afterwards. The first step loads libraries, so the second
-    is timed.
+    Runs on its own pools, just large enough, which are freed afterwards. The first step loads libraries, so the second
+    is timed. All rows use the same blocks and states: their content does not matter.
     """
     device = model.device
     torch.cuda.synchronize(device)
     base = torch.cuda.memory_allocated(device)
     length = max(min(-(-step_tokens // max_num_seqs), max_model_len), 1)
-    table = range(1, 1 - (-length // block_size))  # shared by all rows: the content does not matter
-    store = KVStore(model.kv_spec, len(table) + 1, block_size, dtype, device)
-    runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, has_graphs=False)
+    table = range(1, 1 - (-length // block_size))
+    num_states = 2 if model.kv_spec.has_states else 0
+    memory = KVMemory(len(table) + 1, max_num_seqs, length, len(table) + 1 if has_windows else 0, num_states)
+    store, states = make_stores(model, memory, block_size, dtype, max_model_len)
+    runner = CudaRunner(
+        model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, states=states, has_graphs=False
+    )
     torch.cuda.reset_peak_memory_stats(device)
     tokens = tuple(i % model.spec.vocab_size for i in range(length))  # different ones choose different experts
     took_s = 0.0
@@ -165,6 +184,8 @@ def measure_step(
                 wants_token=True,
                 sampling=SamplingParams(temperature=1.0, max_tokens=1),
                 num_prompt_tokens=length,
+                window_table=table,
+                state_target=num_states and 1,
             )
             for batch_index in range(max_num_seqs)
         )
@@ -174,6 +195,6 @@ def measure_step(
         took_s = time.monotonic() - started_s
     peak = torch.cuda.max_memory_allocated(device)
     runner.close()
-    del runner, store
+    del runner, store, states
     torch.cuda.empty_cache()
     return math.ceil(1.1 * (peak - base)), took_s / (length * max_num_seqs)  # 10 % for fragmentation

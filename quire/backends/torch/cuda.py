@@ -20,13 +20,23 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
-from quire.backends.kv_spec import LayerKV
+from quire.backends.kv_spec import KVSpec, LayerKV
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import Kind, StepGraph, StepGraphs, graph_sizes, mixed_sizes
-from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
+from quire.backends.torch.inputs import (
+    BlockTables,
+    Division,
+    Layout,
+    Staging,
+    StateLayout,
+    Step,
+    StepInputs,
+    WindowLayout,
+    arrange,
+)
 from quire.backends.torch.kernel_compilation import Compiling
 from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
@@ -34,7 +44,9 @@ from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Logprobs, read_logprobs
-from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.backends.torch.state_store import StateStore, memory_facts, purge
+from quire.backends.torch.state_work import max_chunks
+from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
 
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
@@ -44,6 +56,8 @@ WIDE_PROGRAMS = 2  # the same for programs of many rows each
 MIN_PARTS = 4096
 GRAPH_PROMPT = 32  # rows of a mixed graph for each prompt it has room for
 MIN_GRAPH_PROMPTS = 8
+MAX_GRAPH_SEQUENCES = 32  # prompts of a mixed graph of a model with states: empty ones take time in every layer too
+GRAPH_SNAPSHOTS = 2  # states within a prompt, beside that at its end, for which a mixed graph has room on average
 POLL_S = 0.01  # interval of polling the compiler processes
 NO_MEMORY = "out of memory on the device, even without other requests: a shorter prompt or smaller steps may fit"
 
@@ -85,6 +99,7 @@ class CudaRunner:
         self,
         model: Model,
         store: KVStore,
+        states: StateStore | None = None,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -98,6 +113,7 @@ class CudaRunner:
         spec, device = model.spec, store.device
         self.model = model
         self.store = store
+        self.states = states  # None: the model has none
         self._capacity = Capacity(
             num_blocks=store.num_blocks,
             block_size=store.block_size,
@@ -108,27 +124,24 @@ class CudaRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=max_mixed_tokens,
+            window=max(store.windows, default=0),
+            num_window_blocks=store.num_window_blocks,
+            num_states=0 if states is None else states.num_slots,
         )
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_cores = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
-        layers = model.kv_spec.kv_layers
-        self._sizes = Sizes(  # one division of the work for all layers, so for the layer that needs the smallest tiles
-            num_kv_heads=min(layer.num_kv_heads for layer in layers),
-            block_size=store.block_size,
-            rows_per_item=min(
-                rows_per_item(tilings(layer.head_size, store.dtype.itemsize)[1], layer.num_groups) for layer in layers
-            ),
-            target=num_cores * PROGRAMS,
-            wide_target=num_cores * WIDE_PROGRAMS,
-            max_parts=max(MIN_PARTS, 4 * max_num_seqs),
-        )
-        self._tables = BlockTables(max_num_seqs, -(-max_model_len // store.block_size), store.block_size, device)
+        max_parts = max(MIN_PARTS, 4 * max_num_seqs)
+        self._division = _divide(model.kv_spec, store, num_cores, max_parts, has_states=states is not None)
+        max_blocks = -(-max_model_len // store.block_size)
+        self._tables = BlockTables(max_num_seqs, max_blocks, store.block_size, device, self._division.window)
         self._state = DeviceState(
             store=store,
             tables=self._tables.device,
+            window_tables=self._tables.window_device,
             last_samples=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            parts=_parts_for(layers, self._sizes.max_parts, device),
+            parts=_parts_for(model.kv_spec.kv_layers, max_parts, device),
+            states=states,
         )
         self._staging = Staging(device)
         self._sampler = DeviceSampler(spec.vocab_size, max_num_seqs, device)
@@ -158,7 +171,7 @@ class CudaRunner:
             dtype=str(self.store.dtype).removeprefix("torch."),
             num_threads=1,
             weight_bytes=self.model.num_bytes,
-            kv_bytes=self.store.num_bytes,
+            **memory_facts(self.store, self.states),
         )
 
     def use_threads(self, num_threads: int) -> None:
@@ -187,12 +200,18 @@ class CudaRunner:
             raise InvariantViolation("forward before the last step was sampled")
         with self._on_stream():
             self._sampler.release(plan.released)
-            if plan.copies:
-                pairs = self._upload(np.array(plan.copies, np.int32).T)
-                for pool in self.store.pools.values():
-                    copy_blocks(pool, pairs[0], pairs[1])
+            self._copy(plan.copies, is_window=False)
+            self._copy(plan.window_copies, is_window=True)
             indices = tuple(range(len(plan.slices)))
             self._forwarded = self._launch(plan.slices, indices)
+
+    def _copy(self, copies: Sequence[BlockCopy], *, is_window: bool) -> None:
+        if not copies:
+            return
+        pairs = self._upload(np.array(copies, np.int32).T)
+        for shape, pool in self.store.pools.items():
+            if bool(shape.window) == is_window:
+                copy_blocks(pool, pairs[0], pairs[1])
 
     def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
         """Run in one pass. If memory runs out, run again in halves; only slices that do not fit even then fail."""
@@ -213,7 +232,7 @@ class CudaRunner:
 
     def _pass(self, slices: Sequence[SeqSlice], indices: Sequence[int], *, has_graphs: bool = True) -> _Pass:
         updates = self._tables.update(slices)
-        step = arrange(slices, self._tables, self._sizes)
+        step = arrange(slices, self._tables, self._division)
         step = step._replace(order=tuple(indices[place] for place in step.order))
         graph = self._graph(step) if has_graphs and self._has_graphs else None
         layout = step.layout if graph is None else graph.layout
@@ -234,7 +253,7 @@ class CudaRunner:
         self._staging.send(total, device)
         tail = device[layout.size : total].split(sizes)  # type: ignore[no-untyped-call]
         if num_updates:
-            update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
+            update_tables(self._tables.whole, tail[0][:num_updates], tail[0][num_updates:])
         hidden = self._hidden(step, layout, device, graph)
         logits: Tensor | None
         if hidden is None:
@@ -253,7 +272,7 @@ class CudaRunner:
     def _hidden(self, step: Step, layout: Layout, device: Tensor, graph: StepGraph | None) -> Tensor | None:
         """Run the layers. Return the hidden states of all rows, or None if a decode graph has computed the logits."""
         if graph is None:
-            return self._run(layout.carve(device), num_merged=step.work.num_merged, is_graph=False)
+            return self._run(layout.carve(device), num_merged=step.num_merged, is_graph=False)
         if device is not self._graphs.inputs:
             self._graphs.inputs[: layout.size].copy_(device[: layout.size])
         graph.recording.replay()
@@ -268,19 +287,24 @@ class CudaRunner:
     def _graph(self, step: Step) -> StepGraph | None:
         """Return the graph for a step, if any. A decode graph needs rows that all sample, without prompt logprobs."""
         if step.is_decode and all(piece.wants_token and not _has_prompt_logprobs(piece) for piece in step.slices):
-            return self._graphs.find(step.layout, has_parts=step.work.num_merged > 0)
+            return self._graphs.find(step.layout, has_parts=step.num_merged > 0)
         return self._graphs.find_mixed(step.layout, step.num_decodes)
 
     def _room(self, kind: Kind) -> Layout:
         """Return the sizes a graph must hold. `attention_work` never makes more items of decodes than this."""
-        sizes = self._sizes
+        division = self._division
         num_decodes = kind.size if kind.num_decodes is None else kind.num_decodes
-        num_narrow = num_decodes + sizes.target // sizes.num_kv_heads + 1
-        num_tiles = max_wide_tiles(num_decodes, sizes)
-        if kind.is_mixed:
-            num_tiles += -(-kind.size // sizes.rows_per_item) + max(kind.size // GRAPH_PROMPT, MIN_GRAPH_PROMPTS)
-        num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if kind.is_wide else 0
-        return Layout(kind.size, num_narrow, num_wide)
+        num_prompts = max(kind.size // GRAPH_PROMPT, MIN_GRAPH_PROMPTS) if kind.is_mixed else 0
+        num_siblings = max_wide_tiles(num_decodes, division.sizes) if kind.is_wide else 0
+        layout = Layout(kind.size, *_max_items(kind.size, num_decodes, num_prompts, num_siblings, division.sizes))
+        if division.window_sizes is not None:
+            items = _max_items(kind.size, num_decodes, num_prompts, 0, division.window_sizes)
+            layout = layout._replace(window=WindowLayout(*items))
+        if division.has_states:
+            num_prompts = min(num_prompts, MAX_GRAPH_SEQUENCES)
+            num_chunks = max_chunks(kind.size, num_prompts, GRAPH_SNAPSHOTS * num_prompts) if kind.is_mixed else 0
+            layout = layout._replace(states=StateLayout(num_decodes, num_chunks, num_prompts))
+        return layout
 
     def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool) -> Tensor:
         return self.model.forward(FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph))
@@ -414,7 +438,7 @@ class CudaRunner:
             for one in step.passes:
                 for place, piece in enumerate(one.step.slices):
                     if step.failures.get(one.step.order[place]) == BROKEN:
-                        self.store.purge(piece.block_table)
+                        purge(piece, self.store, self.states)
 
     def abandon(self) -> None:
         """Discard a pass that raised, so that the next plan can run."""
@@ -437,6 +461,39 @@ class CudaRunner:
         return (host.pin_memory() if self._is_cuda else host).to(self.store.device, non_blocking=True)
 
 
+def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int, *, has_states: bool) -> Division:
+    """Return one division of the work for all layers of a pool: the one for the layer that needs the smallest tiles."""
+
+    def sizes(layers: Sequence[LayerKV]) -> Sizes:
+        return Sizes(
+            num_kv_heads=min(layer.num_kv_heads for layer in layers),
+            block_size=store.block_size,
+            rows_per_item=min(
+                rows_per_item(tilings(layer.head_size, store.dtype.itemsize)[1], layer.num_groups) for layer in layers
+            ),
+            target=num_cores * PROGRAMS,
+            wide_target=num_cores * WIDE_PROGRAMS,
+            max_parts=max_parts,
+        )
+
+    layers = {index: layer for index, layer in enumerate(kv_spec.layers) if isinstance(layer, LayerKV)}
+    full = [layer for index, layer in layers.items() if not store.shapes[index].window]
+    windowed = [layer for index, layer in layers.items() if store.shapes[index].window]
+    return Division(
+        sizes=sizes(full or windowed),
+        window=max(store.windows, default=0),
+        window_sizes=sizes(windowed) if windowed else None,
+        has_states=has_states,
+    )
+
+
+def _max_items(num_rows: int, num_decodes: int, num_prompts: int, num_siblings: int, sizes: Sizes) -> tuple[int, int]:
+    """Return the most narrow and wide items of a step: an item per row or tile, and those that fill the card."""
+    num_tiles = num_siblings + (-(-num_rows // sizes.rows_per_item) + num_prompts if num_prompts else 0)
+    num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if num_tiles else 0
+    return num_decodes + sizes.target // sizes.num_kv_heads + 1, num_wide
+
+
 def _parts_for(layers: Sequence[LayerKV], num_parts: int, device: torch.device) -> Parts:
     """Return buffers that hold the parts of any layer."""
     heads = [(layer.num_kv_heads * layer.num_groups, layer.head_size) for layer in layers]
@@ -456,8 +513,22 @@ def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Se
     if piece.length == 1:
         return [(slices, indices)]
     cut = piece.length // 2
-    first = piece._replace(tokens=piece.tokens[:cut], length=cut, wants_token=False)
-    second = piece._replace(tokens=piece.tokens[cut:], start=piece.start + cut, length=piece.length - cut)
+    middle = piece.start + cut
+    between = dict(piece.snapshots).get(middle, piece.state_target)
+    first = piece._replace(
+        tokens=piece.tokens[:cut],
+        length=cut,
+        wants_token=False,
+        state_target=between,
+        snapshots=tuple(one for one in piece.snapshots if one.position < middle),
+    )
+    second = piece._replace(
+        tokens=piece.tokens[cut:],
+        start=middle,
+        length=piece.length - cut,
+        state_source=between,
+        snapshots=tuple(one for one in piece.snapshots if one.position > middle),
+    )
     return [((first,), indices), ((second,), indices)]
 
 

@@ -7,13 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.delta_net import DeltaNet, delta_net
+from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.elementwise import add_norm, embed, norm, norm_columns, step_tokens
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Heads, Linear, RMSNorm
+from quire.backends.torch.short_conv import ShortConv, short_conv
+from quire.backends.torch.state_store import Segment, StateStore
 from quire.weights.spec import Activation
 
 # T rows of the batch, H query heads, K kv heads, D head size, E hidden size, F width of the MLP
@@ -24,14 +27,25 @@ class DeviceState(NamedTuple):
 
     store: KVStore
     tables: Tensor  # [batch_indices, most blocks] int32
+    window_tables: Tensor  # the same for window blocks, empty without them
     last_samples: Tensor  # [batch_indices] int32
     parts: Parts
+    states: StateStore | None  # None: the model has none
 
 
 class FusedPass:
-    def __init__(self, inputs: StepInputs, state: DeviceState, *, num_merged: int, is_graph: bool) -> None:
+    def __init__(
+        self,
+        inputs: StepInputs,
+        state: DeviceState,
+        *,
+        num_merged: int,
+        is_graph: bool,
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
         self._inputs = inputs
         self._state = state
+        self._segments = segments  # of states
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
         self._is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
@@ -46,17 +60,25 @@ class FusedPass:
         return positions.long()
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if norm is not None:
-            return add_norm(x, residual, norm.weight, norm.eps, scale)
+            return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale)
         total = x if residual is None else residual.add_(x, alpha=scale)
+        if residual is not None and total_scale != 1:
+            total.mul_(total_scale)
         return total, total
 
     def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
         return norm(x, norm_.weight, norm_.eps, self._state.store.dtype)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        if heads.has_gate:
+            gates = qkv[:, heads.qkv_size :].sigmoid()
+            return self._rotate_and_attend(qkv[:, : heads.qkv_size].contiguous(), heads) * gates
+        return self._rotate_and_attend(qkv, heads)
+
+    def _rotate_and_attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         q_norm, k_norm, eps, rounds_first = None, None, 0.0, False
         if heads.norm is not None and heads.norm.is_wide:
             q_size, kv_size = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
@@ -70,7 +92,7 @@ class FusedPass:
             qkv,
             inputs.positions,
             inputs.batch_indices,
-            self._state.tables,
+            self._tables(heads.index),
             None if rotary is None else rotary.cosines,
             None if rotary is None else rotary.sines,
             self._state.store.layers[heads.index],
@@ -80,29 +102,48 @@ class FusedPass:
             eps,
             rounds_first=rounds_first,
             query_factors=heads.query_factors,
+            kept=self._kept(heads.index),
+            has_value_norm=heads.has_value_norm,
+            is_shared=heads.is_shared,
         )  # [T, H, D]
         return self._attend(q, heads)
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         inputs, state = self._inputs, self._state
         qkv = torch.cat((q, k, v), 1).view(len(q), -1)
-        layer = state.store.layers[heads.index]
-        tables, rows = state.tables, (inputs.positions, inputs.batch_indices)
-        q = rope_store(qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0)
+        layer, tables = state.store.layers[heads.index], self._tables(heads.index)
+        rows = inputs.positions, inputs.batch_indices
+        kept = self._kept(heads.index)
+        q = rope_store(qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0, kept=kept)
         return self._attend(q, heads)
+
+    def _uses_window_blocks(self, layer: int) -> bool:
+        return self._state.store.shapes[layer].window > 0
+
+    def _tables(self, layer: int) -> Tensor:
+        return self._state.window_tables if self._uses_window_blocks(layer) else self._state.tables
+
+    def _kept(self, layer: int) -> Tensor | None:
+        """Return which rows are stored, or None for all: window blocks are not shared while they are written."""
+        kept: Tensor | None = self._inputs.kept
+        return None if self._uses_window_blocks(layer) else kept
 
     def _attend(self, q: Tensor, heads: Heads) -> Tensor:
         inputs, state = self._inputs, self._state
+        work = inputs.items
+        if self._uses_window_blocks(heads.index):
+            assert inputs.window is not None
+            work = inputs.window
         out = torch.empty_like(q)
-        for items, tiling in zip((inputs.narrow, inputs.wide), tilings(heads.head_size, q.itemsize), strict=True):
+        for items, tiling in zip((work.narrow, work.wide), tilings(heads.head_size, q.itemsize), strict=True):
             if len(items):
                 attend(
                     q,
                     state.store.layers[heads.index],
-                    state.tables,
+                    self._tables(heads.index),
                     inputs.positions,
                     items,
-                    inputs.first_parts,
+                    work.first_parts,
                     state.parts,
                     out,
                     tiling=tiling,
@@ -112,7 +153,7 @@ class FusedPass:
                     sinks=heads.sinks,
                 )
         if self._num_merged:
-            merge(state.parts, inputs.first_parts, out[: self._num_merged], heads.num_kv_heads, heads.sinks)
+            merge(state.parts, work.first_parts, out[: self._num_merged], heads.num_kv_heads, heads.sinks)
         return out.view(len(out), -1)
 
     def project(self, x: Tensor, linear: Linear) -> Tensor:
@@ -124,5 +165,19 @@ class FusedPass:
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return gate_up.gated(x, activation, is_graph=self._is_graph)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        return experts.fused(x, router.project(x, is_graph=self._is_graph))
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        logits = router.project(x if router_input is None else router_input, is_graph=self._is_graph)
+        return experts.fused(x, logits)
+
+    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+        hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph)
+        gate = shared.gate.project(x, is_graph=self._is_graph).sigmoid()
+        return routed.addcmul_(gate, shared.down_proj.project(hidden, is_graph=self._is_graph))
+
+    def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
+        assert self._state.states is not None
+        return delta_net(mixed, net, self._state.states, self._segments)
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
+        assert self._state.states is not None
+        return short_conv(bcx, conv, self._state.states, self._segments)

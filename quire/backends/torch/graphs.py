@@ -168,12 +168,11 @@ class StepGraphs:
     def _capture(self, kind: Kind, is_compiled: bool) -> None:
         layout = self._room(kind)
         inputs = layout.carve(self.inputs)
+        for array in inputs.arrays():
+            array.zero_()
         inputs.batch_indices.fill_(-1)
-        inputs.narrow.zero_()
-        inputs.wide.zero_()
-        inputs.first_parts.zero_()
-        inputs.tokens.zero_()
-        inputs.positions.zero_()
+        if inputs.kept is not None:
+            inputs.kept.fill_(-1)
         graph = None
         run = partial(self._run, inputs, kind, is_compiled)
         try:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.backends.torch.attention_work import Grouping, Ints, Prompt, Siblings, Sizes, Work, find_siblings, plan_work
+from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork, plan_states
 from quire.core.step import SeqSlice
 
 ITEM_FIELDS = 6
@@ -23,17 +24,32 @@ class Layout(NamedTuple):
     num_rows: int
     num_narrow: int
     num_wide: int
+    window: WindowLayout | None = None  # None: no layer uses window blocks
+    states: StateLayout | None = None  # None: no layer has a state
 
     def holds(self, other: Layout) -> bool:
-        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+        """Whether a step of the other layout fits. Both are of one model, so both have windows and states or none."""
+        return all(mine >= theirs for mine, theirs in zip(self._counts(), other._counts(), strict=True))
+
+    def _counts(self) -> tuple[int, ...]:
+        return (*self[:3], *(self.window or ()), *(self.states or ()))
 
     @property
     def size(self) -> int:
         return sum(_padded(length) for length in self._lengths())
 
-    def _lengths(self) -> tuple[int, ...]:
+    def _lengths(self) -> list[int]:
         rows = self.num_rows
-        return rows, rows, rows, rows + 1, self.num_narrow * ITEM_FIELDS, self.num_wide * ITEM_FIELDS
+        lengths = [rows, rows, rows, rows + 1, self.num_narrow * ITEM_FIELDS, self.num_wide * ITEM_FIELDS]
+        if self.window is not None:
+            lengths += [rows + 1, self.window.num_narrow * ITEM_FIELDS, self.window.num_wide * ITEM_FIELDS]
+        if self.states is not None:
+            lengths += [
+                self.states.num_decodes * DECODE_FIELDS,
+                self.states.num_chunks * CHUNK_FIELDS,
+                self.states.num_sequences * SEQUENCE_FIELDS,
+            ]
+        return lengths if self.window is None and self.states is None else [*lengths, rows]
 
     def carve(self, flat: Any) -> StepInputs:
         """Return the arrays within one flat buffer, a tensor or a numpy array."""
@@ -41,15 +57,54 @@ class Layout(NamedTuple):
         for length in self._lengths():
             pieces.append(flat[at : at + length])
             at += _padded(length)
-        tokens, positions, batch_indices, first_parts, narrow, wide = pieces
-        return StepInputs(
-            tokens,
-            positions,
-            batch_indices,
-            first_parts,
-            narrow.reshape(-1, ITEM_FIELDS),
-            wide.reshape(-1, ITEM_FIELDS),
-        )
+        tokens, positions, batch_indices, first_parts, narrow, wide, *others = pieces
+        items = Items(first_parts, narrow.reshape(-1, ITEM_FIELDS), wide.reshape(-1, ITEM_FIELDS))
+        inputs = StepInputs(tokens, positions, batch_indices, *items)
+        if not others:  # the common model: slices of tensors take time
+            return inputs
+        window = states = None
+        if self.window is not None:
+            first_parts, narrow, wide, *others = others
+            window = Items(first_parts, narrow.reshape(-1, ITEM_FIELDS), wide.reshape(-1, ITEM_FIELDS))
+        if self.states is not None:
+            decodes, chunks, sequences, *others = others
+            states = StateWork(
+                decodes.reshape(-1, DECODE_FIELDS),
+                chunks.reshape(-1, CHUNK_FIELDS),
+                sequences.reshape(-1, SEQUENCE_FIELDS),
+            )
+        return inputs._replace(window=window, states=states, kept=others[0])
+
+
+class WindowLayout(NamedTuple):
+    """Items of the layers that use window blocks."""
+
+    num_narrow: int
+    num_wide: int
+
+
+class StateLayout(NamedTuple):
+    """Lengths of the arrays of `StateWork`."""
+
+    num_decodes: int
+    num_chunks: int
+    num_sequences: int
+
+
+class Items(NamedTuple):
+    """Attention of the layers of one pool, as arrays of `attention_work.Work`."""
+
+    first_parts: Any  # [T + 1]
+    narrow: Any  # [items, ITEM_FIELDS]
+    wide: Any  # [items, ITEM_FIELDS]
+
+    def write(self, work: Work) -> None:
+        """Write into arrays that may be longer; the rest is padding."""
+        end = len(work.first_parts)
+        self.first_parts[:end], self.first_parts[end:] = work.first_parts, work.first_parts[-1]
+        for items, found in ((self.narrow, work.narrow), (self.wide, work.wide)):
+            items[: len(found)] = found
+            items[len(found) :, 1] = 0  # items without rows
 
 
 class StepInputs(NamedTuple):
@@ -61,6 +116,20 @@ class StepInputs(NamedTuple):
     first_parts: Any  # [T + 1]: see `attention_work`
     narrow: Any  # [items, ITEM_FIELDS]
     wide: Any  # [items, ITEM_FIELDS]
+    window: Items | None = None  # of the layers that use window blocks
+    states: StateWork | None = None
+    # [T]: batch indices; -1: a padding row, or one whose keys and values are in shared blocks already. Such rows exist
+    # only in models with windows or states, which may compute tokens again whose keys are cached.
+    kept: Any = None
+
+    @property
+    def items(self) -> Items:
+        return Items(self.first_parts, self.narrow, self.wide)
+
+    def arrays(self) -> list[Any]:
+        """Return all arrays in the order in which they lie in the buffer."""
+        others = () if self.kept is None else (*(self.window or ()), *(self.states or ()), self.kept)
+        return [self.tokens, self.positions, self.batch_indices, *self.items, *others]
 
 
 def _padded(length: int) -> int:
@@ -76,6 +145,13 @@ class Step(NamedTuple):
     starts: Ints  # positions of the decodes
     batch_indices: Ints
     work: Work
+    window_work: Work | None = None
+    states: StateWork | None = None
+
+    @property
+    def num_merged(self) -> int:
+        """Number of rows up to the last one that has parts in any layer."""
+        return max(self.work.num_merged, 0 if self.window_work is None else self.window_work.num_merged)
 
     @property
     def num_decodes(self) -> int:
@@ -88,7 +164,12 @@ class Step(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        return Layout(len(self.work.first_parts) - 1, len(self.work.narrow), len(self.work.wide))
+        layout = Layout(len(self.work.first_parts) - 1, len(self.work.narrow), len(self.work.wide))
+        if self.window_work is not None:
+            layout = layout._replace(window=WindowLayout(len(self.window_work.narrow), len(self.window_work.wide)))
+        if self.states is not None:
+            layout = layout._replace(states=StateLayout(*map(len, self.states)))
+        return layout
 
     def write(self, inputs: StepInputs) -> None:
         """Write into arrays that may be longer; the rest is padding."""
@@ -103,14 +184,35 @@ class Step(NamedTuple):
             inputs.batch_indices[row:last] = piece.batch_index
             row = last
         inputs.tokens[row:], inputs.positions[row:], inputs.batch_indices[row:] = 0, 0, -1
-        inputs.first_parts[: row + 1], inputs.first_parts[row + 1 :] = self.work.first_parts, self.work.first_parts[-1]
-        for items, found in ((inputs.narrow, self.work.narrow), (inputs.wide, self.work.wide)):
-            items[: len(found)] = found
-            items[len(found) :, 1] = 0  # items without rows
+        inputs.items.write(self.work)
+        if inputs.window is not None and self.window_work is not None:
+            inputs.window.write(self.window_work)
+        if inputs.states is not None and self.states is not None:
+            for array, found in zip(inputs.states, self.states, strict=True):
+                array[: len(found)], array[len(found) :] = found, 0
+        if inputs.kept is not None:
+            self._write_kept(inputs)
+
+    def _write_kept(self, inputs: StepInputs) -> None:
+        inputs.kept[:] = inputs.batch_indices
+        for place, piece in enumerate(self.slices):
+            if piece.kv_start > piece.start:
+                row = int(self.last_rows[place]) + 1 - piece.length
+                inputs.kept[row : row + min(piece.kv_start - piece.start, piece.length)] = -1
 
 
-def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> Step:
+class Division(NamedTuple):
+    """How the work of a step is divided among programs."""
+
+    sizes: Sizes
+    window: int = 0  # the largest one of the layers that use window blocks; 0: there are none
+    window_sizes: Sizes | None = None  # for those layers
+    has_states: bool = False
+
+
+def arrange(slices: Sequence[SeqSlice], tables: BlockTables, division: Division) -> Step:
     """Order the rows of a step. `tables` must be updated with the slices first."""
+    sizes = division.sizes
     decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
     starts = np.array([slices[index].start for index in decodes], np.int32)
     batch_indices = np.array([slices[index].batch_index for index in decodes], np.int32)
@@ -119,35 +221,57 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> St
         siblings, order = grouping.siblings, grouping.order
         decodes = [decodes[place] for place in order.tolist()]
         starts, batch_indices = starts[order], batch_indices[order]
+    prompts: Sequence[Prompt] = ()
     if len(decodes) == len(slices):
+        chosen = decodes
         ordered = tuple(slices[index] for index in decodes)
-        work = plan_work(starts, batch_indices, siblings, (), len(decodes), sizes)
-        return Step(ordered, tuple(decodes), np.arange(len(decodes), dtype=np.int32), starts, batch_indices, work)
-    chosen = decodes + [index for index, piece in enumerate(slices) if piece.length > 1]
-    ordered = tuple(slices[index] for index in chosen)
-    last_rows = np.cumsum([piece.length for piece in ordered], dtype=np.int32) - 1
-    prompts = [
-        Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.batch_index)
-        for place, piece in enumerate(ordered[len(decodes) :], len(decodes))
-    ]
-    work = plan_work(starts, batch_indices, siblings, prompts, int(last_rows[-1]) + 1, sizes)
-    return Step(ordered, tuple(chosen), last_rows, starts, batch_indices, work)
+        last_rows = np.arange(len(decodes), dtype=np.int32)
+    else:
+        chosen = decodes + [index for index, piece in enumerate(slices) if piece.length > 1]
+        ordered = tuple(slices[index] for index in chosen)
+        last_rows = np.cumsum([piece.length for piece in ordered], dtype=np.int32) - 1
+        prompts = [
+            Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.batch_index)
+            for place, piece in enumerate(ordered[len(decodes) :], len(decodes))
+        ]
+    num_rows = int(last_rows[-1]) + 1
+    work = plan_work(starts, batch_indices, siblings, prompts, num_rows, sizes)
+    window_work = None
+    if division.window_sizes is not None:
+        window_work = plan_work(starts, batch_indices, (), prompts, num_rows, division.window_sizes, division.window)
+    states = plan_states(ordered, len(decodes)) if division.has_states else None
+    return Step(ordered, tuple(chosen), last_rows, starts, batch_indices, work, window_work, states)
+
+
+_Seen = tuple[Sequence[int] | None, int]  # table, and entries sent
 
 
 class BlockTables:
-    """The block tables of all running requests, on the host and on the device. Only new entries are sent."""
+    """The block tables of all running requests, on the host and on the device. Only new entries are sent.
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    With a window there are also tables of window blocks, on the device only. Entries behind the window are not read,
+    so they are not sent, and not sent again when the scheduler sets them to 0.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device, window: int = 0
+    ) -> None:
         self.host: Ints = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.device = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        # One tensor for both kinds of tables, so that one kernel updates them.
+        num_kinds = 2 if window else 1
+        self.whole = torch.zeros(num_kinds * max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.device = self.whole[:max_num_seqs]
+        self.window_device = self.whole[max_num_seqs:]  # empty without a window
+        self._window = window
         self._block_size = block_size
-        self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_num_seqs  # table, and entries sent
+        self._seen: list[_Seen] = [(None, 0)] * max_num_seqs
+        self._seen_windows: list[_Seen] = [(None, 0)] * max_num_seqs
         self._versions = np.zeros(max_num_seqs, np.int64)  # increased when a batch index gets another table
         self._grouping: Grouping | None = None  # of the last step
         self._grouped = (b"", b"")  # batch indices and versions of that step
 
     def update(self, slices: Sequence[SeqSlice]) -> tuple[list[int], list[int]]:
-        """Return positions in the flat table and their new values, for the device."""
+        """Return positions in the flattened `whole` tables and their new values, for the device."""
         places: list[int] = []
         blocks: list[int] = []
         width = self.host.shape[1]
@@ -165,7 +289,24 @@ class BlockTables:
             places += range(batch_index * width + known, batch_index * width + needed)
             blocks += new
             self._seen[batch_index] = (table, needed)
+        if self._window:
+            self._update_windows(slices, places, blocks)
         return places, blocks
+
+    def _update_windows(self, slices: Sequence[SeqSlice], places: list[int], blocks: list[int]) -> None:
+        max_num_seqs, width = self.host.shape
+        for piece in slices:
+            table, batch_index = piece.window_table, piece.batch_index
+            needed = (piece.start + piece.length - 1) // self._block_size + 1
+            owner, known = self._seen_windows[batch_index]
+            if owner is not table:
+                known = max(piece.start + 1 - self._window, 0) // self._block_size
+            elif known >= needed:
+                continue
+            first = (max_num_seqs + batch_index) * width
+            places += range(first + known, first + needed)
+            blocks += table[known:needed]
+            self._seen_windows[batch_index] = (table, needed)
 
     def group(self, batch_indices: Ints, starts: Ints, sizes: Sizes) -> Grouping | None:
         """Find the siblings among decodes, or return those of the last step if it had the same decodes.
@@ -185,6 +326,7 @@ class BlockTables:
     def forget(self) -> None:
         """Send all entries again: those written may not have reached the device."""
         self._seen = [(None, 0)] * len(self._seen)
+        self._seen_windows = [(None, 0)] * len(self._seen)
 
 
 class Staging:

@@ -1,7 +1,11 @@
-"""The KV pool: layers, each divided into blocks.
+"""The KV pools: layers, each divided into blocks.
 
 A block of a layer is [2, K, block size, D]: keys, then values, of all KV heads. Storing a batch, gathering a context
 and copying a block are therefore one operation each. Layers of the same shape lie in one tensor.
+
+There are two pools of blocks. Layers that keep their whole context use the blocks of `SeqSlice.block_table`. Layers
+with a window use those of `SeqSlice.window_table`, if the store has window blocks; without them, all layers keep their
+whole context.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_spec import KVSpec, LayerKV
 from quire.core.step import BlockCopy
 
 # K kv heads, D head size
@@ -23,14 +27,23 @@ from quire.core.step import BlockCopy
 PURGED = 64  # blocks per operation: a long context has thousands
 
 
-class HeadShape(NamedTuple):
-    """Shape of the keys, and of the values, of one token in a layer."""
+class LayerShape(NamedTuple):
+    """Shape of the keys, and of the values, of one token in a layer, and the pool of its blocks."""
 
     num_kv_heads: int
     head_size: int
+    window: int = 0  # of a layer that uses window blocks; 0: the layer keeps its whole context
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+class Slots(NamedTuple):
+    """Where the keys and values of a batch are stored."""
+
+    rows: Mapping[LayerShape, Tensor]  # [tokens * 2K]: rows of the layers of each shape viewed as [.., D]
+    # The tokens that are stored in layers with whole contexts: others have keys there already. None: all.
+    kept: Tensor | None
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate zeros, because masked values are multiplied by 0, and 0 times NaN in stale memory would be NaN.
 
     On a CPU the operating system zeroes pages when they are first written, so a pool of gigabytes takes no memory until
@@ -49,7 +62,7 @@ class Context:
     All groups share one buffer, which every `read` overwrites.
     """
 
-    heads: Sequence[Tensor]  # by layer: the store viewed as [.., block size * D]
+    heads: Mapping[int, Tensor]  # by layer: the store viewed as [.., block size * D]
     rows: Tensor
     out: Tensor  # [rows, block size * D]
     keys: Tensor  # [B, K, L, D]
@@ -61,41 +74,74 @@ class Context:
 
 class KVStore:
     def __init__(
-        self, kv_spec: KVSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        kv_spec: KVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_window_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
+        self.num_window_blocks = num_window_blocks if kv_spec.window else 0
+        self.has_states = kv_spec.has_states  # some layers have a recurrent state instead of keys and values
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.shapes = tuple(HeadShape(layer.num_kv_heads, layer.head_size) for layer in kv_spec.kv_layers)
-        self.pools: Mapping[HeadShape, Tensor] = {  # [layers of the shape, blocks, 2, K, block size, D]
-            shape: _zeros(
-                (self.shapes.count(shape), num_blocks, 2, shape.num_kv_heads, block_size, shape.head_size),
-                dtype,
-                device,
-            )
-            for shape in dict.fromkeys(self.shapes)
+        # By index of the layer. Layers without attention are absent.
+        self.shapes = {
+            index: self._shape(layer) for index, layer in enumerate(kv_spec.layers) if isinstance(layer, LayerKV)
+        }
+        self.windows = tuple(dict.fromkeys(shape.window for shape in self.shapes.values() if shape.window))
+        sharers = {
+            index: layer.shared_with
+            for index, layer in enumerate(kv_spec.layers)
+            if isinstance(layer, LayerKV) and layer.shared_with is not None
+        }
+        self.shapes |= {index: self.shapes[owner] for index, owner in sharers.items()}
+        owners = {index: shape for index, shape in self.shapes.items() if index not in sharers}
+        self.pools: Mapping[LayerShape, Tensor] = {  # [layers of the shape, blocks, 2, K, block size, D]
+            shape: zeros(self._pool_shape(shape, list(owners.values()).count(shape)), dtype, device)
+            for shape in dict.fromkeys(owners.values())
         }
         unused = {shape: iter(pool) for shape, pool in self.pools.items()}
-        self.layers = [next(unused[shape]) for shape in self.shapes]
-        self._slots = [layer.view(-1, layer.shape[-1]) for layer in self.layers]
-        self._heads = [layer.view(-1, block_size * layer.shape[-1]) for layer in self.layers]
+        self.layers = {index: next(unused[shape]) for index, shape in owners.items()}
+        self.layers |= {index: self.layers[owner] for index, owner in sharers.items()}
+        self._slots = {index: layer.view(-1, layer.shape[-1]) for index, layer in self.layers.items()}
+        self._heads = {index: layer.view(-1, block_size * layer.shape[-1]) for index, layer in self.layers.items()}
         self._workspace = torch.empty(0, dtype=dtype, device=device)
+
+    def _shape(self, layer: LayerKV) -> LayerShape:
+        return LayerShape(layer.num_kv_heads, layer.head_size, layer.window if self.num_window_blocks else 0)
+
+    def _pool_shape(self, shape: LayerShape, num_layers: int) -> tuple[int, ...]:
+        num_blocks = self.num_window_blocks if shape.window else self.num_blocks
+        return num_layers, num_blocks, 2, shape.num_kv_heads, self.block_size, shape.head_size
 
     @property
     def num_bytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools.values())
 
-    def store(self, layer: int, kv: Tensor, rows: Mapping[HeadShape, Tensor]) -> None:
-        """Write keys and values kv [T, 2K, D]. `rows`: see `slot_rows`."""
+    @property
+    def num_window_bytes(self) -> int:
+        """Bytes of the window blocks, a part of `num_bytes`."""
+        return sum(pool.nbytes for shape, pool in self.pools.items() if shape.window)
+
+    def store(self, layer: int, kv: Tensor, slots: Slots) -> None:
+        """Write keys and values kv [T, 2K, D]."""
         shape = self.shapes[layer]
-        self._slots[layer].index_copy_(0, rows[shape], kv.reshape(-1, shape.head_size))
+        if slots.kept is not None and not shape.window:
+            kv = kv[slots.kept]
+        self._slots[layer].index_copy_(0, slots.rows[shape], kv.reshape(-1, shape.head_size))
 
-    def contexts(self, tables: Tensor, num_keys: int) -> Mapping[HeadShape, Context]:
-        """Return buffers for the first `num_keys` keys and values of block tables [B, blocks], read layer by layer."""
-        return {shape: self._context(shape, tables, num_keys) for shape in self.pools}
+    def contexts(self, tables: Tensor, num_keys: int, window: int = 0) -> Mapping[LayerShape, Context]:
+        """Return buffers for the first `num_keys` keys and values of block tables [B, blocks], read layer by layer.
 
-    def _context(self, shape: HeadShape, tables: Tensor, num_keys: int) -> Context:
+        `window`: of the layers that are read through these tables; 0: the layers with whole contexts.
+        """
+        return {shape: self._context(shape, tables, num_keys) for shape in self.pools if shape.window == window}
+
+    def _context(self, shape: LayerShape, tables: Tensor, num_keys: int) -> Context:
         rows = self._head_rows(shape, tables)
         size = rows.numel() * self.block_size * shape.head_size
         if self._workspace.numel() < size:
@@ -104,33 +150,47 @@ class KVStore:
         whole = out.view(2, len(tables), shape.num_kv_heads, -1, shape.head_size)
         return Context(self._heads, rows, out, whole[0, :, :, :num_keys], whole[1, :, :, :num_keys])
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in every layer. No block is both source and destination."""
+    def copy(self, copies: Sequence[BlockCopy], *, is_window: bool = False) -> None:
+        """Copy whole blocks in every layer of a pool. No block is both source and destination."""
         if not copies:
             return
         sources = torch.tensor([copy.source for copy in copies], device=self.device)
         destinations = torch.tensor([copy.destination for copy in copies], device=self.device)
-        for layer in self.layers:
+        for layer in self._layers_of(is_window=is_window):
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
-    def purge(self, blocks: Sequence[int]) -> None:
+    def purge(self, blocks: Sequence[int], window_blocks: Sequence[int] = ()) -> None:
         """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
-        whole = torch.tensor(sorted(set(blocks)), device=self.device)
-        for layer in self.layers:
-            for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
-                clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-                layer.index_copy_(0, index, clean)
+        for is_window, some in ((False, blocks), (True, window_blocks)):
+            whole = torch.tensor(sorted(set(some)), dtype=torch.int64, device=self.device)
+            for layer in self._layers_of(is_window=is_window):
+                for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
+                    clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    layer.index_copy_(0, index, clean)
 
-    def slot_rows(self, blocks: Tensor, offsets: Tensor) -> Mapping[HeadShape, Tensor]:
-        """Return rows [T * 2K] of the layers of each shape viewed as [.., D], for `offsets` [T] of `blocks` [T]."""
+    def _layers_of(self, *, is_window: bool) -> list[Tensor]:
+        pools = [pool for shape, pool in self.pools.items() if bool(shape.window) == is_window]
+        return [layer for pool in pools for layer in pool]
+
+    def slots(self, blocks: Tensor, window_blocks: Tensor | None, offsets: Tensor, kept: Tensor | None = None) -> Slots:
+        """Return the slots at `offsets` [T] of `blocks` [T], and of `window_blocks` [T] in the layers with a window."""
         rows = {}
         for shape in self.pools:
-            heads = torch.arange(2 * shape.num_kv_heads, device=self.device)
-            at = (blocks[:, None] * (2 * shape.num_kv_heads) + heads) * self.block_size + offsets[:, None]
-            rows[shape] = at.flatten()
-        return rows
+            if shape.window:
+                assert window_blocks is not None
+                rows[shape] = self._slot_rows(shape, window_blocks, offsets)
+            elif kept is not None:
+                rows[shape] = self._slot_rows(shape, blocks[kept], offsets[kept])
+            else:
+                rows[shape] = self._slot_rows(shape, blocks, offsets)
+        return Slots(rows, kept)
 
-    def _head_rows(self, shape: HeadShape, tables: Tensor) -> Tensor:
+    def _slot_rows(self, shape: LayerShape, blocks: Tensor, offsets: Tensor) -> Tensor:
+        heads = torch.arange(2 * shape.num_kv_heads, device=self.device)
+        at = (blocks[:, None] * (2 * shape.num_kv_heads) + heads) * self.block_size + offsets[:, None]
+        return at.flatten()
+
+    def _head_rows(self, shape: LayerShape, tables: Tensor) -> Tensor:
         """Return rows of a layer viewed as [.., block size * D], in the order [2, B, K, blocks]."""
         num_kv_heads = shape.num_kv_heads
         heads = torch.arange(2 * num_kv_heads, device=self.device).view(2, 1, num_kv_heads, 1)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import DEFAULT_MAX_CHUNK, Capacity, RunnerFacts, TokenMasks
 from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
+from quire.backends.torch.state_store import StateStore, memory_facts, purge
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
@@ -40,10 +41,20 @@ class _Step:
 
 
 class TorchRunner:
-    def __init__(self, model: Model, store: KVStore, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        store: KVStore,
+        states: StateStore | None = None,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_chunk_tokens: int = DEFAULT_MAX_CHUNK,
+    ) -> None:
         spec = model.spec
         self.model = model
         self.store = store
+        self.states = states  # None: the model has none
         self._capacity = Capacity(
             num_blocks=store.num_blocks,
             block_size=store.block_size,
@@ -52,6 +63,10 @@ class TorchRunner:
             vocab_size=spec.vocab_size,
             has_overlap=store.device.type != "cpu",  # on a CPU computation happens inside the call
             has_costly_rows=store.device.type == "cpu",
+            max_chunk_tokens=max_chunk_tokens,
+            window=max(store.windows, default=0),
+            num_window_blocks=store.num_window_blocks,
+            num_states=0 if states is None else states.num_slots,
         )
         self._last_samples = torch.zeros(max_num_seqs, dtype=torch.int64, device=store.device)
         self._penalties = Penalties(spec.vocab_size, store.device)
@@ -70,7 +85,7 @@ class TorchRunner:
             dtype=dtype,
             num_threads=torch.get_num_threads() if is_cpu else 1,
             weight_bytes=self.model.num_bytes,
-            kv_bytes=self.store.num_bytes,
+            **memory_facts(self.store, self.states),
         )
 
     def use_threads(self, num_threads: int) -> None:
@@ -87,8 +102,9 @@ class TorchRunner:
         for batch_index in plan.released:
             self._penalties.release(batch_index)
         self.store.copy(plan.copies)
+        self.store.copy(plan.window_copies, is_window=True)
         batch = build_batch(plan.slices, self.store, self.model.kv_spec.windows, self._last_samples)
-        hidden = self.model.forward(ReferencePass(batch, self.store))  # [T, E]
+        hidden = self.model.forward(ReferencePass(batch, self.store, self.states))  # [T, E]
         rows = tuple(row for row, piece in enumerate(batch.slices) if piece.wants_token)
         logits = None
         if rows:
@@ -130,7 +146,7 @@ class TorchRunner:
         unsound = [batch.order[row] for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound]
         result = make_result(len(batch.slices), unsound, rows, step.forwarded.prompt_logprobs)
         for index in broken_slices(result):
-            self.store.purge(batch.slices[batch.order.index(index)].block_table)
+            purge(batch.slices[batch.order.index(index)], self.store, self.states)
         return result
 
     def abandon(self) -> None:

@@ -18,8 +18,8 @@ _WHY = {
     StopReason.TOO_SHORT: ". The rest, from token {at} on, does not fill a block, and no cached block begins with it",
     StopReason.IN_FLIGHT: ". The rest, from token {at} on, is being computed by another request",
     StopReason.NOT_FOUND: ". No cached prompt continues like this one from token {at} on",
-    StopReason.NO_STATE: ". Keys and values are cached up to token {kv}, but the nearest state of the recurrent layers is"
-    " at token {at}: {again} tokens are computed again",
+    StopReason.NO_STATE: ". Keys and values are cached up to token {kv}, but the nearest state of the recurrent layers"
+    " is at token {at}: {again} tokens are computed again",
     StopReason.NO_WINDOW: ". Keys and values are cached up to token {kv}, but those of the layers with a window only up"
     " to token {at}: {again} tokens are computed again",
     StopReason.OFF: ". Caching is off, or the request needs every prompt token to be computed",

@@ -24,12 +24,32 @@ from quire.backends.torch.graphs import (
     graph_sizes,
     mixed_sizes,
 )
-from quire.backends.torch.inputs import ITEM_FIELDS, BlockTables, Layout, Staging, Step, StepInputs, arrange
+from quire.backends.torch.inputs import (
+    ITEM_FIELDS,
+    BlockTables,
+    Division,
+    Layout,
+    Staging,
+    StateLayout,
+    Step,
+    StepInputs,
+    WindowLayout,
+    arrange,
+)
 from quire.backends.torch.kernels import attention
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 
 CPU = torch.device("cpu")
+LAYOUTS = [
+    Layout(1, 1, 0),
+    Layout(16, 17, 3),
+    Layout(33, 0, 5),
+    Layout(5, 7, 1),
+    Layout(5, 7, 1, WindowLayout(3, 0)),
+    Layout(5, 7, 1, WindowLayout(3, 2), StateLayout(2, 3, 1)),
+    Layout(5, 7, 1, None, StateLayout(5, 0, 0)),
+]
 SIZES = Sizes(num_kv_heads=2, block_size=4, rows_per_item=8, target=40, wide_target=20, max_parts=4096)
 
 
@@ -122,17 +142,45 @@ def test_tables_follow_random_requests() -> None:
         assert device.tables.host[batch_index, :num_blocks].tolist() == table[:num_blocks]
 
 
+def test_only_entries_of_window_tables_within_the_window_are_sent() -> None:
+    """A window of 8 tokens in blocks of 4: a row at position 13 reads from position 6 on, in block 1."""
+    tables = BlockTables(3, 8, 4, CPU, window=8)
+    assert tables.device.shape == tables.window_device.shape == (3, 8)
+    flat = tables.whole.view(-1)
+
+    def update(*slices: SeqSlice) -> list[int]:
+        places, blocks = tables.update(slices)
+        flat[places] = torch.tensor(blocks, dtype=torch.int32)
+        return blocks
+
+    table = [1, 2, 3, 4]
+    window = [0, 12, 13, 14]
+    assert update(piece(1, table, 13)._replace(window_table=window)) == [1, 2, 3, 4, 12, 13, 14]
+    assert tables.window_device[1].tolist() == [0, 12, 13, 14, 0, 0, 0, 0]
+    assert not tables.window_device[[0, 2]].any()
+    window[1] = 0
+    table.append(5)
+    window.append(15)
+    assert update(piece(1, table, 15)._replace(window_table=window)) == []
+    assert update(piece(1, table, 16)._replace(window_table=window)) == [5, 15]
+    assert tables.window_device[1].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]  # 12 is stale: not read again
+    other = [0, 0, 22, 23, 24]
+    assert update(piece(1, table, 17)._replace(window_table=other)) == [22, 23, 24]
+    tables.forget()
+    assert update(piece(1, table, 17)._replace(window_table=other)) == [1, 2, 3, 4, 5, 22, 23, 24]
+
+
 # Layouts
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 0), Layout(16, 17, 3), Layout(33, 0, 5), Layout(5, 7, 1)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
     """Kernels are compiled for addresses that are multiples of 16 bytes, and again for others."""
     assert ITEM_FIELDS == attention.ITEM_FIELDS
     flat = np.zeros(layout.size, np.int32)
     carved = layout.carve(flat)
     end = 0
-    for number, array in enumerate(carved, 1):
+    for number, array in enumerate(carved.arrays(), 1):
         if not array.size:
             continue
         offset = (array.__array_interface__["data"][0] - flat.__array_interface__["data"][0]) // 4
@@ -141,14 +189,20 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
         end = offset + array.size
         array[...] = number
     assert end <= layout.size
-    for number, array in enumerate(carved, 1):
+    for number, array in enumerate(carved.arrays(), 1):
         assert (array == number).all()
     rows = layout.num_rows
-    shapes = [array.shape for array in carved]
-    items = [(layout.num_narrow, ITEM_FIELDS), (layout.num_wide, ITEM_FIELDS)]
+    shapes = [array.shape for array in carved.arrays()]
+    items: list[tuple[int, ...]] = [(layout.num_narrow, ITEM_FIELDS), (layout.num_wide, ITEM_FIELDS)]
+    if layout.window is not None:
+        items += [(rows + 1,), (layout.window.num_narrow, ITEM_FIELDS), (layout.window.num_wide, ITEM_FIELDS)]
+    if layout.states is not None:
+        items += [(layout.states.num_decodes, 2), (layout.states.num_chunks, 5), (layout.states.num_sequences, 2)]
+    if layout.window is not None or layout.states is not None:
+        items += [(rows,)]
     assert shapes == [(rows,), (rows,), (rows,), (rows + 1,), *items]
     tensor = torch.from_numpy(flat)
-    for array, piece_ in zip(carved, layout.carve(tensor), strict=True):
+    for array, piece_ in zip(carved.arrays(), layout.carve(tensor).arrays(), strict=True):
         assert np.array_equal(array, piece_.numpy())
         assert not piece_.numel() or piece_.data_ptr() == array.__array_interface__["data"][0]
 
@@ -159,6 +213,12 @@ def test_a_layout_holds_layouts_that_are_smaller_in_every_size() -> None:
     assert layout.holds(Layout(1, 10, 0))
     for larger in (Layout(5, 1, 0), Layout(1, 11, 0), Layout(1, 1, 3)):
         assert not layout.holds(larger)
+    layout = Layout(4, 10, 2, WindowLayout(6, 1), StateLayout(3, 4, 2))
+    assert layout.holds(layout)
+    for number in range(5):
+        sizes = [6, 1, 3, 4, 2]
+        sizes[number] += 1
+        assert not layout.holds(Layout(4, 10, 2, WindowLayout(*sizes[:2]), StateLayout(*sizes[2:])))
 
 
 # Steps
@@ -167,7 +227,7 @@ def test_a_layout_holds_layouts_that_are_smaller_in_every_size() -> None:
 def arranged(*slices: SeqSlice) -> Step:
     tables = BlockTables(16, 100, SIZES.block_size, CPU)
     tables.update(slices)
-    return arrange(slices, tables, SIZES)
+    return arrange(slices, tables, Division(SIZES))
 
 
 def written(step: Step, layout: Layout) -> StepInputs:
@@ -194,6 +254,37 @@ def test_rows_are_decodes_first_then_prompts() -> None:
     assert inputs.narrow.tolist() == [[0, 1, 5, 0, 10, 0], [1, 1, 2, 0, 6, 0]]
     assert sorted(inputs.wide.tolist()) == [[2, 3, 3, 0, 7, 0], [5, 2, 1, 0, 2, 0]]
     assert not inputs.first_parts.any()
+
+
+WINDOW = Division(SIZES, 8, SIZES._replace(rows_per_item=4), has_states=True)
+
+
+def test_windows_states_and_shared_keys() -> None:
+    """Items of window layers begin with the first block within the window of 8 tokens, also those of siblings."""
+    head = list(range(1, 41))
+    decodes = [piece(row, [*head, 90 + row, 70], 161)._replace(state_source=row, state_target=9) for row in range(4)]
+    prompt = piece(5, list(range(1, 60)), 20, 10)._replace(kv_start=23, state_source=7, state_target=8)
+    tables = BlockTables(16, 100, SIZES.block_size, CPU, 8)
+    slices = [one._replace(window_table=[3] * 60) for one in (*decodes, prompt)]
+    tables.update(slices)
+    step = arrange(slices, tables, WINDOW)
+    assert any(item[2] == 0 and item[1] == 4 for item in step.work.wide.tolist())  # all siblings read one table
+    assert step.window_work is not None
+    narrow = [[row, 1, row, 152, 162, 0] for row in range(4)]  # the first key within the window is 154
+    assert sorted(step.window_work.narrow.tolist()) == narrow
+    wide = [[4, 4, 5, 12, 24, 0], [8, 4, 5, 16, 28, 0], [12, 2, 5, 20, 30, 0]]  # from keys 13, 17 and 21 on
+    assert sorted(step.window_work.wide.tolist()) == wide
+    layout = Layout(20, 60, 9, WindowLayout(7, 5), StateLayout(6, 4, 2))
+    inputs = written(step, layout)
+    assert inputs.window is not None
+    assert inputs.states is not None
+    assert inputs.window.narrow[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0]
+    assert inputs.window.wide[:, 1].tolist() == [4, 4, 2, 0, 0]
+    assert inputs.batch_indices.tolist() == [0, 1, 2, 3, *[5] * 10, *[-1] * 6]
+    assert inputs.kept.tolist() == [0, 1, 2, 3, *[-1] * 3, *[5] * 7, *[-1] * 6]
+    assert inputs.states.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
+    assert inputs.states.chunks.tolist() == [[4, 10, 0, 7, 8], *[[0] * 5] * 3]
+    assert inputs.states.sequences.tolist() == [[0, 1], [0, 0]]
 
 
 def test_padding_rows_have_no_sequence_and_no_effect() -> None:
@@ -240,7 +331,7 @@ class CountedTables(BlockTables):
 
     def arrange(self, *slices: SeqSlice) -> Step:
         self.update(slices)
-        return arrange(slices, self, SIZES)
+        return arrange(slices, self, Division(SIZES))
 
 
 def wide_items(step: Step) -> list[list[int]]:

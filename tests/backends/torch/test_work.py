@@ -32,7 +32,7 @@ from quire.backends.torch.attention_work import (
 )
 from quire.backends.torch.cuda import MIN_PARTS, CudaRunner
 from quire.backends.torch.graphs import Kind
-from quire.backends.torch.inputs import Layout
+from quire.backends.torch.inputs import Division, Layout
 
 NUM_CASES = 1500
 NUM_ROOMS = 4000
@@ -145,7 +145,7 @@ def check_items(case: Case, work: Work) -> None:
 
 
 def room(sizes: Sizes, num_rows: int, is_wide: bool) -> Layout:
-    runner: Any = SimpleNamespace(_sizes=sizes)
+    runner: Any = SimpleNamespace(_division=Division(sizes))
     return CudaRunner._room(runner, Kind(num_rows, is_wide, True))
 
 
@@ -186,6 +186,32 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
         num_shared += bool(case.siblings)
         num_nested += any(group.low for group in case.siblings)
     assert min(num_wide, num_split, num_shared, num_nested) > 50  # not all cases are easy
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1, 3])
+def test_with_a_window_only_its_blocks_are_read(num_prompts: int) -> None:
+    rng = Random(num_prompts)
+    num_split = num_behind = 0
+    for _ in range(NUM_CASES // 3):
+        case = random_case(rng, num_decodes=rng.randrange(0 if num_prompts else 1, 20), num_prompts=num_prompts)
+        case.siblings = ()
+        window, size = rng.choice([1, 30, 128, 500, 10_000]), case.sizes.block_size
+        work = plan_work(case.starts, case.batch_indices, (), case.prompts, case.num_rows, case.sizes, window)
+        rows = list(case.rows())
+        read = np.zeros((len(rows), max(position for position, _ in rows) + 1), np.int8)
+        for row, num_rows, batch_index, low, high, _ in [*work.narrow.tolist(), *work.wide.tolist()]:
+            first = max(rows[row][0] + 1 - window, 0) // size * size
+            assert first <= low < high <= rows[row + num_rows - 1][0] + 1
+            num_behind += first > 0
+            read[row : row + num_rows, low:high] += 1
+            assert all(own == batch_index for _, own in rows[row : row + num_rows])
+        for index, (position, _) in enumerate(rows):
+            assert (read[index, max(position + 1 - window, 0) : position + 1] == 1).all()
+        assert work.first_parts[-1] <= case.sizes.max_parts
+        num_split += int(work.first_parts[-1]) > 0
+        if not case.prompts:
+            assert room(case.sizes, case.num_rows, False).holds(Layout(case.num_rows, len(work.narrow), 0))
+    assert min(num_split, num_behind) > 20
 
 
 def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:

@@ -59,9 +59,9 @@ def _attend(
     position = tl.load(positions + rows, mask=is_row, other=-1)
     is_in = is_row[:, None] & (d < D)[None, :]
     queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
-    if HAS_WINDOW:  # no row sees keys before the first row's window
+    if HAS_WINDOW:  # no row sees keys before the first row's window, and blocks behind it may belong to others
         first = tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1
-        low = tl.maximum(low, first // N * N)
+        low = tl.maximum(low, first // BLOCK * BLOCK)
     peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)

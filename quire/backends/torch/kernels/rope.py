@@ -35,9 +35,11 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
-    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, eps, max_blocks,
+    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
+    eps, max_blocks,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -70,6 +72,9 @@ def _rope_store(
         x1 = tl.where(turns, _times(x1 * scale, w1, dtype, ROUNDS_FIRST), x1)
         x2 = tl.where(turns, _times(x2 * scale, w2, dtype, ROUNDS_FIRST), x2)
         x3 = tl.where(turns, _times(x3 * scale, w3, dtype, ROUNDS_FIRST), x3)
+        if HAS_VALUE_NORM:
+            factor = tl.where(turns, 1.0, scale)
+            x1, x2, x3 = x1 * factor, x2 * factor, x3 * factor
     y1, y2, y3 = x1, x2, x3
     if cosines is not None:
         y1 = x1 * cosine - x2 * sine
@@ -83,7 +88,10 @@ def _rope_store(
     tl.store(target + pair, y1, mask=in_pair & is_query)
     tl.store(target + HALF + pair, y2, mask=in_pair & is_query)
     tl.store(target + rest, y3, mask=in_rest & is_query)
-    is_kept = (head >= H) & (head < tl.where(is_real, H + 2 * K, H))
+    is_stored = is_real
+    if kept is not None:
+        is_stored = tl.load(kept + row) >= 0
+    is_kept = (head >= H) & (head < tl.where(is_stored, H + 2 * K, H))
     target = layer + ((block * 2 * K + head - H) * BLOCK_SIZE + position % BLOCK_SIZE) * D
     tl.store(target + pair, y1, mask=in_pair & is_kept)
     tl.store(target + HALF + pair, y2, mask=in_pair & is_kept)
@@ -122,17 +130,22 @@ def rope_store(
     *,
     rounds_first: bool = False,  # round to the type of qkv before the weight of a norm as well as after it
     query_factors: Tensor | None = None,  # [P] fp32: queries are multiplied by it
+    kept: Tensor | None = None,  # [T] int32; -1: the row's keys are in a shared block already, and are not stored
+    has_value_norm: bool = False,  # values are normed without a weight
+    is_shared: bool = False,  # qkv holds queries only, and `layer` is not changed
 ) -> Tensor:
     """Norm and rotate queries and keys. Return the queries [T, H, D]; store keys and values in `layer`."""
     num_rows = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_size = layer.shape
+    num_kv_heads = 0 if is_shared else num_kv_heads
     half = head_size // 2 if cosines is None else cosines.shape[1]
     tiling = _tiling(num_heads + 2 * num_kv_heads, head_size, half)
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
-        qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors,
+        qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
         eps, tables.stride(0), H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
+        HAS_VALUE_NORM=has_value_norm,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return q

@@ -1,0 +1,240 @@
+"""Divides memory among the pools of a model: blocks, window blocks and recurrent states.
+
+The states of running requests come first: one for each request, or two on a device with overlap. Half of the rest is
+for cached states, but at most one per block and at least MIN_SNAPSHOTS. What is left is for blocks. For every block of
+the layers that keep their whole context there are `(window + chunk) / TYPICAL_CONTEXT` window blocks, at most one.
+
+`kv_memory` is the sum of all three. `num_blocks` is the number of blocks for whole contexts; window blocks and states
+are added to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+
+from quire.backends.base import BackendOptions
+from quire.backends.kv_memory import DEFAULT_MAX_BLOCKS, MIN_POOL_TOKENS, PoolRequest, cpu_budget
+from quire.backends.kv_spec import KVSpec
+from quire.errors import InvalidRequest
+from quire.sizes import compared_sizes, memory_size
+
+HAS_WINDOWS = False  # whether layers with a window have a pool of their own. The scheduler must assign window tables
+TYPICAL_CONTEXT = 8192  # tokens: of such a context, only the window and the chunk that is computed need window blocks
+WINDOW_CHUNK = 1024  # default limit of a chunk in a model with windows: its blocks are held until it is computed
+MIN_SNAPSHOTS = 8  # cached states
+MIN_BLOCKS = 2  # with the null block
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCosts:
+    """Bytes of each kind of memory of a model."""
+
+    full_block: int  # one block in the layers that keep their whole context
+    window_block: int = 0  # one block in the layers with a window
+    state: int = 0  # the state of one request
+    window: int = 0  # the largest one; 0: no layer has window blocks
+
+    @classmethod
+    def of(cls, kv_spec: KVSpec, block_size: int, item_bytes: int, *, has_windows: bool = True) -> KVCosts:
+        """Return the costs of a spec without windows longer than any context (`KVSpec.within`).
+
+        `has_windows`: the backend has window blocks for this model.
+        """
+        state = kv_spec.state_bytes(item_bytes)
+        if not (HAS_WINDOWS and has_windows and kv_spec.window):
+            return cls(kv_spec.block_bytes(block_size, item_bytes), state=state)
+        full_block = kv_spec.full_block_bytes(block_size, item_bytes)
+        return cls(full_block, kv_spec.window_block_bytes(block_size, item_bytes), state, kv_spec.window)
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """The sizes of the pools, and the limits that depend on them."""
+
+    num_blocks: int  # the null block included
+    max_num_seqs: int  # lower than the default if the states of more requests do not fit
+    max_chunk_tokens: int
+    num_window_blocks: int = 0  # the null block included; 0: layers with a window keep their whole context
+    num_states: int = 0  # the empty state included; 0: the model has none
+
+    def num_bytes(self, costs: KVCosts) -> int:
+        blocks = self.num_blocks * costs.full_block + self.num_window_blocks * costs.window_block
+        return blocks + self.num_states * costs.state
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    options: BackendOptions
+    costs: KVCosts
+    max_model_len: int
+    max_num_seqs: int
+    max_chunk_tokens: int  # the backend's default
+    has_overlap: bool
+
+    def divide_on_cpu(self) -> KVMemory:
+        return self.divide(*cpu_budget())
+
+    def divide(self, free: int, budget: int) -> KVMemory:
+        """Return the sizes. `free` bytes are available; the default uses `budget` of them."""
+        options, costs = self.options, self.costs
+        if not costs.window and not costs.state:
+            num_blocks = PoolRequest(options, costs.full_block, self.max_model_len).num_blocks(free, budget)
+            return KVMemory(num_blocks, self.max_num_seqs, self.chunk)
+        if options.num_blocks is not None:
+            memory = self._add_to(options.num_blocks)
+            if (num_bytes := memory.num_bytes(costs)) > free:
+                needed, available = compared_sizes(num_bytes, max(free, 0))
+                raise InvalidRequest(
+                    f"num_blocks = {options.num_blocks} takes {needed} of KV cache, with {memory.num_window_blocks}"
+                    f" window blocks and {memory.num_states} states, more than the {available} that are free"
+                )
+        elif options.kv_memory is not None:
+            if options.kv_memory > free:
+                needed, available = compared_sizes(options.kv_memory, max(free, 0))
+                raise InvalidRequest(f"kv_memory = {needed} is more than the {available} that are free")
+            memory = self._fit(options.kv_memory)
+        else:
+            memory = self._fit(max(budget, 0))
+        log.info(
+            "KV cache of %s: %d blocks, %d window blocks, %d states",
+            memory_size(memory.num_bytes(costs)),
+            memory.num_blocks,
+            memory.num_window_blocks,
+            memory.num_states,
+        )
+        return memory
+
+    @property
+    def chunk(self) -> int:
+        """The largest chunk of a prompt."""
+        if self.options.max_chunk_tokens is not None:
+            return self.options.max_chunk_tokens
+        return min(self.max_chunk_tokens, WINDOW_CHUNK) if self.costs.window else self.max_chunk_tokens
+
+    # States
+
+    @property
+    def _states_per_seq(self) -> int:
+        return 2 if self.has_overlap else 1
+
+    def _num_live(self, max_num_seqs: int) -> int:
+        """Return the number of states of running requests, with the empty state."""
+        return 1 + self._states_per_seq * max_num_seqs
+
+    def _fitting_seqs(self, budget: int) -> int:
+        """Return how many requests have room for their states.
+
+        A default is lowered so that they take at most half of the memory. A configured number is not: it is refused
+        if it leaves too little for anything else.
+        """
+        if not self.costs.state:
+            return self.max_num_seqs
+        state = self.costs.state
+        if self.options.max_num_seqs is not None:
+            least = MIN_BLOCKS * self.costs.full_block + self._min_windows * self.costs.window_block
+            fitting = ((budget - least) // state - MIN_SNAPSHOTS - 1) // self._states_per_seq
+        else:
+            fitting = (budget // 2 // state - 1) // self._states_per_seq
+        if fitting >= self.max_num_seqs:
+            return self.max_num_seqs
+        if fitting < 1 or self.options.max_num_seqs is not None:
+            needed = memory_size(self._num_live(self.max_num_seqs) * state)
+            raise InvalidRequest(
+                f"max_num_seqs = {self.max_num_seqs} takes {needed} for the recurrent states of running requests, and"
+                f" the KV cache of {memory_size(budget)} has room for those of {max(fitting, 0)}. Lower max_num_seqs,"
+                " or raise kv_memory"
+            )
+        log.warning(
+            "max_num_seqs is %d instead of %d: the recurrent states of more requests would take over half of the"
+            " KV cache of %s",
+            fitting,
+            self.max_num_seqs,
+            memory_size(budget),
+        )
+        return fitting
+
+    def _num_cached(self, budget: int) -> int:
+        """Return the number of cached states, given what the running requests leave."""
+        half = max(budget // 2 // self.costs.state, MIN_SNAPSHOTS)
+        num_blocks = self._num_blocks(budget - half * self.costs.state)
+        return max(min(half, num_blocks), MIN_SNAPSHOTS)
+
+    # Windows
+
+    @property
+    def _min_windows(self) -> int:
+        """The window blocks that the scheduler requires for one request with the largest chunk."""
+        if not self.costs.window:
+            return 0
+        return (self.costs.window - 1 + self.chunk) // self.options.block_size + 4
+
+    @property
+    def _window_share(self) -> float:
+        """The number of window blocks per other block."""
+        if not self.costs.window:
+            return 0.0
+        return min((self.costs.window + self.chunk) / min(TYPICAL_CONTEXT, self.max_model_len), 1.0)
+
+    def _num_windows(self, num_blocks: int) -> int:
+        return max(math.ceil(self._window_share * num_blocks), self._min_windows)
+
+    # All kinds
+
+    def _add_to(self, num_blocks: int) -> KVMemory:
+        """Add window blocks and states to a configured number of blocks."""
+        memory = KVMemory(num_blocks, self.max_num_seqs, self.chunk, self._num_windows(num_blocks))
+        if not self.costs.state:
+            return memory
+        num_cached = max(min(memory.num_bytes(self.costs) // self.costs.state, num_blocks), MIN_SNAPSHOTS)
+        return replace(memory, num_states=self._num_live(self.max_num_seqs) + num_cached)
+
+    def _fit(self, budget: int) -> KVMemory:
+        """Divide a number of bytes."""
+        memory = KVMemory(0, self._fitting_seqs(budget), self.chunk)
+        if self.costs.state:
+            num_live = self._num_live(memory.max_num_seqs)
+            num_cached = self._num_cached(budget - num_live * self.costs.state)
+            memory = replace(memory, num_states=num_live + num_cached)
+        num_blocks = self._num_blocks(budget - memory.num_bytes(self.costs))
+        if self.options.kv_memory is None:
+            num_blocks = min(num_blocks, DEFAULT_MAX_BLOCKS)
+        memory = replace(memory, num_blocks=num_blocks, num_window_blocks=self._num_windows(num_blocks))
+        self._refuse_small(memory, budget)
+        return memory
+
+    def _num_blocks(self, budget: int) -> int:
+        """Return how many blocks fit, with their window blocks."""
+        costs, share = self.costs, self._window_share
+        num_blocks = int(max(budget, 0) / (costs.full_block + share * costs.window_block))
+        if self._num_windows(num_blocks) <= self._min_windows:
+            left = budget - self._min_windows * costs.window_block
+            if costs.full_block:
+                return max(left // costs.full_block, 0)
+            return int(self._min_windows / share) if left >= 0 else 0  # blocks in no layer take no memory
+        while num_blocks * costs.full_block + self._num_windows(num_blocks) * costs.window_block > budget:
+            num_blocks -= 1  # window blocks are rounded up
+        return num_blocks
+
+    def _refuse_small(self, memory: KVMemory, budget: int) -> None:
+        options = self.options
+        if options.kv_memory is not None:
+            if memory.num_blocks < MIN_BLOCKS:
+                least = replace(memory, num_blocks=MIN_BLOCKS, num_window_blocks=self._min_windows)
+                given, needed = compared_sizes(options.kv_memory, least.num_bytes(self.costs))
+                raise InvalidRequest(
+                    f"kv_memory = {given} is less than the {needed} of two blocks of {options.block_size} tokens each,"
+                    f" {least.num_window_blocks} window blocks and {least.num_states} states. Raise kv_memory, or lower"
+                    " max_num_seqs or max_chunk_tokens"
+                )
+            return
+        num_tokens = max(memory.num_blocks - 1, 0) * options.block_size
+        if num_tokens < min(MIN_POOL_TOKENS, self.max_model_len):
+            raise InvalidRequest(
+                f"kv_memory: the default share of {memory_size(budget)} holds {memory.num_states} states and a context"
+                f" of {num_tokens} tokens, which is too short. Free some memory, or set kv_memory or a lower"
+                " max_num_seqs"
+            )

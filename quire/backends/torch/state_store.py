@@ -1,0 +1,94 @@
+"""The pool of recurrent states: slots, each with the state of one request in all layers that have one.
+
+A state is what a layer remembers after some token: the last inputs of its causal convolution, and for a delta net one
+matrix per head. Slot 0 is the empty state: it is read at the start of a context and never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from quire.backends.kv_spec import KVSpec, LayerState
+from quire.backends.torch.kv_store import KVStore, zeros
+from quire.core.step import SeqSlice
+
+
+class Segment(NamedTuple):
+    """Rows of one sequence over which a state is computed: read from one slot, written to another.
+
+    The segments of a slice are in order, and each reads the slot that the one before it wrote.
+    """
+
+    first_row: int
+    num_rows: int
+    source: int  # slot
+    target: int  # slot, which may be the source; 0: the state is dropped
+
+
+def find_segments(slices: Iterable[SeqSlice]) -> tuple[Segment, ...]:
+    """Divide slices, in the order of their rows, at the states that they store."""
+    segments: list[Segment] = []
+    row = 0
+    for piece in slices:
+        position, source = piece.start, piece.state_source
+        for end, slot in (*piece.snapshots, (piece.start + piece.length, piece.state_target)):
+            segments.append(Segment(row, end - position, source, slot))
+            row += end - position
+            position, source = end, slot
+    return tuple(segments)
+
+
+class StateStore:
+    def __init__(self, kv_spec: KVSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_slots = num_slots if kv_spec.has_states else 0
+        self.device = device
+        layers = {index: layer for index, layer in enumerate(kv_spec.layers) if isinstance(layer, LayerState)}
+        self.conv: dict[int, Tensor] = {  # by index of the layer: [slots, rows, channels], the oldest row first
+            index: zeros((num_slots, layer.num_rows, layer.num_channels), dtype, device)
+            for index, layer in layers.items()
+        }
+        self.matrices: dict[int, Tensor] = {  # [slots, heads, key size, value size]; absent if the layer has none
+            index: zeros((num_slots, layer.num_heads, layer.key_size, layer.value_size), torch.float32, device)
+            for index, layer in layers.items()
+            if layer.num_heads
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pool.nbytes for pool in (*self.conv.values(), *self.matrices.values()))
+
+    def purge(self, slots: Sequence[int]) -> None:
+        """Set values that are not finite to 0, so that the next request that gets the slot cannot read them."""
+        if not slots:
+            return
+        index = torch.tensor(sorted(set(slots)), device=self.device)
+        for pool in (*self.conv.values(), *self.matrices.values()):
+            pool.index_copy_(0, index, pool.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+class MemoryFacts(TypedDict):
+    """Fields of `RunnerFacts`."""
+
+    kv_bytes: int
+    window_bytes: int
+    state_bytes: int
+
+
+def memory_facts(store: KVStore, states: StateStore | None) -> MemoryFacts:
+    state_bytes = 0 if states is None else states.num_bytes
+    return {
+        "kv_bytes": store.num_bytes + state_bytes,
+        "window_bytes": store.num_window_bytes,
+        "state_bytes": state_bytes,
+    }
+
+
+def purge(piece: SeqSlice, store: KVStore, states: StateStore | None) -> None:
+    """Purge all memory that a slice may have written. Blocks behind its window are freed and may be used by others."""
+    store.purge(piece.block_table, piece.window_table)
+    if states is not None:
+        states.purge([slot for slot in (*(one.slot for one in piece.snapshots), piece.state_target) if slot])

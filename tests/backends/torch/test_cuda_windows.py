@@ -1,0 +1,156 @@
+"""Window blocks on the GPU runner, compared with the reference that keeps whole contexts.
+
+Blocks behind the window are filled with NaN (`WindowBlocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quire.backends.torch import attention_work as work
+from quire.backends.torch import graphs
+from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.fused_linear import FusedLinear
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.loading import load_weights
+from quire.backends.torch.models.decoder import DecoderModel
+from quire.backends.torch.runner import TorchRunner
+from quire.core.step import BlockCopy
+from quire.weights.opening import open_checkpoint
+from tests.backends.torch.families import Reference
+from tests.backends.torch.kernels.device import DEVICE
+from tests.backends.torch.window_rig import Driver, difference, random_tokens
+
+BOUND = 2e-5  # of log-probabilities in fp32
+TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {"gemma3": TWO, "mistral with a window": {"num_hidden_layers": 2}}
+
+# Padding rows compute on any memory content. The interpreter computes in numpy, which warns about it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered"),
+]
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def make_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    folder = tmp_path_factory.mktemp("model")
+    Reference(request.param, folder, **MODELS[request.param])
+    checkpoint = open_checkpoint(folder, "auto")
+    device = torch.device(DEVICE)
+    with torch.inference_mode():
+        weights = load_weights(checkpoint, torch.float32, device, linear=FusedLinear)
+        model = DecoderModel(checkpoint.spec, weights, 512)
+
+    def make(num_window_blocks: int = 0, max_graph_tokens: int = 0, *, is_reference: bool = False) -> Any:
+        store = KVStore(model.kv_spec.within(512), 64, 8, torch.float32, device, num_window_blocks)
+        if is_reference:
+            return TorchRunner(model, store, max_num_seqs=8, max_model_len=512)
+        return CudaRunner(model, store, max_num_seqs=8, max_model_len=512, max_graph_tokens=max_graph_tokens)
+
+    return make
+
+
+STEPS = [
+    [(0, 40), (1, 3)],
+    [(0, 17), (1, 1), (2, 25)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(1, 45), (0, 1)],
+    *[[(0, 1), (1, 1), (2, 1)] for _ in range(5)],
+]
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_only_blocks_within_the_window_are_read(
+    make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MIN_CHUNK", 16)  # so that rows have parts
+    monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)
+    tokens = [random_tokens(90, seed) for seed in range(3)]
+    whole = Driver(make_runner(is_reference=True), tokens)
+    runner = make_runner(num_window_blocks=30, max_graph_tokens=64 if has_graphs else 0)
+    windows = Driver(runner, tokens, seed=1)
+    for step in STEPS:
+        whole.step(*step)
+        windows.step(*step)
+    assert difference(whole, windows) <= BOUND
+    kinds = runner._graphs._graphs
+    assert {kind.is_mixed for kind in kinds} == ({True, False} if has_graphs else set())
+    assert None not in kinds.values()
+    assert not any(pool[:, 0].any() for pool in runner.store.pools.values())  # padding writes nothing
+    capacity, facts = runner.capacity(), runner.facts()
+    assert (capacity.window, capacity.num_window_blocks) == (24, 30)
+    assert 0 < facts.window_bytes <= facts.kv_bytes
+
+
+def test_siblings_do_not_share_window_blocks(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests share the blocks of their prefix in layers with whole contexts, and no window blocks."""
+    monkeypatch.setattr(work, "MIN_SHARED", 16)
+    head = random_tokens(40, 0)
+    tokens = [head + random_tokens(20, seed) for seed in range(4)]
+    whole = Driver(make_runner(is_reference=True), tokens)
+    runner = make_runner(num_window_blocks=40)
+    windows = Driver(runner, tokens)
+    for driver in (whole, windows):
+        for request in range(4):
+            if request and driver is windows:
+                driver.blocks.tables[request] = driver.blocks.tables[0][:5]
+            driver.step((request, 43), kv_start=40 if request and driver is windows else 0)
+    found: list[int] = []
+    arranged = runner._tables.group
+
+    def group(*args: Any) -> Any:
+        grouping = arranged(*args)
+        found.append(0 if grouping is None else len(grouping.siblings))
+        return grouping
+
+    monkeypatch.setattr(runner._tables, "group", group)
+    for _ in range(3):
+        for driver in (whole, windows):
+            driver.step(*((request, 1) for request in range(4)))
+    assert min(found) == 1
+    assert difference(whole, windows) <= BOUND
+
+
+def test_shared_keys_are_read_and_not_written(make_runner: Make) -> None:
+    tokens = [random_tokens(60, 1)] * 2
+    alone = Driver(make_runner(is_reference=True), tokens)
+    runner = make_runner(num_window_blocks=30)
+    driver = Driver(runner, tokens)
+    alone.step((1, 34))
+    alone.step((1, 1))
+    driver.step((0, 34))
+    shared = driver.blocks.tables[0][:]
+    before = {shape: pool[:, shared].clone() for shape, pool in runner.store.pools.items() if not shape.window}
+    driver.blocks.tables[1] = shared[:3]
+    driver.rows.clear()
+    for shape, pool in runner.store.pools.items():
+        if not shape.window:
+            pool[:, shared[2], :, :, 4:] = 7.0  # the end of the block is ours to write
+    driver.step((1, 34), kv_start=20)
+    driver.step((1, 1), kv_start=20)
+    assert difference(alone, driver) <= BOUND
+    for shape, old in before.items():
+        assert torch.equal(old[:, :2], runner.store.pools[shape][:, shared[:2]])
+        assert torch.equal(old[:, 2, :, :, :4], runner.store.pools[shape][:, shared[2], :, :, :4])
+        assert not runner.store.pools[shape][:, 0].any()
+
+
+def test_window_copies(make_runner: Make) -> None:
+    driver = Driver(make_runner(num_window_blocks=30), [random_tokens(60, 1)] * 2)
+    assert driver.windows is not None
+    driver.step((0, 37))
+    driver.blocks.tables[1] = driver.blocks.tables[0][:]  # of these the fork writes the same keys
+    driver.windows.tables[1] = driver.windows.tables[0][:-1]
+    driver.computed[1] = 37
+    mine, theirs = driver.windows.grow(1, 37)[-1], driver.windows.tables[0][-1]
+    driver.window_copies = (BlockCopy(theirs, mine),)
+    driver.step((0, 1), (1, 1))
+    assert (driver.rows[0, 37] - driver.rows[1, 37]).abs().max() < 1e-6

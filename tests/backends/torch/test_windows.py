@@ -1,0 +1,234 @@
+"""Window blocks in the reference path: only blocks within the window are read, and shared blocks are not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.torch.batch import build_batch
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.loading import load_weights
+from quire.backends.torch.models.decoder import DecoderModel
+from quire.backends.torch.runner import TorchRunner
+from quire.backends.torch.state_store import Segment, StateStore, purge
+from quire.core.step import BlockCopy, StateSnapshot
+from quire.weights.opening import open_checkpoint
+from tests.backends.plans import piece
+from tests.backends.torch.families import Reference
+from tests.backends.torch.window_rig import Driver, difference, random_tokens
+
+BOUND = 3e-6  # of log-probabilities in fp32: sums of keys are grouped in another way
+WINDOWED = ["gemma3", "mistral with a window", "gemma2"]
+CPU = torch.device("cpu")
+
+Make = Callable[..., TorchRunner]
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def make_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    folder = tmp_path_factory.mktemp("model")
+    Reference(request.param, folder)
+    checkpoint = open_checkpoint(folder, "auto")
+    with torch.inference_mode():
+        model = DecoderModel(checkpoint.spec, load_weights(checkpoint, torch.float32, CPU), 512)
+
+    def make(num_window_blocks: int = 0, num_blocks: int = 64, max_model_len: int = 512) -> TorchRunner:
+        kv_spec = model.kv_spec.within(max_model_len)
+        store = KVStore(kv_spec, num_blocks, 8, torch.float32, CPU, num_window_blocks)
+        return TorchRunner(model, store, max_num_seqs=8, max_model_len=max_model_len)
+
+    return make
+
+
+def run_both(make_runner: Make, tokens: list[list[int]], steps: list[list[tuple[int, int]]]) -> None:
+    whole, windows = Driver(make_runner(), tokens), Driver(make_runner(num_window_blocks=30), tokens, seed=1)
+    for step in steps:
+        whole.step(*step)
+        windows.step(*step)
+    assert difference(whole, windows) <= BOUND
+
+
+def test_only_blocks_within_the_window_are_read(make_runner: Make) -> None:
+    """Contexts of 150 tokens over 29 window blocks of 8 tokens."""
+    tokens = [random_tokens(150, seed) for seed in range(3)]
+    steps = [[(0, 40), (1, 3)], [(0, 17), (1, 1), (2, 25)], [(0, 1), (1, 1), (2, 1)], [(1, 45), (0, 1)]]
+    steps += [[(0, 1), (1, 1), (2, 1)] for _ in range(45)]
+    run_both(make_runner, tokens, steps)
+
+
+def test_random_steps(make_runner: Make) -> None:
+    rng = Random(5)
+    tokens = [random_tokens(120, seed) for seed in range(4)]
+    left = [len(one) for one in tokens]
+    steps = []
+    while any(left):
+        takes = []
+        for request in rng.sample(range(4), rng.randint(1, 4)):
+            count = min(rng.choice([1, 1, 2, 7, 8, 20]), left[request])
+            if count:
+                takes.append((request, count))
+                left[request] -= count
+        steps += [takes] if takes else []
+    run_both(make_runner, tokens, steps)
+
+
+def test_a_long_prompt_is_attended_in_parts(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.backends.torch.batch.MAX_QUERIES", 16)
+    run_both(make_runner, [random_tokens(140, 1)], [[(0, 130)], [(0, 1)]])
+
+
+def test_a_window_as_long_as_every_context_keeps_it_whole(make_runner: Make) -> None:
+    runner = make_runner(num_window_blocks=24, max_model_len=24)
+    assert (runner.store.windows, runner.capacity().window, runner.capacity().num_window_blocks) == ((), 0, 0)
+    assert runner.store.num_window_bytes == 0
+    tokens = [random_tokens(24, 3)]
+    whole, short = Driver(make_runner(), tokens), Driver(runner, tokens)
+    for step in ([(0, 20)], [(0, 1)]):
+        whole.step(*step)
+        short.step(*step)
+    assert difference(whole, short) == 0
+
+
+def test_the_size_of_both_pools(make_runner: Make) -> None:
+    runner = make_runner(num_window_blocks=24)
+    store, facts, capacity = runner.store, runner.facts(), runner.capacity()
+    spec = runner.model.kv_spec
+    assert facts.kv_bytes == store.num_bytes == 64 * spec.full_block_bytes(8, 4) + 24 * spec.window_block_bytes(8, 4)
+    assert facts.window_bytes == store.num_window_bytes == 24 * spec.window_block_bytes(8, 4) > 0
+    assert (facts.state_bytes, capacity.num_states) == (0, 0)
+    assert (capacity.window, capacity.num_window_blocks, capacity.num_blocks) == (24, 24, 64)
+
+
+def contents(store: KVStore, blocks: list[int], *, is_window: bool) -> list[torch.Tensor]:
+    return [pool[:, blocks].clone() for shape, pool in store.pools.items() if bool(shape.window) == is_window]
+
+
+@pytest.mark.parametrize("num_shared", [5, 20, 34])
+def test_shared_keys_are_read_and_not_written(make_runner: Make, num_shared: int) -> None:
+    """A second request computes a cached prefix again for its window: it reads the shared blocks and leaves them."""
+    tokens = [random_tokens(60, 1)] * 2
+    alone, driver = Driver(make_runner(num_window_blocks=30), tokens), Driver(make_runner(num_window_blocks=30), tokens)
+    alone.step((1, 34))
+    alone.step((1, 1))
+    driver.step((0, 34))
+    shared = driver.blocks.grow(0, 34)[:]
+    before = contents(driver.runner.store, shared, is_window=False)  # type: ignore[attr-defined]
+    driver.blocks.tables[1] = shared[: -(-num_shared // 8)]
+    driver.rows.clear()
+    corrupted = driver.runner.store  # type: ignore[attr-defined]
+    for shape, pool in corrupted.pools.items():
+        if not shape.window and num_shared % 8:
+            pool[:, shared[num_shared // 8], :, :, num_shared % 8 :] = 7.0  # the end of the block is ours to write
+    driver.step((1, 34), kv_start=num_shared)
+    driver.step((1, 1), kv_start=num_shared)
+    assert difference(alone, driver) <= BOUND
+    for old, new in zip(before, contents(corrupted, shared, is_window=False), strict=True):
+        full = num_shared // 8
+        assert torch.equal(old[:, :full], new[:, :full])
+    assert not any(pool[:, 0].any() for shape, pool in corrupted.pools.items() if not shape.window)  # the null block
+
+
+def test_copies_of_both_pools(make_runner: Make) -> None:
+    store = make_runner(num_window_blocks=24).store
+    for pool in store.pools.values():
+        pool[:, 3], pool[:, 5] = 3.0, 5.0
+    store.copy([BlockCopy(3, 4)])
+    store.copy([BlockCopy(5, 4)], is_window=True)
+    for shape, pool in store.pools.items():
+        assert (pool[:, 4] == (5.0 if shape.window else 3.0)).all()
+
+
+def test_a_fork_continues_from_copied_blocks(make_runner: Make) -> None:
+    tokens = [random_tokens(60, 1)] * 2
+    driver = Driver(make_runner(num_window_blocks=24), tokens)
+    assert driver.windows is not None
+    driver.step((0, 37))
+    for blocks in (driver.blocks, driver.windows):
+        blocks.tables[1] = blocks.tables[0][:-1]
+    driver.computed[1] = 37
+    mine, theirs = driver.windows.grow(1, 37)[-1], driver.windows.tables[0][-1]
+    driver.blocks.grow(1, 37)
+    driver.runner.store.copy([BlockCopy(driver.blocks.tables[0][-1], driver.blocks.tables[1][-1])])  # type: ignore[attr-defined]
+    driver.window_copies = (BlockCopy(theirs, mine),)
+    driver.step((0, 1), (1, 1))
+    assert torch.equal(driver.rows[0, 37], driver.rows[1, 37])
+
+
+@pytest.mark.parametrize("is_window", [False, True])
+def test_values_that_are_not_finite_are_purged(make_runner: Make, is_window: bool) -> None:
+    store = make_runner(num_window_blocks=24).store
+    for pool in store.pools.values():
+        pool[:, 1:9] = float("inf")
+    store.purge(*(((), [0, 2, 3, 3]) if is_window else ([0, 2, 3], ())))
+    for shape, pool in store.pools.items():
+        assert bool((pool[:, 2:4] == 0).all()) == (bool(shape.window) == is_window)
+        assert pool[:, 4:9].isinf().all()
+
+
+# Layers of several kinds
+
+
+MIXED = KVSpec(
+    (
+        LayerState(3, 10, num_heads=2, key_size=4, value_size=5),
+        LayerKV(2, 16),
+        LayerKV(2, 16, window=24),
+        LayerState(2, 6),
+        LayerKV(2, 16, window=24, shared_with=2),
+        LayerKV(2, 16, shared_with=1),
+    )
+)
+
+
+def test_layers_that_share_keys_have_no_storage() -> None:
+    store = KVStore(MIXED, 10, 8, torch.float32, CPU, 6)
+    assert sorted(store.layers) == [1, 2, 4, 5]
+    assert store.layers[4] is store.layers[2]
+    assert store.layers[5] is store.layers[1]
+    assert store.num_bytes == 10 * MIXED.full_block_bytes(8, 4) + 6 * MIXED.window_block_bytes(8, 4)
+    assert KVStore(MIXED, 10, 8, torch.float32, CPU).num_bytes == 10 * MIXED.block_bytes(8, 4)
+
+
+def state_piece(**changes: Any) -> Any:
+    return piece(**{"block_table": [1, 2, 3, 4], "window_table": [1, 2, 3, 4], **changes})
+
+
+def test_a_slice_is_a_chain_of_segments() -> None:
+    store = KVStore(MIXED, 10, 8, torch.float32, CPU, 6)
+    snapshots = (StateSnapshot(6, 7), StateSnapshot(9, 4))
+    slices = [
+        state_piece(start=4, length=8, tokens=range(8), state_source=2, state_target=3, snapshots=snapshots),
+        state_piece(start=9, length=1, tokens=[5], state_source=5, state_target=5),
+        state_piece(start=0, length=3, tokens=range(3), state_source=0, state_target=6),
+    ]
+    batch = build_batch(slices, store, MIXED.windows, torch.zeros(4, dtype=torch.int64))
+    assert batch.order == (1, 0, 2)
+    assert batch.segments == (
+        Segment(0, 1, 5, 5),
+        Segment(1, 2, 2, 7),
+        Segment(3, 3, 7, 4),
+        Segment(6, 3, 4, 3),
+        Segment(9, 3, 0, 6),
+    )
+    plain = KVSpec(MIXED.kv_layers[:2])
+    whole = build_batch(slices, KVStore(plain, 10, 8, torch.float32, CPU), plain.windows, torch.zeros(4).long())
+    assert whole.segments == ()
+
+
+def test_pools_of_states() -> None:
+    states = StateStore(MIXED, 9, torch.bfloat16, CPU)
+    assert {index: tuple(pool.shape) for index, pool in states.conv.items()} == {0: (9, 3, 10), 3: (9, 2, 6)}
+    assert {index: tuple(pool.shape) for index, pool in states.matrices.items()} == {0: (9, 2, 4, 5)}
+    assert (states.conv[0].dtype, states.matrices[0].dtype) == (torch.bfloat16, torch.float32)
+    assert states.num_bytes == 9 * MIXED.state_bytes(2)
+    for pool in (*states.conv.values(), *states.matrices.values()):
+        pool[1:] = float("nan")
+    store = KVStore(MIXED, 10, 8, torch.float32, CPU, 6)
+    purge(state_piece(state_source=1, state_target=3, snapshots=(StateSnapshot(2, 7),)), store, states)
+    for pool in (*states.conv.values(), *states.matrices.values()):
+        assert [bool(slot.isnan().any()) for slot in pool] == [n not in (0, 3, 7) for n in range(9)]
