@@ -28,6 +28,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = SimConfig()
+_Trace = Annotated[
+    str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
+]
+_SchedulingPolicy = Annotated[
+    list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
+]
+_NumBlocks = Annotated[
+    list[int] | None, typer.Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
+]
+_Machine = Annotated[str, typer.Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")]
+_Scenario = Annotated[
+    str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
+]
+_MaxNumBatchedTokens = Annotated[int, typer.Option(help="Maximum number of tokens in one step.")]
+_MaxChunkTokens = Annotated[int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")]
 _MaxMixedTokens = Annotated[
     int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
 ]
@@ -45,36 +60,22 @@ OLD_OPTIONS = {  # older names, still accepted
 
 
 def sim(
-    trace: Annotated[
-        str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
-    ] = None,
-    scheduling_policy: Annotated[
-        list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
-    ] = None,
-    num_blocks: Annotated[
-        list[int] | None, typer.Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
-    ] = None,
-    machine: Annotated[
-        str, typer.Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")
-    ] = "h200-llama3-8b",
+    trace: _Trace = None,
+    scheduling_policy: _SchedulingPolicy = None,
+    num_blocks: _NumBlocks = None,
+    machine: _Machine = "h200-llama3-8b",
     base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the machine's.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per computed token, in place of the machine's.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per read KV token, in place of the machine's.")] = None,
     kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, in place of the machine's.")] = None,
-    scenario: Annotated[
-        str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
-    ] = None,
+    scenario: _Scenario = None,
     requests: Annotated[int | None, typer.Option(help="Synthetic trace: number of requests (600).")] = None,
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
     seed: Annotated[int | None, typer.Option(help="Synthetic trace: random seed (0).")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")] = _DEFAULT.block_size,
     max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running requests.")] = _DEFAULT.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens in one step.")
-    ] = _DEFAULT.max_num_batched_tokens,
-    max_chunk_tokens: Annotated[
-        int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")
-    ] = _DEFAULT.max_chunk_tokens,
+    max_num_batched_tokens: _MaxNumBatchedTokens = _DEFAULT.max_num_batched_tokens,
+    max_chunk_tokens: _MaxChunkTokens = _DEFAULT.max_chunk_tokens,
     max_mixed_tokens: _MaxMixedTokens = None,
     max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
     patience: options.PatienceOption = None,
@@ -107,8 +108,8 @@ def sim(
         max_mixed_tokens=max_mixed_tokens,
         max_waiting=max_waiting,
         enable_prefix_caching=enable_prefix_caching,
-        **sim_states.window_fields(window, num_window_blocks),
     )
+    base = sim_states.with_windows(base, window, num_window_blocks)
     if states:
         scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*sim_states.DEFAULT_BLOCKS]
     configs = sim_states.state_configs(_configs(base, scheduling_policy, num_blocks), states, places)

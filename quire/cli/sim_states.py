@@ -31,7 +31,7 @@ StateBytesOption = Annotated[int | None, typer.Option(help="Bytes of a recurrent
 WindowOption = Annotated[int | None, typer.Option(help="Tokens that the layers with a window see.")]
 WindowBlocksOption = Annotated[
     int | None,
-    typer.Option(help="Number of blocks for the layers with a window; default: they keep the whole context."),
+    typer.Option(help="Number of blocks for layers with a window; default: they keep the whole context."),
 ]
 
 EVERY = "every-"
@@ -88,15 +88,15 @@ def state_configs(
     return found
 
 
-def window_fields(window: int | None, num_window_blocks: int | None) -> dict[str, int]:
-    """Fields of `SimConfig` for the two options, which are given together or not at all."""
+def with_windows(config: SimConfig, window: int | None, num_window_blocks: int | None) -> SimConfig:
+    """The configuration with the two options, which are given together or not at all."""
     if (window is None) != (num_window_blocks is None):
         raise InvalidRequest("--window and --num-window-blocks are given together")
     if window is None or num_window_blocks is None:
-        return {}
-    if num_window_blocks < 2:
-        raise InvalidRequest(f"--num-window-blocks {num_window_blocks} is less than 2 (one block is never used)")
-    return {"window": window, "num_window_blocks": num_window_blocks}
+        return config
+    if not 2 <= num_window_blocks <= MAX_STATES:
+        raise InvalidRequest(f"--num-window-blocks {num_window_blocks} is not from 2 to {MAX_STATES}")
+    return replace(config, window=window, num_window_blocks=num_window_blocks)
 
 
 # Results
