@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from quire.core.placement import ALL_PLACES, Place
 from quire.errors import InvalidRequest
 from quire.sim.agents import HEADER, agents
-from quire.sim.simulator import MACHINES, SimConfig, SimReport, simulate
+from quire.sim.simulator import SimConfig, SimReport, StepTime, simulate
 from quire.sim.traces import TraceRequest
 
-MACHINE = MACHINES["h200-qwen3.5-35b-a3b"]
-CONFIG = SimConfig(num_blocks=32_768, max_num_seqs=8)
+STEP_TIME = StepTime(base_ms=15, token_us=20, context_us=0)  # long steps, so that there are fewer of them
+CONFIG = SimConfig(num_blocks=32_768, max_num_seqs=16)
 
 
 def test_the_trace_depends_on_the_seed_only() -> None:
@@ -49,15 +48,15 @@ def test_sessions_retry_start_sub_agents_and_omit_old_reasoning() -> None:
     assert any(name.count(".") > 1 for name in first)  # the name of a sub-agent contains that of its parent
 
 
-def run(trace: list[TraceRequest], num_states: int, places: frozenset[Place] = ALL_PLACES) -> SimReport:
-    return simulate(trace, replace(CONFIG, num_states=num_states, places=places), MACHINE.step_time)
+def run(trace: list[TraceRequest], num_states: int) -> SimReport:
+    return simulate(trace, replace(CONFIG, num_states=num_states), STEP_TIME)
 
 
 def test_95_percent_of_reusable_tokens_are_reused() -> None:
-    """A quarter of the load and of the states of docs/simulator.md."""
-    trace = agents(150, 1.0, 0)
+    """Half of the load and half of the states of docs/simulator.md."""
+    trace = agents(120, 2.0, 0)
     reference = run(trace, 0).cache
-    report = run(trace, 78)
+    report = run(trace, 155)
     found = report.cache
     assert reference.num_recomputed_tokens == 0
     assert reference.num_hit_tokens > 0.8 * reference.num_queried_tokens
@@ -67,8 +66,6 @@ def test_95_percent_of_reusable_tokens_are_reused() -> None:
     assert sum(one.num_hit_tokens for one in report.records) == found.num_hit_tokens
     lost = sum(one.num_kv_tokens - one.num_hit_tokens for one in report.records)
     assert lost == found.num_recomputed_tokens
-    answers = run(trace, 78, frozenset((Place.ANSWER,))).cache
-    assert answers.num_hit_tokens < 0.95 * found.num_hit_tokens
 
 
 def test_boundaries_are_ends_of_messages_or_a_regular_interval() -> None:
