@@ -1,0 +1,439 @@
+"""The gated delta net: one launch for decodes, three for prompts.
+
+The state of a value head is a matrix S [K, V]. With key k, value v, query q, decay e = exp(g) and beta of a row:
+S = e * S; d = (v - S^T k) * beta; S = S + k d^T; the output is S^T q. A decode reads and writes its state once, and
+needs no second pass over it: S^T q of the new state is e * (S^T q) + d * (k . q) of the old one.
+
+A prompt is processed in chunks of up to 64 rows. With G_i the sum of g up to row i of a chunk, all d of the chunk are
+    D = U - W S,   U = X diag(beta) V,   W = X diag(beta * exp(G)) K,   X = (1 + A)^-1,
+    A_ij = beta_i * (k_i . k_j) * exp(G_i - G_j) for j < i,
+where S is the state before the chunk. U and W do not depend on it: `_prepare` computes them for all chunks in
+parallel. `_pass_states` goes through the chunks of a sequence, computes D and the next state, and keeps every state
+for `_finish`, which computes the outputs of all chunks in parallel:
+    O = diag(exp(G)) Q S + P D,   P_ij = (q_i . k_j) * exp(G_i - G_j) for j <= i.
+Keys and queries stay as the convolution gives them: the factors of their L2 norms are applied to the other operand or
+to the product, in fp32. So the operands of the tensor cores are rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.backends.torch.kernels.convolution import (
+    convolve,
+    empty_work,
+    padded,
+    store_inputs,
+    store_window,
+    weighted,
+    window,
+)
+from quire.backends.torch.state_work import CHUNK_ROWS, StateWork
+
+# T rows of the batch, C channels, HK key heads, HV value heads, K and V sizes of a key and a value, M rows of a chunk
+
+L2_EPS = tl.constexpr(1e-6)
+MIN_SIZE, MAX_SIZE = 16, 256  # of a key or a value: tensor cores need 16, registers limit the rest
+LEVELS = CHUNK_ROWS.bit_length() - 1
+SPLIT = 32  # columns of a state in a program of `_pass_states`
+
+
+class DeltaWeights(NamedTuple):
+    """Weights of one layer, besides its projections."""
+
+    taps: Tensor  # [taps, C], of the convolution
+    decay: Tensor  # [HV] fp32: -exp(A_log)
+    bias: Tensor  # [HV] fp32: dt_bias
+    norm: Tensor  # [V] fp32
+    eps: float  # of the norm
+
+
+class DeltaShape(NamedTuple):
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int  # of a head
+    value_size: int
+    is_tiled: bool = False  # value head j has key head j % HK (GGUF), not j // (HV / HK)
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    @property
+    def width(self) -> int:
+        """Columns of the projection: queries, keys, values, z, b, a."""
+        return self.num_channels + self.num_value_heads * (self.value_size + 2)
+
+
+class _Chunked(NamedTuple):
+    """What the launches of a prompt pass on. Rows outside of chunks are not written."""
+
+    q: Tensor  # [T, HK, K]: convolved queries
+    k: Tensor  # [T, HK, K]
+    w: Tensor  # [T, HV, K]
+    d: Tensor  # [T, HV, V]: first U, then D
+    products: Tensor  # [T, HV, M]: P
+    q_factors: Tensor  # [T, HV] fp32: of the rows of Q S
+    k_factors: Tensor  # [T, HV] fp32: of the keys in the next state
+    decays: Tensor  # [chunks, HV] fp32: of the state over a chunk
+    states: Tensor  # [chunks, HV, K, V]: before each chunk, in the model's type
+
+
+@triton.jit
+def _gates(x, decay, bias, head, mask, FIRST: tl.constexpr, HV: tl.constexpr):
+    """Return g and beta of rows at `x`, 0 where masked."""
+    b = tl.load(x + FIRST + head, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(x + FIRST + HV + head, mask=mask, other=0.0).to(tl.float32) + tl.load(bias + head)
+    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+    return tl.where(mask, tl.load(decay + head) * softplus, 0.0), tl.where(mask, tl.sigmoid(b), 0.0)
+
+
+@triton.jit
+def _silu(y, dtype: tl.constexpr):
+    return (y * tl.sigmoid(y)).to(dtype)
+
+
+@triton.jit
+def _value_head(key_head, n, HK: tl.constexpr, GROUP: tl.constexpr, IS_TILED: tl.constexpr):
+    return key_head + n * HK if IS_TILED else key_head * GROUP + n
+
+
+@triton.jit
+def _decode(
+    projected, taps, decay, bias, norm, conv, matrices, decodes, out, eps,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
+    IS_TILED: tl.constexpr,
+):  # fmt: skip
+    # A program has a key head and all value heads that use it, so that no other program reads what it writes.
+    C: tl.constexpr = 2 * HK * K + HV * V
+    GROUP: tl.constexpr = HV // HK
+    dtype: tl.constexpr = out.dtype.element_ty
+    row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source, target = tl.load(decodes + row * 2).to(tl.int64), tl.load(decodes + row * 2 + 1).to(tl.int64)
+    if target == 0:
+        return
+    i, j = tl.arange(0, K), tl.arange(0, V)
+    place = i[:, None] * V + j[None, :]
+    is_old = source != 0
+    head = _value_head(key_head, 0, HK, GROUP, IS_TILED)
+    state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=is_old, other=0.0)
+    x = projected + row * (C + HV * V + 2 * HV)
+    all_k, all_v = i < K, j < V
+    q_rows = window(x, conv, source, key_head * K + i, all_k, C, TAPS, PAD, False)
+    k_rows = window(x, conv, source, (HK + key_head) * K + i, all_k, C, TAPS, PAD, False)
+    q = _silu(weighted(q_rows, taps, key_head * K + i, all_k, C, TAPS, PAD), dtype).to(tl.float32)
+    k = _silu(weighted(k_rows, taps, (HK + key_head) * K + i, all_k, C, TAPS, PAD), dtype).to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * K**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    scale = tl.load(norm + j)
+    for n in tl.static_range(GROUP):
+        if n + 1 < GROUP:  # loaded early: it arrives during the work on this head
+            after = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
+            following = tl.load(matrices + (source * HV + after) * (K * V) + place, mask=is_old, other=0.0)
+        v_rows = window(x, conv, source, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD, False)
+        z = tl.load(x + C + head * V + j).to(tl.float32)
+        v = _silu(weighted(v_rows, taps, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD), dtype).to(tl.float32)
+        g, beta = _gates(x, decay, bias, head, True, C + HV * V, HV)
+        shrink = tl.exp(g)
+        d = (v - shrink * tl.sum(state * k[:, None], 0)) * beta
+        o = shrink * tl.sum(state * q[:, None], 0) + d * tl.sum(k * q, 0)
+        state = shrink * state + k[:, None] * d[None, :]
+        tl.store(matrices + (target * HV + head) * (K * V) + place, state)
+        o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+        tl.store(out + (row * HV + head) * V + j, (o * scale * z * tl.sigmoid(z)).to(dtype))
+        tl.debug_barrier()  # all threads have read: the target may be the source
+        store_window(v_rows, conv, target, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD)
+        if n + 1 < GROUP:
+            head, state = after, following
+    store_window(q_rows, conv, target, key_head * K + i, all_k, C, TAPS, PAD)
+    store_window(k_rows, conv, target, (HK + key_head) * K + i, all_k, C, TAPS, PAD)
+
+
+@triton.jit
+def _inverse(a, M: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + a, for a strictly lower triangular [M, M].
+
+    If X inverts the diagonal blocks of size s, and L has the blocks below them within blocks of size 2s, then
+    X - X L X inverts the diagonal blocks of size 2s.
+    """
+    i, j = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
+    x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        is_below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
+        below = tl.where(is_below, a, 0.0)
+        x -= tl.dot(tl.dot(x, below, input_precision=PRECISION), x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def _convolved(
+    x, conv, taps, row, num_rows, before, source, channel,
+    C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Return silu of the convolution [M, channels] of a chunk, in the model's type."""
+    y = convolve(x, conv, taps, row, num_rows, before, source, channel, channel < C, C, WIDTH, TAPS, M, False)
+    return _silu(y, x.dtype.element_ty)
+
+
+@triton.jit
+def _prepare(
+    projected, taps, decay, bias, conv, chunks, q_out, k_out, w, u, products, q_factors, k_factors, decays,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
+    LEVELS: tl.constexpr, IS_TILED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = C + HV * V + 2 * HV
+    GROUP: tl.constexpr = HV // HK
+    dtype: tl.constexpr = q_out.dtype.element_ty
+    chunk = chunks + tl.program_id(0) * 5
+    num_rows = tl.load(chunk + 1)
+    if num_rows == 0:
+        return
+    row, before, source = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    head = tl.program_id(1)
+    key_head = head % HK if IS_TILED else head // GROUP
+    i, j, m = tl.arange(0, K), tl.arange(0, V), tl.arange(0, M)
+    all_k, all_v = i < K, j < V
+    rows, is_row = (row + m).to(tl.int64), m < num_rows
+    is_key = is_row[:, None] & all_k[None, :]
+    at = (rows * HK + key_head)[:, None] * K + i[None, :]
+
+    channel = (HK + key_head) * K + i
+    k = _convolved(projected, conv, taps, row, num_rows, before, source, channel, C, WIDTH, TAPS, M)
+    tl.store(k_out + at, k, mask=is_key)  # value heads with the same key head write the same
+    k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+    channel = key_head * K + i
+    q = _convolved(projected, conv, taps, row, num_rows, before, source, channel, C, WIDTH, TAPS, M)
+    tl.store(q_out + at, q, mask=is_key)
+    q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * K**-0.5
+
+    g, beta = _gates(projected + rows * WIDTH, decay, bias, head, is_row, C + HV * V, HV)
+    total = tl.cumsum(g, 0)
+    whole = tl.sum(g, 0)
+    is_before = m[:, None] >= m[None, :]
+    shrink = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0)) * k_scale[None, :]
+    at = rows * HV + head
+    p = tl.dot(q, tl.trans(k), input_precision="ieee") * shrink * q_scale[:, None]
+    tl.store(products + at[:, None] * M + m[None, :], tl.where(is_before, p, 0.0).to(dtype), mask=is_row[:, None])
+    tl.store(q_factors + at, q_scale * tl.exp(total), mask=is_row)
+    tl.store(k_factors + at, k_scale * tl.exp(whole - total), mask=is_row)
+    tl.store(decays + tl.program_id(0) * HV + head, tl.exp(whole))
+
+    a = tl.dot(k, tl.trans(k), input_precision="ieee") * shrink * (beta * k_scale)[:, None]
+    x = _inverse(tl.where(m[:, None] > m[None, :], a, 0.0), M, LEVELS, PRECISION)
+    wide = tl.dot((x * (beta * k_scale * tl.exp(total))[None, :]).to(dtype), k, input_precision="ieee")
+    tl.store(w + at[:, None] * K + i[None, :], wide.to(dtype), mask=is_key)
+    channel = 2 * HK * K + head * V + j
+    v = _convolved(projected, conv, taps, row, num_rows, before, source, channel, C, WIDTH, TAPS, M)
+    wide = tl.dot((x * beta[None, :]).to(dtype), v, input_precision="ieee")
+    tl.store(u + at[:, None] * V + j[None, :], wide.to(dtype), mask=is_row[:, None] & all_v[None, :])
+
+
+@triton.jit
+def _pass_states(
+    projected, conv, matrices, chunks, sequences, k, w, d, k_factors, decays, states,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
+    M: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, SHARE_PAD: tl.constexpr, IS_TILED: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = C + HV * V + 2 * HV
+    dtype: tl.constexpr = states.dtype.element_ty
+    sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, last = tl.load(sequences + sequence * 2), tl.load(sequences + sequence * 2 + 1)
+    if first == last:
+        return
+    key_head = head % HK if IS_TILED else head // (HV // HK)
+    i, j, m = tl.arange(0, K), split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, M)
+    place = i[:, None] * V + j[None, :]
+    source = tl.load(chunks + first * 5 + 3)
+    at = matrices + (source.to(tl.int64) * HV + head) * (K * V)
+    state = tl.load(at + place, mask=source != 0, other=0.0)
+    for index in range(first, last):
+        row, num_rows = tl.load(chunks + index * 5), tl.load(chunks + index * 5 + 1)
+        rows, is_row = (row + m).to(tl.int64), m < num_rows
+        keys = tl.load(k + (rows * HK + key_head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+        wide = tl.load(w + (rows * HV + head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+        at = d + (rows * HV + head)[:, None] * V + j[None, :]
+        u = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
+        factor = tl.load(k_factors + rows * HV + head, mask=is_row, other=0.0)
+        shrink = tl.load(decays + index * HV + head)
+        rounded = state.to(dtype)
+        tl.store(states + (index * HV + head).to(tl.int64) * (K * V) + place, rounded)
+        new = u - tl.dot(wide, rounded, input_precision="ieee")
+        tl.store(at, new.to(dtype), mask=is_row[:, None])
+        state = shrink * state + tl.dot(tl.trans(keys), (new * factor[:, None]).to(dtype), input_precision="ieee")
+        target = tl.load(chunks + index * 5 + 4)
+        if target != 0:
+            tl.store(matrices + (target.to(tl.int64) * HV + head) * (K * V) + place, state)
+            share = (head * (V // COLUMNS) + split) * SHARE
+            channel = share + tl.arange(0, SHARE_PAD)
+            is_in = (channel < share + SHARE) & (channel < C)
+            before = tl.load(chunks + index * 5 + 2)
+            store_inputs(
+                projected, conv, row, num_rows, before, source, target, channel, is_in, C, WIDTH, TAPS, PAD, False
+            )
+
+
+@triton.jit
+def _finish(
+    projected, chunks, q, d, products, q_factors, states, norm, out, eps,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, IS_TILED: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = C + HV * V + 2 * HV
+    index, head = tl.program_id(0), tl.program_id(1)
+    row, num_rows = tl.load(chunks + index * 5), tl.load(chunks + index * 5 + 1)
+    if num_rows == 0:
+        return
+    key_head = head % HK if IS_TILED else head // (HV // HK)
+    i, j, m = tl.arange(0, K), tl.arange(0, V), tl.arange(0, M)
+    rows, is_row = (row + m).to(tl.int64), (m < num_rows)
+    at = rows * HV + head
+    queries = tl.load(q + (rows * HK + key_head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+    state = tl.load(states + (index * HV + head).to(tl.int64) * (K * V) + i[:, None] * V + j[None, :])
+    p = tl.load(products + at[:, None] * M + m[None, :], mask=is_row[:, None], other=0.0)
+    new = tl.load(d + at[:, None] * V + j[None, :], mask=is_row[:, None], other=0.0)
+    z = tl.load(projected + rows[:, None] * WIDTH + C + head * V + j[None, :], mask=is_row[:, None], other=0.0)
+    z = z.to(tl.float32)
+    factor = tl.load(q_factors + at, mask=is_row, other=0.0)
+    o = tl.dot(queries, state, input_precision="ieee") * factor[:, None]
+    o = tl.dot(p, new, acc=o, input_precision="ieee")
+    o *= tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * tl.load(norm + j)[None, :]
+    o *= z * tl.sigmoid(z)
+    tl.store(out + at[:, None] * V + j[None, :], o.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+def is_supported(shape: DeltaShape) -> bool:
+    sizes = (shape.key_size, shape.value_size)
+    return all(MIN_SIZE <= size <= MAX_SIZE and size & (size - 1) == 0 for size in sizes)
+
+
+def delta_net(
+    projected: Tensor,  # [T, C + HV * V + 2 * HV]: queries, keys, values, z, b, a
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    conv: Tensor,  # [slots, taps - 1, C]
+    matrices: Tensor,  # [slots, HV, K, V] fp32
+    work: StateWork,
+) -> Tensor:
+    """Return the normed and gated outputs [T, HV * V], and update the states."""
+    out = projected.new_empty((len(projected), shape.num_value_heads * shape.value_size))
+    if len(work.decodes):
+        decode(projected, weights, shape, conv, matrices, work.decodes, out)
+    if len(work.sequences):
+        chunked = prepare(projected, weights, shape, conv, work.chunks)
+        pass_states(projected, len(weights.taps), shape, conv, matrices, work, chunked)
+        finish(projected, weights, shape, work.chunks, chunked, out)
+    return out
+
+
+def _sizes(shape: DeltaShape) -> dict[str, int | bool]:
+    return {
+        "HK": shape.num_key_heads,
+        "HV": shape.num_value_heads,
+        "K": shape.key_size,
+        "V": shape.value_size,
+        "IS_TILED": shape.is_tiled,
+    }
+
+
+def decode(
+    projected: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    conv: Tensor,
+    matrices: Tensor,
+    decodes: Tensor,  # [rows, DECODE_FIELDS]
+    out: Tensor,
+) -> None:
+    """Write the outputs of the first rows, each of another sequence."""
+    num_taps = len(weights.taps)
+    _decode[(len(decodes), shape.num_key_heads)](
+        projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
+        TAPS=num_taps, PAD=padded(num_taps), num_warps=min(max(shape.key_size * shape.value_size // 1024, 4), 16),
+        **_sizes(shape),
+    )  # fmt: skip
+
+
+def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: Tensor, chunks: Tensor) -> _Chunked:
+    """Compute everything of the chunks that does not depend on states."""
+    num_rows, num_chunks, dtype = len(projected), len(chunks), projected.dtype
+    keys = (num_rows, shape.num_key_heads, shape.key_size)
+    values = (num_rows, shape.num_value_heads)
+    chunked = _Chunked(
+        q=projected.new_empty(keys),
+        k=projected.new_empty(keys),
+        w=projected.new_empty((*values, shape.key_size)),
+        d=projected.new_empty((*values, shape.value_size)),
+        products=projected.new_empty((*values, CHUNK_ROWS)),
+        q_factors=projected.new_empty(values, dtype=torch.float32),
+        k_factors=projected.new_empty(values, dtype=torch.float32),
+        decays=projected.new_empty((num_chunks, shape.num_value_heads), dtype=torch.float32),
+        states=projected.new_empty((num_chunks, shape.num_value_heads, shape.key_size, shape.value_size)),
+    )
+    _prepare[(num_chunks, shape.num_value_heads)](
+        projected, weights.taps, weights.decay, weights.bias, conv, chunks, *chunked[:-1],
+        TAPS=len(weights.taps), M=CHUNK_ROWS, LEVELS=LEVELS, PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        num_warps=8, **_sizes(shape),
+    )  # fmt: skip
+    return chunked
+
+
+def pass_states(
+    projected: Tensor,
+    num_taps: int,
+    shape: DeltaShape,
+    conv: Tensor,
+    matrices: Tensor,
+    work: StateWork,
+    chunked: _Chunked,
+) -> None:
+    """Compute the states before the chunks, and store those after them where the chunks say so."""
+    columns = min(shape.value_size, SPLIT)
+    num_splits = shape.value_size // columns
+    share = -(-shape.num_channels // (shape.num_value_heads * num_splits))
+    _pass_states[(len(work.sequences), shape.num_value_heads, num_splits)](
+        projected, conv, matrices, work.chunks, work.sequences,
+        chunked.k, chunked.w, chunked.d, chunked.k_factors, chunked.decays, chunked.states,
+        TAPS=num_taps, PAD=padded(num_taps), M=CHUNK_ROWS, COLUMNS=columns, SHARE=share, SHARE_PAD=padded(share),
+        num_warps=4, num_stages=2, **_sizes(shape),
+    )  # fmt: skip
+
+
+def finish(
+    projected: Tensor, weights: DeltaWeights, shape: DeltaShape, chunks: Tensor, chunked: _Chunked, out: Tensor
+) -> None:
+    """Write the outputs of the rows of all chunks."""
+    _finish[(len(chunks), shape.num_value_heads)](
+        projected, chunks, chunked.q, chunked.d, chunked.products, chunked.q_factors, chunked.states,
+        weights.norm, out, weights.eps, M=CHUNK_ROWS, num_warps=8, **_sizes(shape),
+    )  # fmt: skip
+
+
+def delta_net_calls(shape: DeltaShape, num_taps: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Return launches, with shapes only, of all kernels of `delta_net`."""
+
+    def meta(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(sizes, dtype=kind, device="meta")
+
+    def floats(size: int) -> Tensor:
+        return meta(size, kind=torch.float32)
+
+    heads, channels = shape.num_value_heads, shape.num_channels
+    weights = DeltaWeights(
+        meta(num_taps, channels), floats(heads), floats(heads), floats(shape.value_size), 1e-6
+    )
+    conv = meta(2, num_taps - 1, channels)
+    matrices = meta(2, heads, shape.key_size, shape.value_size, kind=torch.float32)
+    projected, out, work = meta(2, shape.width), meta(2, heads * shape.value_size), empty_work()
+    return [
+        partial(decode, projected, weights, shape, conv, matrices, work.decodes, out),
+        partial(delta_net, projected, weights, shape, conv, matrices, StateWork(work.decodes[:0], *work[1:])),
+    ]
