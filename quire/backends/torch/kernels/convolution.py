@@ -75,11 +75,11 @@ def convolve(
         y += value.to(tl.float32) * tl.load(taps + t * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
     if (num_before < TAPS - 1) & (source != 0):
         for t in tl.static_range(TAPS - 1):
-            place = num_before + m + t
-            mask = (is_row & (place < TAPS - 1))[:, None] & is_in[None, :]
-            at = conv + (source.to(tl.int64) * (TAPS - 1) + place)[:, None] * C + channel[None, :]
-            value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            y += value * tl.load(taps + t * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
+            old = num_before + m + t  # of the state
+            is_old = (is_row & (old < TAPS - 1))[:, None] & is_in[None, :]
+            at = conv + (source.to(tl.int64) * (TAPS - 1) + old)[:, None] * C + channel[None, :]
+            kept = tl.load(at, mask=is_old, other=0.0).to(tl.float32)
+            y += kept * tl.load(taps + t * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
     return y
 
 
@@ -129,7 +129,7 @@ def _short_chunk(
     projected, taps, bias, conv, chunks, out,
     E: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    chunk = chunks + tl.program_id(0) * 5
+    chunk = chunks + tl.program_id(0) * 6
     num_rows = tl.load(chunk + 1)
     if num_rows == 0:
         return
@@ -153,15 +153,15 @@ def _short_store(
     sequence = tl.program_id(0)
     first, last = tl.load(sequences + sequence * 2), tl.load(sequences + sequence * 2 + 1)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    for index in range(first, last):
-        chunk = chunks + index * 5
-        target = tl.load(chunk + 4)
-        if target != 0:
-            row, num_rows, num_before = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-            store_inputs(
-                projected, conv, row, num_rows, num_before, tl.load(chunk + 3), target, channel, channel < E,
-                E, 3 * E, TAPS, PAD, True,
-            )  # fmt: skip
+    while first < last:
+        end = tl.load(chunks + first * 6 + 5)
+        chunk = chunks + (end - 1) * 6
+        row, num_rows, num_before = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+        source, target = tl.load(chunk + 3), tl.load(chunk + 4)
+        store_inputs(
+            projected, conv, row, num_rows, num_before, source, target, channel, channel < E, E, 3 * E, TAPS, PAD, True
+        )
+        first = end
 
 
 @cache

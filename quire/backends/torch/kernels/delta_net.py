@@ -192,7 +192,7 @@ def _prepare(
     WIDTH: tl.constexpr = C + HV * V + 2 * HV
     GROUP: tl.constexpr = HV // HK
     dtype: tl.constexpr = q_out.dtype.element_ty
-    chunk = chunks + tl.program_id(0) * 5
+    chunk = chunks + tl.program_id(0) * 6
     num_rows = tl.load(chunk + 1)
     if num_rows == 0:
         return
@@ -252,33 +252,36 @@ def _pass_states(
     key_head = head % HK if IS_TILED else head // (HV // HK)
     i, j, m = tl.arange(0, K), split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, M)
     place = i[:, None] * V + j[None, :]
-    source = tl.load(chunks + first * 5 + 3)
-    at = matrices + (source.to(tl.int64) * HV + head) * (K * V)
-    state = tl.load(at + place, mask=source != 0, other=0.0)
-    for index in range(first, last):
-        row, num_rows = tl.load(chunks + index * 5), tl.load(chunks + index * 5 + 1)
-        rows, is_row = (row + m).to(tl.int64), m < num_rows
-        keys = tl.load(k + (rows * HK + key_head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
-        wide = tl.load(w + (rows * HV + head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
-        at = d + (rows * HV + head)[:, None] * V + j[None, :]
-        u = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
-        factor = tl.load(k_factors + rows * HV + head, mask=is_row, other=0.0)
-        shrink = tl.load(decays + index * HV + head)
-        rounded = state.to(dtype)
-        tl.store(states + (index * HV + head).to(tl.int64) * (K * V) + place, rounded)
-        new = u - tl.dot(wide, rounded, input_precision="ieee")
-        tl.store(at, new.to(dtype), mask=is_row[:, None])
-        state = shrink * state + tl.dot(tl.trans(keys), (new * factor[:, None]).to(dtype), input_precision="ieee")
-        target = tl.load(chunks + index * 5 + 4)
-        if target != 0:
-            tl.store(matrices + (target.to(tl.int64) * HV + head) * (K * V) + place, state)
-            share = (head * (V // COLUMNS) + split) * SHARE
-            channel = share + tl.arange(0, SHARE_PAD)
-            is_in = (channel < share + SHARE) & (channel < C)
-            before = tl.load(chunks + index * 5 + 2)
-            store_inputs(
-                projected, conv, row, num_rows, before, source, target, channel, is_in, C, WIDTH, TAPS, PAD, False
-            )
+    source = tl.load(chunks + first * 6 + 3)
+    first_at = matrices + (source.to(tl.int64) * HV + head) * (K * V)
+    state = tl.load(first_at + place, mask=source != 0, other=0.0)
+    share = (head * (V // COLUMNS) + split) * SHARE
+    channel = share + tl.arange(0, SHARE_PAD)
+    is_in = (channel < share + SHARE) & (channel < C)
+    while first < last:
+        end = tl.load(chunks + first * 6 + 5)
+        for index in range(first, end):  # has no condition inside, so that the compiler loads ahead
+            row, num_rows = tl.load(chunks + index * 6), tl.load(chunks + index * 6 + 1)
+            rows, is_row = (row + m).to(tl.int64), m < num_rows
+            keys = tl.load(k + (rows * HK + key_head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+            wide = tl.load(w + (rows * HV + head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+            at = d + (rows * HV + head)[:, None] * V + j[None, :]
+            u = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
+            factor = tl.load(k_factors + rows * HV + head, mask=is_row, other=0.0)
+            shrink = tl.load(decays + index * HV + head)
+            rounded = state.to(dtype)
+            tl.store(states + (index * HV + head).to(tl.int64) * (K * V) + place, rounded)
+            new = u - tl.dot(wide, rounded, input_precision="ieee")
+            tl.store(at, new.to(dtype), mask=is_row[:, None])
+            state = shrink * state + tl.dot(tl.trans(keys), (new * factor[:, None]).to(dtype), input_precision="ieee")
+        chunk = chunks + (end - 1) * 6
+        target = tl.load(chunk + 4)
+        tl.store(matrices + (target.to(tl.int64) * HV + head) * (K * V) + place, state)
+        store_inputs(
+            projected, conv, tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), source, target, channel, is_in,
+            C, WIDTH, TAPS, PAD, False,
+        )  # fmt: skip
+        first = end
 
 
 @triton.jit
@@ -289,7 +292,7 @@ def _finish(
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + HV * V + 2 * HV
     index, head = tl.program_id(0), tl.program_id(1)
-    row, num_rows = tl.load(chunks + index * 5), tl.load(chunks + index * 5 + 1)
+    row, num_rows = tl.load(chunks + index * 6), tl.load(chunks + index * 6 + 1)
     if num_rows == 0:
         return
     key_head = head % HK if IS_TILED else head // (HV // HK)
