@@ -68,18 +68,18 @@ def convolve(
     m = tl.arange(0, M)
     is_row = m < num_rows
     y = tl.zeros((M, channel.shape[0]), tl.float32)
-    for t in tl.static_range(TAPS):
+    for t in range(TAPS):
         place = m + (t - TAPS + 1)
         mask = (is_row & (num_before + place >= 0))[:, None] & is_in[None, :]
         value = _inputs(x + (row + place).to(tl.int64)[:, None] * WIDTH, channel[None, :], mask, C, IS_GATED)
         y += value.to(tl.float32) * tl.load(taps + t * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
     if (num_before < TAPS - 1) & (source != 0):
-        for t in tl.static_range(TAPS - 1):
-            old = num_before + m + t  # of the state
+        for tap in range(TAPS - 1):
+            old = num_before + m + tap  # of the state
             is_old = (is_row & (old < TAPS - 1))[:, None] & is_in[None, :]
             at = conv + (source.to(tl.int64) * (TAPS - 1) + old)[:, None] * C + channel[None, :]
             kept = tl.load(at, mask=is_old, other=0.0).to(tl.float32)
-            y += kept * tl.load(taps + t * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
+            y += kept * tl.load(taps + tap * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
     return y
 
 

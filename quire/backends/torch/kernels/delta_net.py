@@ -216,7 +216,7 @@ def _prepare(
 
     g, beta = _gates(projected + rows * WIDTH, decay, bias, head, is_row, C + HV * V, HV)
     total = tl.cumsum(g, 0)
-    whole = tl.sum(g, 0)
+    whole = tl.sum(tl.where(m == M - 1, total, 0.0), 0)  # the same rounding as in `total`
     is_before = m[:, None] >= m[None, :]
     shrink = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0)) * k_scale[None, :]
     at = rows * HV + head
@@ -384,7 +384,7 @@ def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: T
     _prepare[(num_chunks, shape.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, conv, chunks, *chunked[:-1],
         TAPS=len(weights.taps), M=CHUNK_ROWS, LEVELS=LEVELS, PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        num_warps=8, **_sizes(shape),
+        num_warps=4, **_sizes(shape),
     )  # fmt: skip
     return chunked
 
@@ -416,7 +416,7 @@ def finish(
     """Write the outputs of the rows of all chunks."""
     _finish[(len(chunks), shape.num_value_heads)](
         projected, chunks, chunked.q, chunked.d, chunked.products, chunked.q_factors, chunked.states,
-        weights.norm, out, weights.eps, M=CHUNK_ROWS, num_warps=8, **_sizes(shape),
+        weights.norm, out, weights.eps, M=CHUNK_ROWS, num_warps=4, **_sizes(shape),
     )  # fmt: skip
 
 
