@@ -41,7 +41,10 @@ from quire.backends.torch.state_work import CHUNK_ROWS, StateWork
 
 L2_EPS = tl.constexpr(1e-6)
 MIN_SIZE, MAX_SIZE = 16, 256  # of a key or a value: tensor cores need 16, registers limit the rest
+PASS_WARPS, PASS_STAGES, PREPARE_WARPS, FINISH_WARPS = 4, 3, 4, 4
+INVERSE = "tf32"
 LEVELS = CHUNK_ROWS.bit_length() - 1
+FEW_DECODES = 8  # with more, two programs run on a multiprocessor, which needs half the registers
 SPLIT = 32  # columns of a state in a program of `_pass_states`
 
 
@@ -109,7 +112,7 @@ def _value_head(key_head, n, HK: tl.constexpr, GROUP: tl.constexpr, IS_TILED: tl
 def _decode(
     projected, taps, decay, bias, norm, conv, matrices, decodes, out, eps,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
-    IS_TILED: tl.constexpr,
+    IS_TILED: tl.constexpr, IS_EAGER: tl.constexpr,
 ):  # fmt: skip
     # A program has a key head and all value heads that use it, so that no other program reads what it writes.
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -134,7 +137,7 @@ def _decode(
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     scale = tl.load(norm + j)
     for n in tl.static_range(GROUP):
-        if n + 1 < GROUP:  # loaded early: it arrives during the work on this head
+        if n + 1 < GROUP and IS_EAGER:  # it arrives during the work on this head
             after = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
             following = tl.load(matrices + (source * HV + after) * (K * V) + place, mask=is_old, other=0.0)
         v_rows = window(x, conv, source, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD, False)
@@ -151,7 +154,11 @@ def _decode(
         tl.debug_barrier()  # all threads have read: the target may be the source
         store_window(v_rows, conv, target, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD)
         if n + 1 < GROUP:
-            head, state = after, following
+            head = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
+            if IS_EAGER:
+                state = following
+            else:
+                state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=is_old, other=0.0)
     store_window(q_rows, conv, target, key_head * K + i, all_k, C, TAPS, PAD)
     store_window(k_rows, conv, target, (HK + key_head) * K + i, all_k, C, TAPS, PAD)
 
@@ -357,10 +364,11 @@ def decode(
     out: Tensor,
 ) -> None:
     """Write the outputs of the first rows, each of another sequence."""
-    num_taps = len(weights.taps)
+    num_taps, is_eager = len(weights.taps), len(decodes) <= FEW_DECODES
     _decode[(len(decodes), shape.num_key_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
-        TAPS=num_taps, PAD=padded(num_taps), num_warps=min(max(shape.key_size * shape.value_size // 1024, 4), 16),
+        TAPS=num_taps, PAD=padded(num_taps), IS_EAGER=is_eager,
+        num_warps=min(max(shape.key_size * shape.value_size // 1024, 4), 16), maxnreg=128 if is_eager else 64,
         **_sizes(shape),
     )  # fmt: skip
 
@@ -383,8 +391,8 @@ def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: T
     )
     _prepare[(num_chunks, shape.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, conv, chunks, *chunked[:-1],
-        TAPS=len(weights.taps), M=CHUNK_ROWS, LEVELS=LEVELS, PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        num_warps=4, **_sizes(shape),
+        TAPS=len(weights.taps), M=CHUNK_ROWS, LEVELS=LEVELS, PRECISION="ieee" if dtype == torch.float32 else INVERSE,
+        num_warps=PREPARE_WARPS, **_sizes(shape),
     )  # fmt: skip
     return chunked
 
@@ -406,7 +414,7 @@ def pass_states(
         projected, conv, matrices, work.chunks, work.sequences,
         chunked.k, chunked.w, chunked.d, chunked.k_factors, chunked.decays, chunked.states,
         TAPS=num_taps, PAD=padded(num_taps), M=CHUNK_ROWS, COLUMNS=columns, SHARE=share, SHARE_PAD=padded(share),
-        num_warps=4, num_stages=2, **_sizes(shape),
+        num_warps=PASS_WARPS, num_stages=PASS_STAGES, **_sizes(shape),
     )  # fmt: skip
 
 
@@ -416,7 +424,7 @@ def finish(
     """Write the outputs of the rows of all chunks."""
     _finish[(len(chunks), shape.num_value_heads)](
         projected, chunks, chunked.q, chunked.d, chunked.products, chunked.q_factors, chunked.states,
-        weights.norm, out, weights.eps, M=CHUNK_ROWS, num_warps=4, **_sizes(shape),
+        weights.norm, out, weights.eps, M=CHUNK_ROWS, num_warps=FINISH_WARPS, **_sizes(shape),
     )  # fmt: skip
 
 
