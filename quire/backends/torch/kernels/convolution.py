@@ -19,6 +19,8 @@ from quire.backends.torch.state_work import CHUNK_FIELDS, CHUNK_ROWS, DECODE_FIE
 
 # T rows of the batch, C channels, E hidden size, S slots
 
+MIN_TAPS, MAX_TAPS = 2, 4
+ROWS = 16  # of a chunk in a program: more need too many registers
 SHORT_BLOCK = 128  # channels of a program
 
 
@@ -32,31 +34,41 @@ def _inputs(x, channel, mask, C: tl.constexpr, IS_GATED: tl.constexpr):
 
 
 @triton.jit
-def window(
-    x, conv, source, channel, is_in, C: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr, IS_GATED: tl.constexpr
-):
-    """Return the inputs [PAD, channels] that the convolution of one row reads: the state, then the row."""
-    t = tl.arange(0, PAD)[:, None]
-    channel, is_in = channel[None, :], is_in[None, :]
-    is_state = (t < TAPS - 1) & is_in & (source != 0)
-    state = tl.load(conv + (source * (TAPS - 1) + t) * C + channel, mask=is_state, other=0.0)
-    return tl.where(t == TAPS - 1, _inputs(x, channel, is_in & (t == TAPS - 1), C, IS_GATED), state)
+def old_inputs(conv, source, channel, is_in, C: tl.constexpr, TAPS: tl.constexpr):
+    """Return the three inputs [channels] before a row, the last first: 0 where the state has fewer rows."""
+    at = conv + source * ((TAPS - 1) * C) + channel
+    is_old = is_in & (source != 0)
+    one = tl.load(at + (TAPS - 2) * C, mask=is_old, other=0.0)
+    two, three = tl.zeros_like(one), tl.zeros_like(one)
+    if TAPS > 2:
+        two = tl.load(at + (TAPS - 3) * C, mask=is_old, other=0.0)
+    if TAPS > 3:
+        three = tl.load(at, mask=is_old, other=0.0)
+    return one, two, three
 
 
 @triton.jit
-def weighted(rows, taps, channel, is_in, C: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr):
-    """Return the convolution [channels] of one row over its window [PAD, channels], in fp32."""
-    t = tl.arange(0, PAD)[:, None]
-    weights = tl.load(taps + t * C + channel[None, :], mask=(t < TAPS) & is_in[None, :], other=0.0)
-    return tl.sum(rows.to(tl.float32) * weights.to(tl.float32), 0)
+def weighted(now, one, two, three, taps, channel, is_in, C: tl.constexpr, TAPS: tl.constexpr):
+    """Return the convolution [channels] of one row in fp32, given its input and those before it."""
+    at = taps + channel
+    y = now.to(tl.float32) * tl.load(at + (TAPS - 1) * C, mask=is_in, other=0.0).to(tl.float32)
+    y += one.to(tl.float32) * tl.load(at + (TAPS - 2) * C, mask=is_in, other=0.0).to(tl.float32)
+    if TAPS > 2:
+        y += two.to(tl.float32) * tl.load(at + (TAPS - 3) * C, mask=is_in, other=0.0).to(tl.float32)
+    if TAPS > 3:
+        y += three.to(tl.float32) * tl.load(at, mask=is_in, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
-def store_window(rows, conv, target, channel, is_in, C: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr):
-    """Store the last rows of a window as a state. All threads must have read the window before."""
-    t = tl.arange(0, PAD)[:, None]
-    at = conv + (target * (TAPS - 1) + t - 1) * C + channel[None, :]
-    tl.store(at, rows, mask=(t >= 1) & (t < TAPS) & is_in[None, :])
+def store_row(now, one, two, conv, target, channel, is_in, C: tl.constexpr, TAPS: tl.constexpr):
+    """Store the state after one row. All threads must have read the state before it."""
+    at = conv + target * ((TAPS - 1) * C) + channel
+    tl.store(at + (TAPS - 2) * C, now, mask=is_in)
+    if TAPS > 2:
+        tl.store(at + (TAPS - 3) * C, one, mask=is_in)
+    if TAPS > 3:
+        tl.store(at, two, mask=is_in)
 
 
 @triton.jit
@@ -68,13 +80,13 @@ def convolve(
     m = tl.arange(0, M)
     is_row = m < num_rows
     y = tl.zeros((M, channel.shape[0]), tl.float32)
-    for t in range(TAPS):
+    for t in tl.static_range(TAPS):
         place = m + (t - TAPS + 1)
         mask = (is_row & (num_before + place >= 0))[:, None] & is_in[None, :]
         value = _inputs(x + (row + place).to(tl.int64)[:, None] * WIDTH, channel[None, :], mask, C, IS_GATED)
         y += value.to(tl.float32) * tl.load(taps + t * C + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
     if (num_before < TAPS - 1) & (source != 0):
-        for tap in range(TAPS - 1):
+        for tap in tl.static_range(TAPS - 1):
             old = num_before + m + tap  # of the state
             is_old = (is_row & (old < TAPS - 1))[:, None] & is_in[None, :]
             at = conv + (source.to(tl.int64) * (TAPS - 1) + old)[:, None] * C + channel[None, :]
@@ -104,9 +116,8 @@ def store_inputs(
 
 @triton.jit
 def _short_decode(
-    projected, taps, bias, conv, decodes, out,
-    E: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    projected, taps, bias, conv, decodes, out, E: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     source, target = tl.load(decodes + row * 2).to(tl.int64), tl.load(decodes + row * 2 + 1).to(tl.int64)
     if target == 0:
@@ -114,32 +125,34 @@ def _short_decode(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = channel < E
     x = projected + row * 3 * E
-    rows = window(x, conv, source, channel, is_in, E, TAPS, PAD, True)
-    y = weighted(rows, taps, channel, is_in, E, TAPS, PAD)
+    now = _inputs(x, channel, is_in, E, True)
+    one, two, three = old_inputs(conv, source, channel, is_in, E, TAPS)
+    y = weighted(now, one, two, three, taps, channel, is_in, E, TAPS)
     if bias is not None:
         y += tl.load(bias + channel, mask=is_in, other=0.0).to(tl.float32)
     gate = tl.load(x + E + channel, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out + row * E + channel, (y * gate).to(out.dtype.element_ty), mask=is_in)
-    tl.debug_barrier()
-    store_window(rows, conv, target, channel, is_in, E, TAPS, PAD)
+    tl.debug_barrier()  # the target may be the source
+    store_row(now, one, two, conv, target, channel, is_in, E, TAPS)
 
 
 @triton.jit
 def _short_chunk(
     projected, taps, bias, conv, chunks, out,
-    E: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    chunk = chunks + tl.program_id(0) * 6
-    num_rows = tl.load(chunk + 1)
-    if num_rows == 0:
+    chunk = chunks + tl.program_id(0) // (M // ROWS) * 6
+    skipped = tl.program_id(0) % (M // ROWS) * ROWS
+    num_rows = tl.load(chunk + 1) - skipped
+    if num_rows <= 0:
         return
-    row, num_before, source = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    row, num_before, source = tl.load(chunk) + skipped, tl.load(chunk + 2) + skipped, tl.load(chunk + 3)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = channel < E
-    y = convolve(projected, conv, taps, row, num_rows, num_before, source, channel, is_in, E, 3 * E, TAPS, M, True)
+    y = convolve(projected, conv, taps, row, num_rows, num_before, source, channel, is_in, E, 3 * E, TAPS, ROWS, True)
     if bias is not None:
         y += tl.load(bias + channel, mask=is_in, other=0.0).to(tl.float32)[None, :]
-    m = tl.arange(0, M)
+    m = tl.arange(0, ROWS)
     rows = (row + m).to(tl.int64)[:, None]
     mask = (m < num_rows)[:, None] & is_in[None, :]
     gate = tl.load(projected + rows * 3 * E + E + channel[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -180,12 +193,12 @@ def short_conv(projected: Tensor, taps: Tensor, bias: Tensor | None, conv: Tenso
     if len(work.decodes):
         _short_decode[(len(work.decodes), num_blocks)](
             projected, taps, bias, conv, work.decodes, out,
-            E=size, TAPS=num_taps, PAD=pad, BLOCK=SHORT_BLOCK, num_warps=4,
+            E=size, TAPS=num_taps, BLOCK=SHORT_BLOCK, num_warps=4,
         )  # fmt: skip
     if len(work.sequences):
-        _short_chunk[(len(work.chunks), num_blocks)](
+        _short_chunk[(len(work.chunks) * (CHUNK_ROWS // ROWS), num_blocks)](
             projected, taps, bias, conv, work.chunks, out,
-            E=size, TAPS=num_taps, M=CHUNK_ROWS, BLOCK=SHORT_BLOCK, num_warps=4,
+            E=size, TAPS=num_taps, M=CHUNK_ROWS, ROWS=ROWS, BLOCK=SHORT_BLOCK, num_warps=4,
         )  # fmt: skip
         _short_store[(len(work.sequences), num_blocks)](
             projected, conv, work.chunks, work.sequences,

@@ -27,22 +27,22 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.convolution import (
+    ROWS,
     convolve,
     empty_work,
+    old_inputs,
     padded,
     store_inputs,
-    store_window,
+    store_row,
     weighted,
-    window,
 )
-from quire.backends.torch.state_work import CHUNK_ROWS, StateWork
+from quire.backends.torch.state_work import CHUNK_ROWS, DECODE_FIELDS, StateWork
 
 # T rows of the batch, C channels, HK key heads, HV value heads, K and V sizes of a key and a value, M rows of a chunk
 
 L2_EPS = tl.constexpr(1e-6)
 MIN_SIZE, MAX_SIZE = 16, 256  # of a key or a value: tensor cores need 16, registers limit the rest
 PASS_WARPS, PASS_STAGES, PREPARE_WARPS, FINISH_WARPS = 4, 3, 4, 4
-INVERSE = "tf32"
 LEVELS = CHUNK_ROWS.bit_length() - 1
 FEW_DECODES = 8  # with more, two programs run on a multiprocessor, which needs half the registers
 SPLIT = 32  # columns of a state in a program of `_pass_states`
@@ -78,13 +78,13 @@ class DeltaShape(NamedTuple):
 class _Chunked(NamedTuple):
     """What the launches of a prompt pass on. Rows outside of chunks are not written."""
 
-    q: Tensor  # [T, HK, K]: convolved queries
-    k: Tensor  # [T, HK, K]
+    mixed: Tensor  # [T, C]: convolved queries, keys and values
+    norms: Tensor  # [T, 2 * HK] fp32: factors of the queries and keys
     w: Tensor  # [T, HV, K]
     d: Tensor  # [T, HV, V]: first U, then D
     products: Tensor  # [T, HV, M]: P
-    q_factors: Tensor  # [T, HV] fp32: of the rows of Q S
-    k_factors: Tensor  # [T, HV] fp32: of the keys in the next state
+    q_factors: Tensor  # [HV, T] fp32: of the rows of Q S
+    k_factors: Tensor  # [HV, T] fp32: of the keys in the next state
     decays: Tensor  # [chunks, HV] fp32: of the state over a chunk
     states: Tensor  # [chunks, HV, K, V]: before each chunk, in the model's type
 
@@ -104,6 +104,16 @@ def _silu(y, dtype: tl.constexpr):
 
 
 @triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def _value_head(key_head, n, HK: tl.constexpr, GROUP: tl.constexpr, IS_TILED: tl.constexpr):
     return key_head + n * HK if IS_TILED else key_head * GROUP + n
 
@@ -111,7 +121,7 @@ def _value_head(key_head, n, HK: tl.constexpr, GROUP: tl.constexpr, IS_TILED: tl
 @triton.jit
 def _decode(
     projected, taps, decay, bias, norm, conv, matrices, decodes, out, eps,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
     IS_TILED: tl.constexpr, IS_EAGER: tl.constexpr,
 ):  # fmt: skip
     # A program has a key head and all value heads that use it, so that no other program reads what it writes.
@@ -120,52 +130,90 @@ def _decode(
     dtype: tl.constexpr = out.dtype.element_ty
     row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, target = tl.load(decodes + row * 2).to(tl.int64), tl.load(decodes + row * 2 + 1).to(tl.int64)
+    i, j = tl.arange(0, K), tl.arange(0, V)
+    x = projected + row * (C + HV * V + 2 * HV)
+    both = tl.arange(0, 2 * K)
+    at = both // K * (HK * K) + key_head * K + both % K  # channels of the query, then of the key
+    now, scale = tl.load(x + at), tl.load(norm + j)  # while the slots are loaded
     if target == 0:
         return
-    i, j = tl.arange(0, K), tl.arange(0, V)
     place = i[:, None] * V + j[None, :]
     is_old = source != 0
     head = _value_head(key_head, 0, HK, GROUP, IS_TILED)
     state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=is_old, other=0.0)
-    x = projected + row * (C + HV * V + 2 * HV)
-    all_k, all_v = i < K, j < V
-    q_rows = window(x, conv, source, key_head * K + i, all_k, C, TAPS, PAD, False)
-    k_rows = window(x, conv, source, (HK + key_head) * K + i, all_k, C, TAPS, PAD, False)
-    q = _silu(weighted(q_rows, taps, key_head * K + i, all_k, C, TAPS, PAD), dtype).to(tl.float32)
-    k = _silu(weighted(k_rows, taps, (HK + key_head) * K + i, all_k, C, TAPS, PAD), dtype).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * K**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
-    scale = tl.load(norm + j)
+    # One tensor for both, with an element for each thread: the compiler would repeat smaller loads in every warp.
+    one, two, three = old_inputs(conv, source, at, both < 2 * K, C, TAPS)
+    qk = _silu(weighted(now, one, two, three, taps, at, both < 2 * K, C, TAPS), dtype).to(tl.float32)
+    q, k = tl.split(tl.trans(tl.reshape(qk, (2, K))))
+    qq, kk, kq = tl.reduce((q * q, k * k, k * q), 0, _add_three)
+    q_scale, k_scale = tl.rsqrt(qq + L2_EPS) * K**-0.5, tl.rsqrt(kk + L2_EPS)
+    q, k, kq = q * q_scale, k * k_scale, kq * q_scale * k_scale
     for n in tl.static_range(GROUP):
         if n + 1 < GROUP and IS_EAGER:  # it arrives during the work on this head
             after = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
             following = tl.load(matrices + (source * HV + after) * (K * V) + place, mask=is_old, other=0.0)
-        v_rows = window(x, conv, source, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD, False)
-        z = tl.load(x + C + head * V + j).to(tl.float32)
-        v = _silu(weighted(v_rows, taps, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD), dtype).to(tl.float32)
+        v_at = 2 * HK * K + head * V + j
+        v_now, z = tl.load(x + v_at), tl.load(x + C + head * V + j).to(tl.float32)
+        v_one, v_two, v_three = old_inputs(conv, source, v_at, j < V, C, TAPS)
+        v = _silu(weighted(v_now, v_one, v_two, v_three, taps, v_at, j < V, C, TAPS), dtype).to(tl.float32)
         g, beta = _gates(x, decay, bias, head, True, C + HV * V, HV)
         shrink = tl.exp(g)
-        d = (v - shrink * tl.sum(state * k[:, None], 0)) * beta
-        o = shrink * tl.sum(state * q[:, None], 0) + d * tl.sum(k * q, 0)
+        by_key, by_query = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+        d = (v - shrink * by_key) * beta
         state = shrink * state + k[:, None] * d[None, :]
         tl.store(matrices + (target * HV + head) * (K * V) + place, state)
+        o = shrink * by_query + d * kq
         o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps)
         tl.store(out + (row * HV + head) * V + j, (o * scale * z * tl.sigmoid(z)).to(dtype))
         tl.debug_barrier()  # all threads have read: the target may be the source
-        store_window(v_rows, conv, target, 2 * HK * K + head * V + j, all_v, C, TAPS, PAD)
+        store_row(v_now, v_one, v_two, conv, target, v_at, j < V, C, TAPS)
         if n + 1 < GROUP:
             head = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
             if IS_EAGER:
                 state = following
             else:
                 state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=is_old, other=0.0)
-    store_window(q_rows, conv, target, key_head * K + i, all_k, C, TAPS, PAD)
-    store_window(k_rows, conv, target, (HK + key_head) * K + i, all_k, C, TAPS, PAD)
+    store_row(now, one, two, conv, target, at, both < 2 * K, C, TAPS)
 
 
 @triton.jit
-def _inverse(a, M: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + a, for a strictly lower triangular [M, M].
+def _convolved(
+    projected, taps, conv, chunks, mixed, norms,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    # A program has some rows of a chunk and one head: a query, a key or a value.
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = C + HV * V + 2 * HV
+    chunk = chunks + tl.program_id(0) // (M // ROWS) * 6
+    skipped = tl.program_id(0) % (M // ROWS) * ROWS
+    num_rows = tl.load(chunk + 1) - skipped
+    if num_rows <= 0:
+        return
+    row, before, source = tl.load(chunk) + skipped, tl.load(chunk + 2) + skipped, tl.load(chunk + 3)
+    head = tl.program_id(1)
+    is_value = head >= 2 * HK
+    n, m = tl.arange(0, N), tl.arange(0, ROWS)
+    channel = tl.where(is_value, 2 * HK * K + (head - 2 * HK) * V, head * K) + n
+    is_in = n < tl.where(is_value, V, K)
+    y = convolve(projected, conv, taps, row, num_rows, before, source, channel, is_in, C, WIDTH, TAPS, ROWS, False)
+    y = _silu(y, mixed.dtype.element_ty)
+    rows = (row + m).to(tl.int64)
+    tl.store(mixed + rows[:, None] * C + channel[None, :], y, mask=(m < num_rows)[:, None] & is_in[None, :])
+    if head < 2 * HK:
+        norm = tl.rsqrt(tl.sum(y.to(tl.float32) * y.to(tl.float32), 1) + L2_EPS)
+        norm *= tl.where(head < HK, K**-0.5, 1.0)
+        tl.store(norms + rows * (2 * HK) + head, norm, mask=m < num_rows)
+
+
+@triton.jit
+def _product(a, b, dtype: tl.constexpr):
+    return tl.dot(a.to(dtype), b.to(dtype), input_precision="ieee")
+
+
+@triton.jit
+def _inverse(a, M: tl.constexpr, LEVELS: tl.constexpr, dtype: tl.constexpr):
+    """Return the inverse of 1 + a, for a strictly lower triangular [M, M], from products in `dtype`.
 
     If X inverts the diagonal blocks of size s, and L has the blocks below them within blocks of size 2s, then
     X - X L X inverts the diagonal blocks of size 2s.
@@ -174,78 +222,59 @@ def _inverse(a, M: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
     for level in tl.static_range(1, LEVELS):
         is_below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-        below = tl.where(is_below, a, 0.0)
-        x -= tl.dot(tl.dot(x, below, input_precision=PRECISION), x, input_precision=PRECISION)
+        x -= _product(_product(x, tl.where(is_below, a, 0.0), dtype), x, dtype)
     return x
 
 
-@triton.jit
-def _convolved(
-    x, conv, taps, row, num_rows, before, source, channel,
-    C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Return silu of the convolution [M, channels] of a chunk, in the model's type."""
-    y = convolve(x, conv, taps, row, num_rows, before, source, channel, channel < C, C, WIDTH, TAPS, M, False)
-    return _silu(y, x.dtype.element_ty)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_all"])
 def _prepare(
-    projected, taps, decay, bias, conv, chunks, q_out, k_out, w, u, products, q_factors, k_factors, decays,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
-    LEVELS: tl.constexpr, IS_TILED: tl.constexpr, PRECISION: tl.constexpr,
+    projected, decay, bias, chunks, mixed, norms, w, u, products, q_factors, k_factors, decays, num_all,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
+    IS_TILED: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + HV * V + 2 * HV
-    GROUP: tl.constexpr = HV // HK
-    dtype: tl.constexpr = q_out.dtype.element_ty
+    dtype: tl.constexpr = mixed.dtype.element_ty
+    # The entries of the inverse are at most 1, and fp16 is more exact there than bf16.
+    inverse_dtype: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
     chunk = chunks + tl.program_id(0) * 6
-    num_rows = tl.load(chunk + 1)
+    row, num_rows = tl.load(chunk), tl.load(chunk + 1)
     if num_rows == 0:
         return
-    row, before, source = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
     head = tl.program_id(1)
-    key_head = head % HK if IS_TILED else head // GROUP
+    key_head = head % HK if IS_TILED else head // (HV // HK)
     i, j, m = tl.arange(0, K), tl.arange(0, V), tl.arange(0, M)
-    all_k, all_v = i < K, j < V
     rows, is_row = (row + m).to(tl.int64), m < num_rows
-    is_key = is_row[:, None] & all_k[None, :]
-    at = (rows * HK + key_head)[:, None] * K + i[None, :]
-
-    channel = (HK + key_head) * K + i
-    k = _convolved(projected, conv, taps, row, num_rows, before, source, channel, C, WIDTH, TAPS, M)
-    tl.store(k_out + at, k, mask=is_key)  # value heads with the same key head write the same
-    k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
-    channel = key_head * K + i
-    q = _convolved(projected, conv, taps, row, num_rows, before, source, channel, C, WIDTH, TAPS, M)
-    tl.store(q_out + at, q, mask=is_key)
-    q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * K**-0.5
-
+    is_in = is_row[:, None]
+    at = mixed + rows[:, None] * C
+    k = tl.load(at + (HK + key_head) * K + i[None, :], mask=is_in, other=0.0)
+    q = tl.load(at + key_head * K + i[None, :], mask=is_in, other=0.0)
+    v = tl.load(at + 2 * HK * K + head * V + j[None, :], mask=is_in, other=0.0)
+    q_scale = tl.load(norms + rows * (2 * HK) + key_head, mask=is_row, other=0.0)
+    k_scale = tl.load(norms + rows * (2 * HK) + HK + key_head, mask=is_row, other=0.0)
     g, beta = _gates(projected + rows * WIDTH, decay, bias, head, is_row, C + HV * V, HV)
     total = tl.cumsum(g, 0)
     whole = tl.sum(tl.where(m == M - 1, total, 0.0), 0)  # the same rounding as in `total`
-    is_before = m[:, None] >= m[None, :]
-    shrink = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0)) * k_scale[None, :]
-    at = rows * HV + head
-    p = tl.dot(q, tl.trans(k), input_precision="ieee") * shrink * q_scale[:, None]
-    tl.store(products + at[:, None] * M + m[None, :], tl.where(is_before, p, 0.0).to(dtype), mask=is_row[:, None])
-    tl.store(q_factors + at, q_scale * tl.exp(total), mask=is_row)
-    tl.store(k_factors + at, k_scale * tl.exp(whole - total), mask=is_row)
+    tl.store(q_factors + head * num_all + rows, q_scale * tl.exp(total), mask=is_row)
+    tl.store(k_factors + head * num_all + rows, k_scale * tl.exp(whole - total), mask=is_row)
     tl.store(decays + tl.program_id(0) * HV + head, tl.exp(whole))
 
+    is_before = m[:, None] >= m[None, :]
+    shrink = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0)) * k_scale[None, :]
     a = tl.dot(k, tl.trans(k), input_precision="ieee") * shrink * (beta * k_scale)[:, None]
-    x = _inverse(tl.where(m[:, None] > m[None, :], a, 0.0), M, LEVELS, PRECISION)
+    p = tl.dot(q, tl.trans(k), input_precision="ieee") * shrink * q_scale[:, None]
+    at = (rows * HV + head)[:, None]
+    tl.store(products + at * M + m[None, :], tl.where(is_before, p, 0.0).to(dtype), mask=is_in)
+    x = _inverse(tl.where(m[:, None] > m[None, :], a, 0.0), M, LEVELS, inverse_dtype)
     wide = tl.dot((x * (beta * k_scale * tl.exp(total))[None, :]).to(dtype), k, input_precision="ieee")
-    tl.store(w + at[:, None] * K + i[None, :], wide.to(dtype), mask=is_key)
-    channel = 2 * HK * K + head * V + j
-    v = _convolved(projected, conv, taps, row, num_rows, before, source, channel, C, WIDTH, TAPS, M)
+    tl.store(w + at * K + i[None, :], wide.to(dtype), mask=is_in)
     wide = tl.dot((x * beta[None, :]).to(dtype), v, input_precision="ieee")
-    tl.store(u + at[:, None] * V + j[None, :], wide.to(dtype), mask=is_row[:, None] & all_v[None, :])
+    tl.store(u + at * V + j[None, :], wide.to(dtype), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_all"])
 def _pass_states(
-    projected, conv, matrices, chunks, sequences, k, w, d, k_factors, decays, states,
+    projected, conv, matrices, chunks, sequences, mixed, w, d, k_factors, decays, states, num_all,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
     M: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, SHARE_PAD: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
@@ -259,41 +288,41 @@ def _pass_states(
     key_head = head % HK if IS_TILED else head // (HV // HK)
     i, j, m = tl.arange(0, K), split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, M)
     place = i[:, None] * V + j[None, :]
-    source = tl.load(chunks + first * 6 + 3)
+    row, source = tl.load(chunks + first * 6), tl.load(chunks + first * 6 + 3)
     first_at = matrices + (source.to(tl.int64) * HV + head) * (K * V)
     state = tl.load(first_at + place, mask=source != 0, other=0.0)
     share = (head * (V // COLUMNS) + split) * SHARE
     channel = share + tl.arange(0, SHARE_PAD)
     is_in = (channel < share + SHARE) & (channel < C)
     while first < last:
-        end = tl.load(chunks + first * 6 + 5)
-        for index in range(first, end):  # has no condition inside, so that the compiler loads ahead
-            row, num_rows = tl.load(chunks + index * 6), tl.load(chunks + index * 6 + 1)
-            rows, is_row = (row + m).to(tl.int64), m < num_rows
-            keys = tl.load(k + (rows * HK + key_head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+        target, end = tl.load(chunks + first * 6 + 4), tl.load(chunks + first * 6 + 5)
+        last_row, last_rows = tl.load(chunks + end * 6 - 6), tl.load(chunks + end * 6 - 5)
+        # No condition and no table of rows inside, so that the compiler loads ahead: all chunks but the last are full.
+        for index in range(first, end):
+            rows = (row + (index - first) * M + m).to(tl.int64)
+            is_row = rows < last_row + last_rows
+            keys = tl.load(mixed + rows[:, None] * C + (HK + key_head) * K + i[None, :], mask=is_row[:, None], other=0.0)
             wide = tl.load(w + (rows * HV + head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
             at = d + (rows * HV + head)[:, None] * V + j[None, :]
             u = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
-            factor = tl.load(k_factors + rows * HV + head, mask=is_row, other=0.0)
+            factor = tl.load(k_factors + head * num_all + rows, mask=is_row, other=0.0)
             shrink = tl.load(decays + index * HV + head)
             rounded = state.to(dtype)
             tl.store(states + (index * HV + head).to(tl.int64) * (K * V) + place, rounded)
             new = u - tl.dot(wide, rounded, input_precision="ieee")
             tl.store(at, new.to(dtype), mask=is_row[:, None])
             state = shrink * state + tl.dot(tl.trans(keys), (new * factor[:, None]).to(dtype), input_precision="ieee")
-        chunk = chunks + (end - 1) * 6
-        target = tl.load(chunk + 4)
         tl.store(matrices + (target.to(tl.int64) * HV + head) * (K * V) + place, state)
+        before = tl.load(chunks + end * 6 - 4)
         store_inputs(
-            projected, conv, tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), source, target, channel, is_in,
-            C, WIDTH, TAPS, PAD, False,
-        )  # fmt: skip
-        first = end
+            projected, conv, last_row, last_rows, before, source, target, channel, is_in, C, WIDTH, TAPS, PAD, False
+        )
+        row, first = last_row + last_rows, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_all"])
 def _finish(
-    projected, chunks, q, d, products, q_factors, states, norm, out, eps,
+    projected, chunks, mixed, d, products, q_factors, states, norm, out, eps, num_all,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -306,13 +335,13 @@ def _finish(
     i, j, m = tl.arange(0, K), tl.arange(0, V), tl.arange(0, M)
     rows, is_row = (row + m).to(tl.int64), (m < num_rows)
     at = rows * HV + head
-    queries = tl.load(q + (rows * HK + key_head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
+    queries = tl.load(mixed + rows[:, None] * C + key_head * K + i[None, :], mask=is_row[:, None], other=0.0)
     state = tl.load(states + (index * HV + head).to(tl.int64) * (K * V) + i[:, None] * V + j[None, :])
     p = tl.load(products + at[:, None] * M + m[None, :], mask=is_row[:, None], other=0.0)
     new = tl.load(d + at[:, None] * V + j[None, :], mask=is_row[:, None], other=0.0)
     z = tl.load(projected + rows[:, None] * WIDTH + C + head * V + j[None, :], mask=is_row[:, None], other=0.0)
     z = z.to(tl.float32)
-    factor = tl.load(q_factors + at, mask=is_row, other=0.0)
+    factor = tl.load(q_factors + head * num_all + rows, mask=is_row, other=0.0)
     o = tl.dot(queries, state, input_precision="ieee") * factor[:, None]
     o = tl.dot(p, new, acc=o, input_precision="ieee")
     o *= tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * tl.load(norm + j)[None, :]
@@ -364,35 +393,43 @@ def decode(
     out: Tensor,
 ) -> None:
     """Write the outputs of the first rows, each of another sequence."""
-    num_taps, is_eager = len(weights.taps), len(decodes) <= FEW_DECODES
+    is_eager = len(decodes) <= FEW_DECODES
     _decode[(len(decodes), shape.num_key_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
-        TAPS=num_taps, PAD=padded(num_taps), IS_EAGER=is_eager,
-        num_warps=min(max(shape.key_size * shape.value_size // 1024, 4), 16), maxnreg=128 if is_eager else 64,
+        TAPS=len(weights.taps), IS_EAGER=is_eager,
+        num_warps=min(max(shape.key_size * shape.value_size // 2048, 4), 16), maxnreg=255 if is_eager else 128,
         **_sizes(shape),
     )  # fmt: skip
 
 
 def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: Tensor, chunks: Tensor) -> _Chunked:
     """Compute everything of the chunks that does not depend on states."""
-    num_rows, num_chunks, dtype = len(projected), len(chunks), projected.dtype
-    keys = (num_rows, shape.num_key_heads, shape.key_size)
-    values = (num_rows, shape.num_value_heads)
+    num_rows, num_chunks = len(projected), len(chunks)
+    heads, key_size, value_size = shape.num_value_heads, shape.key_size, shape.value_size
+
+    def floats(*sizes: int) -> Tensor:
+        return projected.new_empty(sizes, dtype=torch.float32)
+
     chunked = _Chunked(
-        q=projected.new_empty(keys),
-        k=projected.new_empty(keys),
-        w=projected.new_empty((*values, shape.key_size)),
-        d=projected.new_empty((*values, shape.value_size)),
-        products=projected.new_empty((*values, CHUNK_ROWS)),
-        q_factors=projected.new_empty(values, dtype=torch.float32),
-        k_factors=projected.new_empty(values, dtype=torch.float32),
-        decays=projected.new_empty((num_chunks, shape.num_value_heads), dtype=torch.float32),
-        states=projected.new_empty((num_chunks, shape.num_value_heads, shape.key_size, shape.value_size)),
+        mixed=projected.new_empty((num_rows, shape.num_channels)),
+        norms=floats(num_rows, 2 * shape.num_key_heads),
+        w=projected.new_empty((num_rows, heads, key_size)),
+        d=projected.new_empty((num_rows, heads, value_size)),
+        products=projected.new_empty((num_rows, heads, CHUNK_ROWS)),
+        q_factors=floats(heads, num_rows),
+        k_factors=floats(heads, num_rows),
+        decays=floats(num_chunks, heads),
+        states=projected.new_empty((num_chunks, heads, key_size, value_size)),
     )
-    _prepare[(num_chunks, shape.num_value_heads)](
-        projected, weights.taps, weights.decay, weights.bias, conv, chunks, *chunked[:-1],
-        TAPS=len(weights.taps), M=CHUNK_ROWS, LEVELS=LEVELS, PRECISION="ieee" if dtype == torch.float32 else INVERSE,
-        num_warps=PREPARE_WARPS, **_sizes(shape),
+    sizes = _sizes(shape)
+    is_tiled = sizes.pop("IS_TILED")
+    _convolved[(num_chunks * (CHUNK_ROWS // ROWS), 2 * shape.num_key_heads + heads)](
+        projected, weights.taps, conv, chunks, chunked.mixed, chunked.norms,
+        TAPS=len(weights.taps), M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=4, **sizes,
+    )  # fmt: skip
+    _prepare[(num_chunks, heads)](
+        projected, weights.decay, weights.bias, chunks, *chunked[:-1], num_rows,
+        M=CHUNK_ROWS, LEVELS=LEVELS, IS_TILED=is_tiled, num_warps=PREPARE_WARPS, **sizes,
     )  # fmt: skip
     return chunked
 
@@ -412,7 +449,7 @@ def pass_states(
     share = -(-shape.num_channels // (shape.num_value_heads * num_splits))
     _pass_states[(len(work.sequences), shape.num_value_heads, num_splits)](
         projected, conv, matrices, work.chunks, work.sequences,
-        chunked.k, chunked.w, chunked.d, chunked.k_factors, chunked.decays, chunked.states,
+        chunked.mixed, chunked.w, chunked.d, chunked.k_factors, chunked.decays, chunked.states, len(projected),
         TAPS=num_taps, PAD=padded(num_taps), M=CHUNK_ROWS, COLUMNS=columns, SHARE=share, SHARE_PAD=padded(share),
         num_warps=PASS_WARPS, num_stages=PASS_STAGES, **_sizes(shape),
     )  # fmt: skip
@@ -423,8 +460,8 @@ def finish(
 ) -> None:
     """Write the outputs of the rows of all chunks."""
     _finish[(len(chunks), shape.num_value_heads)](
-        projected, chunks, chunked.q, chunked.d, chunked.products, chunked.q_factors, chunked.states,
-        weights.norm, out, weights.eps, M=CHUNK_ROWS, num_warps=FINISH_WARPS, **_sizes(shape),
+        projected, chunks, chunked.mixed, chunked.d, chunked.products, chunked.q_factors, chunked.states,
+        weights.norm, out, weights.eps, len(projected), M=CHUNK_ROWS, num_warps=FINISH_WARPS, **_sizes(shape),
     )  # fmt: skip
 
 
@@ -444,7 +481,9 @@ def delta_net_calls(shape: DeltaShape, num_taps: int, dtype: torch.dtype) -> lis
     conv = meta(2, num_taps - 1, channels)
     matrices = meta(2, heads, shape.key_size, shape.value_size, kind=torch.float32)
     projected, out, work = meta(2, shape.width), meta(2, heads * shape.value_size), empty_work()
+    many = meta(FEW_DECODES + 1, DECODE_FIELDS, kind=torch.int32)
     return [
         partial(decode, projected, weights, shape, conv, matrices, work.decodes, out),
+        partial(decode, projected, weights, shape, conv, matrices, many, out),
         partial(delta_net, projected, weights, shape, conv, matrices, StateWork(work.decodes[:0], *work[1:])),
     ]
