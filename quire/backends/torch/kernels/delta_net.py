@@ -36,15 +36,14 @@ from quire.backends.torch.kernels.convolution import (
     store_row,
     weighted,
 )
-from quire.backends.torch.state_work import CHUNK_ROWS, DECODE_FIELDS, StateWork
+from quire.backends.torch.state_work import CHUNK_ROWS, StateWork
 
 # T rows of the batch, C channels, HK key heads, HV value heads, K and V sizes of a key and a value, M rows of a chunk
 
 L2_EPS = tl.constexpr(1e-6)
 MIN_SIZE, MAX_SIZE = 16, 256  # of a key or a value: tensor cores need 16, registers limit the rest
-PASS_WARPS, PASS_STAGES, PREPARE_WARPS, FINISH_WARPS = 4, 3, 4, 4
+CONV_WARPS, PASS_WARPS, PASS_STAGES, PREPARE_WARPS, FINISH_WARPS = 4, 4, 3, 4, 8
 LEVELS = CHUNK_ROWS.bit_length() - 1
-FEW_DECODES = 8  # with more, two programs run on a multiprocessor, which needs half the registers
 SPLIT = 32  # columns of a state in a program of `_pass_states`
 
 
@@ -114,66 +113,74 @@ def _add_three(a, b, c, d, e, f):
 
 
 @triton.jit
-def _value_head(key_head, n, HK: tl.constexpr, GROUP: tl.constexpr, IS_TILED: tl.constexpr):
-    return key_head + n * HK if IS_TILED else key_head * GROUP + n
+def _update(
+    state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Update the state [K, V] of one value head of a row, and write its output."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    dtype: tl.constexpr = out.dtype.element_ty
+    i, j = tl.arange(0, K), tl.arange(0, V)
+    at = 2 * HK * K + head * V + j
+    now, z, scale = tl.load(x + at), tl.load(x + C + head * V + j).to(tl.float32), tl.load(norm + j)
+    one, two, three = old_inputs(conv, source, at, j < V, C, TAPS)
+    v = _silu(weighted(now, one, two, three, taps, at, j < V, C, TAPS), dtype).to(tl.float32)
+    g, beta = _gates(x, decay, bias, head, True, C + HV * V, HV)
+    shrink = tl.exp(g)
+    by_key, by_query = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+    d = (v - shrink * by_key) * beta
+    place = (target * HV + head) * (K * V) + i[:, None] * V + j[None, :]
+    tl.store(matrices + place, shrink * state + k[:, None] * d[None, :])
+    o = shrink * by_query + d * kq
+    o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+    tl.store(out + head * V + j, (o * scale * z * tl.sigmoid(z)).to(dtype))
+    tl.debug_barrier()  # all threads have read: the target may be the source
+    store_row(now, one, two, conv, target, at, j < V, C, TAPS)
 
 
 @triton.jit
 def _decode(
     projected, taps, decay, bias, norm, conv, matrices, decodes, out, eps,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
-    IS_TILED: tl.constexpr, IS_EAGER: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    # A program has a key head and all value heads that use it, so that no other program reads what it writes.
+    # A program has one value head. If the target is the source, the first program of a key head has all its value
+    # heads, because the others would read inputs of the query and the key that it writes.
     C: tl.constexpr = 2 * HK * K + HV * V
     GROUP: tl.constexpr = HV // HK
-    dtype: tl.constexpr = out.dtype.element_ty
-    row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, target = tl.load(decodes + row * 2).to(tl.int64), tl.load(decodes + row * 2 + 1).to(tl.int64)
-    i, j = tl.arange(0, K), tl.arange(0, V)
+    key_head = head % HK if IS_TILED else head // GROUP
+    is_first = (head < HK) if IS_TILED else (head % GROUP == 0)
+    i, j, both = tl.arange(0, K), tl.arange(0, V), tl.arange(0, 2 * K)
     x = projected + row * (C + HV * V + 2 * HV)
-    both = tl.arange(0, 2 * K)
     at = both // K * (HK * K) + key_head * K + both % K  # channels of the query, then of the key
-    now, scale = tl.load(x + at), tl.load(norm + j)  # while the slots are loaded
-    if target == 0:
+    now = tl.load(x + at)  # while the slots are loaded
+    if (target == 0) | ((target == source) & (is_first == 0)):
         return
     place = i[:, None] * V + j[None, :]
-    is_old = source != 0
-    head = _value_head(key_head, 0, HK, GROUP, IS_TILED)
-    state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=is_old, other=0.0)
+    state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=source != 0, other=0.0)
     # One tensor for both, with an element for each thread: the compiler would repeat smaller loads in every warp.
     one, two, three = old_inputs(conv, source, at, both < 2 * K, C, TAPS)
-    qk = _silu(weighted(now, one, two, three, taps, at, both < 2 * K, C, TAPS), dtype).to(tl.float32)
+    qk = _silu(weighted(now, one, two, three, taps, at, both < 2 * K, C, TAPS), out.dtype.element_ty).to(tl.float32)
     q, k = tl.split(tl.trans(tl.reshape(qk, (2, K))))
     qq, kk, kq = tl.reduce((q * q, k * k, k * q), 0, _add_three)
     q_scale, k_scale = tl.rsqrt(qq + L2_EPS) * K**-0.5, tl.rsqrt(kk + L2_EPS)
     q, k, kq = q * q_scale, k * k_scale, kq * q_scale * k_scale
-    for n in tl.static_range(GROUP):
-        if n + 1 < GROUP and IS_EAGER:  # it arrives during the work on this head
-            after = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
-            following = tl.load(matrices + (source * HV + after) * (K * V) + place, mask=is_old, other=0.0)
-        v_at = 2 * HK * K + head * V + j
-        v_now, z = tl.load(x + v_at), tl.load(x + C + head * V + j).to(tl.float32)
-        v_one, v_two, v_three = old_inputs(conv, source, v_at, j < V, C, TAPS)
-        v = _silu(weighted(v_now, v_one, v_two, v_three, taps, v_at, j < V, C, TAPS), dtype).to(tl.float32)
-        g, beta = _gates(x, decay, bias, head, True, C + HV * V, HV)
-        shrink = tl.exp(g)
-        by_key, by_query = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
-        d = (v - shrink * by_key) * beta
-        state = shrink * state + k[:, None] * d[None, :]
-        tl.store(matrices + (target * HV + head) * (K * V) + place, state)
-        o = shrink * by_query + d * kq
-        o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps)
-        tl.store(out + (row * HV + head) * V + j, (o * scale * z * tl.sigmoid(z)).to(dtype))
-        tl.debug_barrier()  # all threads have read: the target may be the source
-        store_row(v_now, v_one, v_two, conv, target, v_at, j < V, C, TAPS)
-        if n + 1 < GROUP:
-            head = _value_head(key_head, n + 1, HK, GROUP, IS_TILED)
-            if IS_EAGER:
-                state = following
-            else:
-                state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=is_old, other=0.0)
-    store_row(now, one, two, conv, target, at, both < 2 * K, C, TAPS)
+    out += row * (HV * V)
+    _update(
+        state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps, HK, HV, K, V, TAPS
+    )
+    if GROUP > 1:
+        if target == source:
+            for _ in range(1, GROUP):
+                head += HK if IS_TILED else 1
+                state = tl.load(matrices + (source * HV + head) * (K * V) + place)
+                _update(
+                    state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps,
+                    HK, HV, K, V, TAPS,
+                )  # fmt: skip
+    if is_first:
+        store_row(now, one, two, conv, target, at, both < 2 * K, C, TAPS)
 
 
 @triton.jit
@@ -393,12 +400,9 @@ def decode(
     out: Tensor,
 ) -> None:
     """Write the outputs of the first rows, each of another sequence."""
-    is_eager = len(decodes) <= FEW_DECODES
-    _decode[(len(decodes), shape.num_key_heads)](
+    _decode[(len(decodes), shape.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
-        TAPS=len(weights.taps), IS_EAGER=is_eager,
-        num_warps=min(max(shape.key_size * shape.value_size // 2048, 4), 16), maxnreg=255 if is_eager else 128,
-        **_sizes(shape),
+        TAPS=len(weights.taps), num_warps=4, num_stages=1, **_sizes(shape),
     )  # fmt: skip
 
 
@@ -425,7 +429,7 @@ def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: T
     is_tiled = sizes.pop("IS_TILED")
     _convolved[(num_chunks * (CHUNK_ROWS // ROWS), 2 * shape.num_key_heads + heads)](
         projected, weights.taps, conv, chunks, chunked.mixed, chunked.norms,
-        TAPS=len(weights.taps), M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=4, **sizes,
+        TAPS=len(weights.taps), M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=CONV_WARPS, **sizes,
     )  # fmt: skip
     _prepare[(num_chunks, heads)](
         projected, weights.decay, weights.bias, chunks, *chunked[:-1], num_rows,
@@ -481,9 +485,7 @@ def delta_net_calls(shape: DeltaShape, num_taps: int, dtype: torch.dtype) -> lis
     conv = meta(2, num_taps - 1, channels)
     matrices = meta(2, heads, shape.key_size, shape.value_size, kind=torch.float32)
     projected, out, work = meta(2, shape.width), meta(2, heads * shape.value_size), empty_work()
-    many = meta(FEW_DECODES + 1, DECODE_FIELDS, kind=torch.int32)
     return [
         partial(decode, projected, weights, shape, conv, matrices, work.decodes, out),
-        partial(decode, projected, weights, shape, conv, matrices, many, out),
         partial(delta_net, projected, weights, shape, conv, matrices, StateWork(work.decodes[:0], *work[1:])),
     ]
