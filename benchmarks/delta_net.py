@@ -15,34 +15,42 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels.convolution import short_conv
-from quire.backends.torch.kernels.delta_net import DeltaShape, DeltaWeights, delta_net, finish, pass_states, prepare
+from quire.backends.torch.kernels.delta_net import (
+    DeltaWeights,
+    delta_net,
+    finish,
+    pass_states,
+    prepare,
+    projected_size,
+)
 from quire.backends.torch.state_work import StateWork
 from quire.core.step import SeqSlice
+from quire.weights.spec import DeltaNetSpec
 from tests.backends.torch.kernels.states import delta_rows, device_work, piece
 
-SHAPES = {"0.8B": (DeltaShape(16, 16, 128, 128), 18), "35B-A3B": (DeltaShape(16, 32, 128, 128), 30)}
-LAYERS, TAPS, SLOTS = 6, 4, 521
+SHAPES = {"0.8B": (DeltaNetSpec(16, 16, 128, 128, 4), 18), "35B-A3B": (DeltaNetSpec(16, 32, 128, 128, 4), 30)}
+LAYERS, SLOTS = 6, 521
 DTYPE = torch.bfloat16
 
 
 class Layer:
     """Random weights and states. Decays are as in a trained model: from 1 token to some thousands."""
 
-    def __init__(self, shape: DeltaShape) -> None:
-        self.shape = shape
-        heads, channels = shape.num_value_heads, shape.num_channels
+    def __init__(self, spec: DeltaNetSpec) -> None:
+        self.spec = spec
+        heads, channels = spec.num_value_heads, spec.num_channels
         self.weights = DeltaWeights(
-            taps=(torch.randn(TAPS, channels, device="cuda") / 2).to(DTYPE),
+            taps=(torch.randn(spec.num_taps, channels, device="cuda") / 2).to(DTYPE),
             decay=-torch.exp(torch.empty(heads, device="cuda").uniform_(-6, 1)),
             bias=torch.randn(heads, device="cuda"),
-            norm=1 + torch.randn(shape.value_size, device="cuda") / 4,
+            norm=1 + torch.randn(spec.value_head_size, device="cuda") / 4,
             eps=1e-6,
         )
-        self.conv = torch.randn(SLOTS, TAPS - 1, channels, device="cuda").to(DTYPE)
-        self.matrices = torch.randn(SLOTS, heads, shape.key_size, shape.value_size, device="cuda") / 8
+        self.conv = torch.randn(SLOTS, spec.num_taps - 1, channels, device="cuda").to(DTYPE)
+        self.matrices = torch.randn(SLOTS, heads, spec.key_head_size, spec.value_head_size, device="cuda") / 8
 
     def run(self, projected: Tensor, work: StateWork) -> Tensor:
-        return delta_net(projected, self.weights, self.shape, self.conv, self.matrices, work)
+        return delta_net(projected, self.weights, self.spec, self.conv, self.matrices, work)
 
 
 def timed_us(run: Callable[[], object], repeats: int = 10) -> float:
@@ -68,20 +76,20 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def inputs(num_rows: int, shape: DeltaShape) -> Tensor:
-    return torch.randn(num_rows, shape.width, device="cuda").to(DTYPE)
+def inputs(num_rows: int, spec: DeltaNetSpec) -> Tensor:
+    return torch.randn(num_rows, projected_size(spec), device="cuda").to(DTYPE)
 
 
-def check(name: str, shape: DeltaShape) -> None:
+def check(name: str, spec: DeltaNetSpec) -> None:
     """Print errors against the recurrence, and whether a prompt depends on other requests or on its division."""
-    layer = Layer(shape)
-    x = inputs(1000, shape)
+    layer = Layer(spec)
+    x = inputs(1000, spec)
     old = layer.conv[1].double(), layer.matrices[1].double()
-    wanted, _, state = delta_rows(x.double(), layer.weights, shape, *old)
+    wanted, _, state = delta_rows(x.double(), layer.weights, spec, *old)
     alone = layer.run(x, device_work([piece(1000, 1, 2)]))
     errors = [("prompt of 1,000", alone, wanted), ("its state", layer.matrices[2], state)]
     company = [piece(1, 3, 4), piece(1, 5, 5), piece(1000, 1, 6), piece(333, 0, 7, (100, 8))]
-    other = layer.run(torch.cat((inputs(2, shape), x, inputs(333, shape))), device_work(company, 3))
+    other = layer.run(torch.cat((inputs(2, spec), x, inputs(333, spec))), device_work(company, 3))
     errors.append(("in a batch, against alone", other[2:1002], alone))
     errors.append(("its state", layer.matrices[6], layer.matrices[2]))
     cuts = tuple((position, 20 + place) for place, position in enumerate(range(37, 1000, 50)))
@@ -98,11 +106,11 @@ def check(name: str, shape: DeltaShape) -> None:
         print(f"{name:8} {what:34} {error(found, right):.1e}")
 
 
-def time_decodes(name: str, shape: DeltaShape, num_layers: int, copy_rate: float) -> None:
-    layers = [Layer(shape) for _ in range(LAYERS)]
+def time_decodes(name: str, spec: DeltaNetSpec, num_layers: int, copy_rate: float) -> None:
+    layers = [Layer(spec) for _ in range(LAYERS)]
     for count in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         slices = [piece(1, 1 + row, 257 + row) for row in range(count)]
-        x, work = inputs(count, shape), device_work(slices)
+        x, work = inputs(count, spec), device_work(slices)
 
         def step(x: Tensor = x, work: StateWork = work) -> None:
             for layer in layers:
@@ -116,20 +124,20 @@ def time_decodes(name: str, shape: DeltaShape, num_layers: int, copy_rate: float
         )
 
 
-def time_prompts(name: str, shape: DeltaShape, num_layers: int) -> None:
-    layers = [Layer(shape) for _ in range(3)]
+def time_prompts(name: str, spec: DeltaNetSpec, num_layers: int) -> None:
+    layers = [Layer(spec) for _ in range(3)]
     for lengths in ([6000], [1000] * 8, [100] * 64, [200]):
         slices: Sequence[SeqSlice] = [piece(length, 0, 1 + number) for number, length in enumerate(lengths)]
-        x, work = inputs(sum(lengths), shape), device_work(slices)
+        x, work = inputs(sum(lengths), spec), device_work(slices)
 
         def step(stage: int, x: Tensor = x, work: StateWork = work) -> None:
             for layer in layers:
-                chunked = prepare(x, layer.weights, shape, layer.conv, work.chunks)
+                chunked = prepare(x, layer.weights, spec, layer.conv, work.chunks)
                 if stage > 0:
-                    pass_states(x, TAPS, shape, layer.conv, layer.matrices, work, chunked)
+                    pass_states(x, spec, layer.conv, layer.matrices, work, chunked)
                 if stage > 1:
-                    out = x.new_empty(len(x), shape.num_value_heads * shape.value_size)
-                    finish(x, layer.weights, shape, work.chunks, chunked, out)
+                    out = x.new_empty(len(x), spec.num_value_heads * spec.value_head_size)
+                    finish(x, layer.weights, spec, work.chunks, chunked, out)
 
         ends = [timed_us(lambda stage=stage: step(stage)) / len(layers) for stage in range(3)]
         parts = ", ".join(f"{end - begin:.0f}" for begin, end in zip([0.0, *ends], ends, strict=False))
@@ -161,10 +169,10 @@ def main() -> None:
     torch.manual_seed(0)
     rate = copy_rate()
     print(f"a copy: {rate:.2f} TB/s")
-    for name, (shape, num_layers) in SHAPES.items():
-        check(name, shape)
-        time_decodes(name, shape, num_layers, rate)
-        time_prompts(name, shape, num_layers)
+    for name, (spec, num_layers) in SHAPES.items():
+        check(name, spec)
+        time_decodes(name, spec, num_layers, rate)
+        time_prompts(name, spec, num_layers)
     time_short_conv()
 
 

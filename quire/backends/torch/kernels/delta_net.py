@@ -27,6 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.convolution import (
+    MAX_TAPS,
+    MIN_TAPS,
     ROWS,
     convolve,
     empty_work,
@@ -37,6 +39,7 @@ from quire.backends.torch.kernels.convolution import (
     weighted,
 )
 from quire.backends.torch.state_work import CHUNK_ROWS, StateWork
+from quire.weights.spec import DeltaNetSpec
 
 # T rows of the batch, C channels, HK key heads, HV value heads, K and V sizes of a key and a value, M rows of a chunk
 
@@ -55,23 +58,6 @@ class DeltaWeights(NamedTuple):
     bias: Tensor  # [HV] fp32: dt_bias
     norm: Tensor  # [V] fp32
     eps: float  # of the norm
-
-
-class DeltaShape(NamedTuple):
-    num_key_heads: int
-    num_value_heads: int
-    key_size: int  # of a head
-    value_size: int
-    is_tiled: bool = False  # value head j has key head j % HK (GGUF), not j // (HV / HK)
-
-    @property
-    def num_channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
-
-    @property
-    def width(self) -> int:
-        """Columns of the projection: queries, keys, values, z, b, a."""
-        return self.num_channels + self.num_value_heads * (self.value_size + 2)
 
 
 class _Chunked(NamedTuple):
@@ -356,67 +342,73 @@ def _finish(
     tl.store(out + at[:, None] * V + j[None, :], o.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-def is_supported(shape: DeltaShape) -> bool:
-    sizes = (shape.key_size, shape.value_size)
-    return all(MIN_SIZE <= size <= MAX_SIZE and size & (size - 1) == 0 for size in sizes)
+def is_supported(spec: DeltaNetSpec) -> bool:
+    sizes = (spec.key_head_size, spec.value_head_size)
+    has_sizes = all(MIN_SIZE <= size <= MAX_SIZE and size & (size - 1) == 0 for size in sizes)
+    return has_sizes and MIN_TAPS <= spec.num_taps <= MAX_TAPS
+
+
+def projected_size(spec: DeltaNetSpec) -> int:
+    """Return the columns of the projection: queries, keys, values, z, b, a."""
+    return spec.num_channels + spec.value_size + 2 * spec.num_value_heads
 
 
 def delta_net(
     projected: Tensor,  # [T, C + HV * V + 2 * HV]: queries, keys, values, z, b, a
     weights: DeltaWeights,
-    shape: DeltaShape,
+    spec: DeltaNetSpec,
     conv: Tensor,  # [slots, taps - 1, C]
     matrices: Tensor,  # [slots, HV, K, V] fp32
     work: StateWork,
 ) -> Tensor:
     """Return the normed and gated outputs [T, HV * V], and update the states."""
-    out = projected.new_empty((len(projected), shape.num_value_heads * shape.value_size))
+    out = projected.new_empty((len(projected), spec.num_value_heads * spec.value_head_size))
     if len(work.decodes):
-        decode(projected, weights, shape, conv, matrices, work.decodes, out)
+        decode(projected, weights, spec, conv, matrices, work.decodes, out)
     if len(work.sequences):
-        chunked = prepare(projected, weights, shape, conv, work.chunks)
-        pass_states(projected, len(weights.taps), shape, conv, matrices, work, chunked)
-        finish(projected, weights, shape, work.chunks, chunked, out)
+        chunked = prepare(projected, weights, spec, conv, work.chunks)
+        pass_states(projected, spec, conv, matrices, work, chunked)
+        finish(projected, weights, spec, work.chunks, chunked, out)
     return out
 
 
-def _sizes(shape: DeltaShape) -> dict[str, int | bool]:
+def _sizes(spec: DeltaNetSpec) -> dict[str, int | bool]:
     return {
-        "HK": shape.num_key_heads,
-        "HV": shape.num_value_heads,
-        "K": shape.key_size,
-        "V": shape.value_size,
-        "IS_TILED": shape.is_tiled,
+        "HK": spec.num_key_heads,
+        "HV": spec.num_value_heads,
+        "K": spec.key_head_size,
+        "V": spec.value_head_size,
+        "IS_TILED": spec.is_tiled,
     }
 
 
 def decode(
     projected: Tensor,
     weights: DeltaWeights,
-    shape: DeltaShape,
+    spec: DeltaNetSpec,
     conv: Tensor,
     matrices: Tensor,
     decodes: Tensor,  # [rows, DECODE_FIELDS]
     out: Tensor,
 ) -> None:
     """Write the outputs of the first rows, each of another sequence."""
-    _decode[(len(decodes), shape.num_value_heads)](
+    _decode[(len(decodes), spec.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
-        TAPS=len(weights.taps), num_warps=4, num_stages=1, **_sizes(shape),
+        TAPS=spec.num_taps, num_warps=4, num_stages=1, **_sizes(spec),
     )  # fmt: skip
 
 
-def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: Tensor, chunks: Tensor) -> _Chunked:
+def prepare(projected: Tensor, weights: DeltaWeights, spec: DeltaNetSpec, conv: Tensor, chunks: Tensor) -> _Chunked:
     """Compute everything of the chunks that does not depend on states."""
     num_rows, num_chunks = len(projected), len(chunks)
-    heads, key_size, value_size = shape.num_value_heads, shape.key_size, shape.value_size
+    heads, key_size, value_size = spec.num_value_heads, spec.key_head_size, spec.value_head_size
 
     def floats(*sizes: int) -> Tensor:
         return projected.new_empty(sizes, dtype=torch.float32)
 
     chunked = _Chunked(
-        mixed=projected.new_empty((num_rows, shape.num_channels)),
-        norms=floats(num_rows, 2 * shape.num_key_heads),
+        mixed=projected.new_empty((num_rows, spec.num_channels)),
+        norms=floats(num_rows, 2 * spec.num_key_heads),
         w=projected.new_empty((num_rows, heads, key_size)),
         d=projected.new_empty((num_rows, heads, value_size)),
         products=projected.new_empty((num_rows, heads, CHUNK_ROWS)),
@@ -425,11 +417,11 @@ def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: T
         decays=floats(num_chunks, heads),
         states=projected.new_empty((num_chunks, heads, key_size, value_size)),
     )
-    sizes = _sizes(shape)
+    sizes = _sizes(spec)
     is_tiled = sizes.pop("IS_TILED")
-    _convolved[(num_chunks * (CHUNK_ROWS // ROWS), 2 * shape.num_key_heads + heads)](
+    _convolved[(num_chunks * (CHUNK_ROWS // ROWS), 2 * spec.num_key_heads + heads)](
         projected, weights.taps, conv, chunks, chunked.mixed, chunked.norms,
-        TAPS=len(weights.taps), M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=CONV_WARPS, **sizes,
+        TAPS=spec.num_taps, M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=CONV_WARPS, **sizes,
     )  # fmt: skip
     _prepare[(num_chunks, heads)](
         projected, weights.decay, weights.bias, chunks, *chunked[:-1], num_rows,
@@ -440,36 +432,35 @@ def prepare(projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: T
 
 def pass_states(
     projected: Tensor,
-    num_taps: int,
-    shape: DeltaShape,
+    spec: DeltaNetSpec,
     conv: Tensor,
     matrices: Tensor,
     work: StateWork,
     chunked: _Chunked,
 ) -> None:
     """Compute the states before the chunks, and store those after them where the chunks say so."""
-    columns = min(shape.value_size, SPLIT)
-    num_splits = shape.value_size // columns
-    share = -(-shape.num_channels // (shape.num_value_heads * num_splits))
-    _pass_states[(len(work.sequences), shape.num_value_heads, num_splits)](
+    columns = min(spec.value_head_size, SPLIT)
+    num_splits = spec.value_head_size // columns
+    share = -(-spec.num_channels // (spec.num_value_heads * num_splits))
+    _pass_states[(len(work.sequences), spec.num_value_heads, num_splits)](
         projected, conv, matrices, work.chunks, work.sequences,
         chunked.mixed, chunked.w, chunked.d, chunked.k_factors, chunked.decays, chunked.states, len(projected),
-        TAPS=num_taps, PAD=padded(num_taps), M=CHUNK_ROWS, COLUMNS=columns, SHARE=share, SHARE_PAD=padded(share),
-        num_warps=PASS_WARPS, num_stages=PASS_STAGES, **_sizes(shape),
+        TAPS=spec.num_taps, PAD=padded(spec.num_taps), M=CHUNK_ROWS, COLUMNS=columns, SHARE=share, SHARE_PAD=padded(share),
+        num_warps=PASS_WARPS, num_stages=PASS_STAGES, **_sizes(spec),
     )  # fmt: skip
 
 
 def finish(
-    projected: Tensor, weights: DeltaWeights, shape: DeltaShape, chunks: Tensor, chunked: _Chunked, out: Tensor
+    projected: Tensor, weights: DeltaWeights, spec: DeltaNetSpec, chunks: Tensor, chunked: _Chunked, out: Tensor
 ) -> None:
     """Write the outputs of the rows of all chunks."""
-    _finish[(len(chunks), shape.num_value_heads)](
+    _finish[(len(chunks), spec.num_value_heads)](
         projected, chunks, chunked.mixed, chunked.d, chunked.products, chunked.q_factors, chunked.states,
-        weights.norm, out, weights.eps, len(projected), M=CHUNK_ROWS, num_warps=FINISH_WARPS, **_sizes(shape),
+        weights.norm, out, weights.eps, len(projected), M=CHUNK_ROWS, num_warps=FINISH_WARPS, **_sizes(spec),
     )  # fmt: skip
 
 
-def delta_net_calls(shape: DeltaShape, num_taps: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+def delta_net_calls(spec: DeltaNetSpec, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Return launches, with shapes only, of all kernels of `delta_net`."""
 
     def meta(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
@@ -478,14 +469,14 @@ def delta_net_calls(shape: DeltaShape, num_taps: int, dtype: torch.dtype) -> lis
     def floats(size: int) -> Tensor:
         return meta(size, kind=torch.float32)
 
-    heads, channels = shape.num_value_heads, shape.num_channels
+    heads, channels = spec.num_value_heads, spec.num_channels
     weights = DeltaWeights(
-        meta(num_taps, channels), floats(heads), floats(heads), floats(shape.value_size), 1e-6
+        meta(spec.num_taps, channels), floats(heads), floats(heads), floats(spec.value_head_size), 1e-6
     )
-    conv = meta(2, num_taps - 1, channels)
-    matrices = meta(2, heads, shape.key_size, shape.value_size, kind=torch.float32)
-    projected, out, work = meta(2, shape.width), meta(2, heads * shape.value_size), empty_work()
+    conv = meta(2, spec.num_taps - 1, channels)
+    matrices = meta(2, heads, spec.key_head_size, spec.value_head_size, kind=torch.float32)
+    projected, out, work = meta(2, projected_size(spec)), meta(2, heads * spec.value_head_size), empty_work()
     return [
-        partial(decode, projected, weights, shape, conv, matrices, work.decodes, out),
-        partial(delta_net, projected, weights, shape, conv, matrices, StateWork(work.decodes[:0], *work[1:])),
+        partial(decode, projected, weights, spec, conv, matrices, work.decodes, out),
+        partial(delta_net, projected, weights, spec, conv, matrices, StateWork(work.decodes[:0], *work[1:])),
     ]

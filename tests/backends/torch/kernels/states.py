@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kernels.delta_net import DeltaShape, DeltaWeights
+from quire.backends.torch.kernels.delta_net import DeltaWeights
 from quire.backends.torch.state_work import StateWork, plan_states
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StateSnapshot
+from quire.weights.spec import DeltaNetSpec
 from tests.backends.torch.kernels.device import DEVICE
 
 SAMPLING = SamplingParams()
@@ -44,6 +45,26 @@ def device_work(slices: Sequence[SeqSlice], num_padding: int = 0) -> StateWork:
     return StateWork(*(torch.cat((one, one.new_zeros(num_padding, one.shape[1]))).to(DEVICE) for one in found))
 
 
+def steps_of(slices: Sequence[SeqSlice]) -> Iterator[tuple[SeqSlice, int, int, int, bool]]:
+    """Yield the parts of all slices that end with a stored state: slice, rows, slot, whether it is the slice's first."""
+    row = 0
+    for one in slices:
+        done = 0
+        for position, slot in (*one.snapshots, (one.start + one.length, one.state_target)):
+            yield one, row + done, row + position - one.start, slot, done == 0
+            done = position - one.start
+        row += one.length
+
+
+def written(slices: Sequence[SeqSlice]) -> set[int]:
+    return {slot for _, _, _, slot, _ in steps_of(slices)}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative error of a tensor."""
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
 def convolved(inputs: Tensor, state: Tensor, taps: Tensor) -> Tensor:
     """Return the causal convolution of inputs [T, C] after the rows of a state."""
     rows = torch.cat((state, inputs))
@@ -51,17 +72,16 @@ def convolved(inputs: Tensor, state: Tensor, taps: Tensor) -> Tensor:
 
 
 def delta_rows(
-    projected: Tensor, weights: DeltaWeights, shape: DeltaShape, conv: Tensor, matrices: Tensor
+    projected: Tensor, weights: DeltaWeights, spec: DeltaNetSpec, conv: Tensor, matrices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs of the rows of one sequence, and its state after them. All in fp64, row by row."""
-    hk, hv, k_size, v_size, is_tiled = shape
-    channels = shape.num_channels
+    hk, hv, k_size, v_size = spec.num_key_heads, spec.num_value_heads, spec.key_head_size, spec.value_head_size
+    channels = spec.num_channels
     x, z, b, a = projected.split((channels, hv * v_size, hv, hv), -1)
     mixed = convolved(x, conv, weights.taps.double())
     mixed = (mixed * mixed.sigmoid()).to(weights.taps.dtype).double()  # rounded as a model stores it
     q, k, v = mixed.split((hk * k_size, hk * k_size, hv * v_size), -1)
-    key_heads = torch.arange(hv) % hk if is_tiled else torch.arange(hv) // (hv // hk)
-    q, k = (one.view(-1, hk, k_size)[:, key_heads.to(one.device)] for one in (q, k))
+    q, k = (one.view(-1, hk, k_size)[:, spec.key_heads] for one in (q, k))
     q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + 1e-6) for one in (q, k))
     q, v = q * k_size**-0.5, v.view(-1, hv, v_size)
     shrink = torch.exp(weights.decay.double() * torch.nn.functional.softplus(a + weights.bias.double()))
