@@ -95,6 +95,12 @@ def check(name: str, spec: DeltaNetSpec) -> None:
     cuts = tuple((position, 20 + place) for place, position in enumerate(range(37, 1000, 50)))
     errors.append(("with 20 snapshots, against alone", layer.run(x, device_work([piece(1000, 1, 9, *cuts)])), alone))
     errors.append(("its state", layer.matrices[9], layer.matrices[2]))
+    same = x.clone()  # the worst case for the inverse: equal keys, no decay, every beta 1
+    same[:, : 2 * spec.key_size] = x[0, : 2 * spec.key_size]
+    same[:, -2 * spec.num_value_heads : -spec.num_value_heads] = 30
+    same[:, -spec.num_value_heads :] = -30
+    first, _, _ = delta_rows(same[:192].double(), layer.weights, spec, 0 * old[0], 0 * old[1])
+    errors.append(("equal keys", layer.run(same[:192], device_work([piece(192, 0, 10)])), first))
     rows, source = [], 1
     for row in range(200):
         target = 11 + row % 2
@@ -102,6 +108,13 @@ def check(name: str, spec: DeltaNetSpec) -> None:
         source = target
     errors.append(("200 decodes", torch.cat(rows), wanted[:200]))
     errors.append(("200 decodes, against the prompt", torch.cat(rows), alone[:200]))
+    moved = [piece(1, 20 + row, 30 + row) for row in range(4)]
+    x = inputs(4, spec)
+    out = layer.run(x, device_work(moved))
+    in_place = [piece(1, 20 + row, 20 + row) for row in range(4)]
+    errors.append(("decodes in place, against moved", layer.run(x, device_work(in_place)), out))
+    errors.append(("their states", layer.matrices[20:24], layer.matrices[30:34]))
+    errors.append(("their inputs", layer.conv[20:24], layer.conv[30:34]))
     for what, found, right in errors:
         print(f"{name:8} {what:34} {error(found, right):.1e}")
 
@@ -159,10 +172,10 @@ def time_short_conv() -> None:
 
 
 def copy_rate() -> float:
-    """Return the rate of a large copy in TB/s, bytes read and written."""
+    """Return the rate of a large elementwise operation in TB/s, bytes read and written."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / timed_us(lambda: target.copy_(source)) / 1e6
+    return 2 * source.nbytes / timed_us(lambda: torch.add(source, 1, out=target)) / 1e6
 
 
 def main() -> None:

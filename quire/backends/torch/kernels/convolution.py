@@ -115,9 +115,7 @@ def store_inputs(
 
 
 @triton.jit
-def _short_decode(
-    projected, taps, bias, conv, decodes, out, E: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _short_decode(projected, taps, bias, conv, decodes, out, E: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source, target = tl.load(decodes + row * 2).to(tl.int64), tl.load(decodes + row * 2 + 1).to(tl.int64)
     if target == 0:
@@ -220,4 +218,6 @@ def short_conv_calls(size: int, num_taps: int, dtype: torch.dtype, *, has_bias: 
         return torch.empty(shape, dtype=dtype, device="meta")
 
     bias = meta(size) if has_bias else None
-    return [partial(short_conv, meta(2, 3 * size), meta(num_taps, size), bias, meta(2, num_taps - 1, size), empty_work())]
+    return [
+        partial(short_conv, meta(2, 3 * size), meta(num_taps, size), bias, meta(2, num_taps - 1, size), empty_work())
+    ]

@@ -242,7 +242,6 @@ def _prepare(
     at = mixed + rows[:, None] * C
     k = tl.load(at + (HK + key_head) * K + i[None, :], mask=is_in, other=0.0)
     q = tl.load(at + key_head * K + i[None, :], mask=is_in, other=0.0)
-    v = tl.load(at + 2 * HK * K + head * V + j[None, :], mask=is_in, other=0.0)
     q_scale = tl.load(norms + rows * (2 * HK) + key_head, mask=is_row, other=0.0)
     k_scale = tl.load(norms + rows * (2 * HK) + HK + key_head, mask=is_row, other=0.0)
     g, beta = _gates(projected + rows * WIDTH, decay, bias, head, is_row, C + HV * V, HV)
@@ -261,6 +260,7 @@ def _prepare(
     x = _inverse(tl.where(m[:, None] > m[None, :], a, 0.0), M, LEVELS, inverse_dtype)
     wide = tl.dot((x * (beta * k_scale * tl.exp(total))[None, :]).to(dtype), k, input_precision="ieee")
     tl.store(w + at * K + i[None, :], wide.to(dtype), mask=is_in)
+    v = tl.load(mixed + rows[:, None] * C + 2 * HK * K + head * V + j[None, :], mask=is_in, other=0.0)
     wide = tl.dot((x * beta[None, :]).to(dtype), v, input_precision="ieee")
     tl.store(u + at * V + j[None, :], wide.to(dtype), mask=is_in)
 
@@ -294,7 +294,9 @@ def _pass_states(
         for index in range(first, end):
             rows = (row + (index - first) * M + m).to(tl.int64)
             is_row = rows < last_row + last_rows
-            keys = tl.load(mixed + rows[:, None] * C + (HK + key_head) * K + i[None, :], mask=is_row[:, None], other=0.0)
+            keys = tl.load(
+                mixed + rows[:, None] * C + (HK + key_head) * K + i[None, :], mask=is_row[:, None], other=0.0
+            )
             wide = tl.load(w + (rows * HV + head)[:, None] * K + i[None, :], mask=is_row[:, None], other=0.0)
             at = d + (rows * HV + head)[:, None] * V + j[None, :]
             u = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
