@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ def time_prompts(name: str, spec: DeltaNetSpec, num_layers: int) -> None:
                     out = x.new_empty(len(x), spec.num_value_heads * spec.value_head_size)
                     finish(x, layer.weights, spec, work.chunks, chunked, out)
 
-        ends = [timed_us(lambda stage=stage: step(stage)) / len(layers) for stage in range(3)]
+        ends = [timed_us(partial(step, stage)) / len(layers) for stage in range(3)]
         parts = ", ".join(f"{end - begin:.0f}" for begin, end in zip([0.0, *ends], ends, strict=False))
         print(
             f"{name:8} {len(lengths):2} prompts of {lengths[0]:4}: {ends[-1]:6.0f} us a layer ({parts}), "
@@ -167,7 +168,7 @@ def time_short_conv() -> None:
     for lengths in ([1], [1] * 256, [6000]):
         work = device_work([piece(length, 1 + number, 257 + number) for number, length in enumerate(lengths)])
         x = torch.randn(sum(lengths), 3 * size, device="cuda").to(DTYPE)
-        us = timed_us(lambda x=x, work=work: [short_conv(x, taps, None, conv, work) for _ in range(LAYERS)]) / LAYERS
+        us = timed_us(partial(short_conv, x, taps, None, conv, work))
         print(f"short convolution, {len(lengths):3} of {lengths[0]:4} rows: {us:.1f} us a layer")
 
 

@@ -205,10 +205,10 @@ def short_conv(projected: Tensor, taps: Tensor, bias: Tensor | None, conv: Tenso
     return out
 
 
-def empty_work() -> StateWork:
-    """Return work of one padding entry each, with shapes only, for compilation."""
-    sizes = (DECODE_FIELDS, CHUNK_FIELDS, SEQUENCE_FIELDS)
-    return StateWork(*(torch.empty(1, size, dtype=torch.int32, device="meta") for size in sizes))
+def empty_work(num_decodes: int, num_chunks: int, num_sequences: int) -> StateWork:
+    """Return work with shapes only, for compilation."""
+    shapes = ((num_decodes, DECODE_FIELDS), (num_chunks, CHUNK_FIELDS), (num_sequences, SEQUENCE_FIELDS))
+    return StateWork(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
 
 
 def short_conv_calls(size: int, num_taps: int, dtype: torch.dtype, *, has_bias: bool) -> list[Callable[[], object]]:
@@ -219,5 +219,7 @@ def short_conv_calls(size: int, num_taps: int, dtype: torch.dtype, *, has_bias: 
 
     bias = meta(size) if has_bias else None
     return [
-        partial(short_conv, meta(2, 3 * size), meta(num_taps, size), bias, meta(2, num_taps - 1, size), empty_work())
+        partial(
+            short_conv, meta(2, 3 * size), meta(num_taps, size), bias, meta(2, num_taps - 1, size), empty_work(1, 1, 1)
+        )
     ]

@@ -45,9 +45,21 @@ from quire.weights.spec import DeltaNetSpec
 
 L2_EPS = tl.constexpr(1e-6)
 MIN_SIZE, MAX_SIZE = 16, 256  # of a key or a value: tensor cores need 16, registers limit the rest
-CONV_WARPS, PASS_WARPS, PASS_STAGES, PREPARE_WARPS, FINISH_WARPS = 4, 4, 3, 4, 8
 LEVELS = CHUNK_ROWS.bit_length() - 1
-SPLIT = 32  # columns of a state in a program of `_pass_states`
+PREPARE_REGISTERS = 168  # so that three programs of four warps run on a multiprocessor
+
+
+class Passing(NamedTuple):
+    """How `_pass_states` divides a state. Measured with benchmarks/delta_net.py."""
+
+    columns: int  # of a program
+    num_warps: int
+    num_stages: int  # chunks being loaded: more need more shared memory, and fewer programs run at a time
+
+
+LONG = Passing(columns=32, num_warps=4, num_stages=3)  # sequences of many chunks: the time of one is the time of all
+SHORT = Passing(columns=32, num_warps=4, num_stages=2)
+LONG_CHUNKS = 4  # per sequence, on average
 
 
 class DeltaWeights(NamedTuple):
@@ -423,11 +435,12 @@ def prepare(projected: Tensor, weights: DeltaWeights, spec: DeltaNetSpec, conv: 
     is_tiled = sizes.pop("IS_TILED")
     _convolved[(num_chunks * (CHUNK_ROWS // ROWS), 2 * spec.num_key_heads + heads)](
         projected, weights.taps, conv, chunks, chunked.mixed, chunked.norms,
-        TAPS=spec.num_taps, M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=CONV_WARPS, **sizes,
+        TAPS=spec.num_taps, M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=2, **sizes,
     )  # fmt: skip
     _prepare[(num_chunks, heads)](
         projected, weights.decay, weights.bias, chunks, *chunked[:-1], num_rows,
-        M=CHUNK_ROWS, LEVELS=LEVELS, IS_TILED=is_tiled, num_warps=PREPARE_WARPS, **sizes,
+        M=CHUNK_ROWS, LEVELS=LEVELS, IS_TILED=is_tiled, num_warps=4, maxnreg=PREPARE_REGISTERS,
+        **sizes,
     )  # fmt: skip
     return chunked
 
@@ -441,14 +454,16 @@ def pass_states(
     chunked: _Chunked,
 ) -> None:
     """Compute the states before the chunks, and store those after them where the chunks say so."""
-    columns = min(spec.value_head_size, SPLIT)
+    passing = LONG if len(work.chunks) >= LONG_CHUNKS * len(work.sequences) else SHORT
+    columns = min(spec.value_head_size, passing.columns)
     num_splits = spec.value_head_size // columns
     share = -(-spec.num_channels // (spec.num_value_heads * num_splits))
     _pass_states[(len(work.sequences), spec.num_value_heads, num_splits)](
         projected, conv, matrices, work.chunks, work.sequences,
         chunked.mixed, chunked.w, chunked.d, chunked.k_factors, chunked.decays, chunked.states, len(projected),
-        TAPS=spec.num_taps, PAD=padded(spec.num_taps), M=CHUNK_ROWS, COLUMNS=columns, SHARE=share, SHARE_PAD=padded(share),
-        num_warps=PASS_WARPS, num_stages=PASS_STAGES, **_sizes(spec),
+        TAPS=spec.num_taps, PAD=padded(spec.num_taps), M=CHUNK_ROWS, COLUMNS=columns,
+        SHARE=share, SHARE_PAD=padded(share),
+        num_warps=passing.num_warps, num_stages=passing.num_stages, **_sizes(spec),
     )  # fmt: skip
 
 
@@ -458,7 +473,7 @@ def finish(
     """Write the outputs of the rows of all chunks."""
     _finish[(len(chunks), spec.num_value_heads)](
         projected, chunks, chunked.mixed, chunked.d, chunked.products, chunked.q_factors, chunked.states,
-        weights.norm, out, weights.eps, len(projected), M=CHUNK_ROWS, num_warps=FINISH_WARPS, **_sizes(spec),
+        weights.norm, out, weights.eps, len(projected), M=CHUNK_ROWS, num_warps=8, **_sizes(spec),
     )  # fmt: skip
 
 
@@ -477,8 +492,7 @@ def delta_net_calls(spec: DeltaNetSpec, dtype: torch.dtype) -> list[Callable[[],
     )
     conv = meta(2, spec.num_taps - 1, channels)
     matrices = meta(2, heads, spec.key_head_size, spec.value_head_size, kind=torch.float32)
-    projected, out, work = meta(2, projected_size(spec)), meta(2, heads * spec.value_head_size), empty_work()
-    return [
-        partial(decode, projected, weights, spec, conv, matrices, work.decodes, out),
-        partial(delta_net, projected, weights, spec, conv, matrices, StateWork(work.decodes[:0], *work[1:])),
-    ]
+    projected = meta(2, projected_size(spec))
+    run = partial(delta_net, projected, weights, spec, conv, matrices)
+    works = (empty_work(1, 1, 1), empty_work(0, LONG_CHUNKS, 1))  # decodes and short prompts, a long prompt
+    return [partial(run, work) for work in works]

@@ -27,13 +27,15 @@ def test_a_step_equals_the_convolution(step: tuple[SeqSlice, ...], num_taps: int
     pool = torch.randn(SLOTS, num_taps - 1, SIZE).to(DEVICE)
     pool[0] = torch.nan  # never read
     projected = torch.randn(sum(one.length for one in step) + 2, 3 * SIZE).to(DEVICE)
-    b, c, x = projected.double().chunk(3, -1)
+    c = projected[:, SIZE : 2 * SIZE].double()
     inputs = (projected[:, :SIZE] * projected[:, 2 * SIZE :]).double()  # rounded as a state stores it
     wanted, outputs = pool.double(), []
     old = wanted.clone()
     old[0] = 0
+    rows = old[0]
     for one, first, last, slot, is_first in steps_of(step):
-        rows = old[one.state_source] if is_first else rows  # noqa: F821
+        if is_first:
+            rows = old[one.state_source]
         y = convolved(inputs[first:last], rows, taps.double()) + (0 if bias is None else bias.double())
         rows = torch.cat((rows, inputs[first:last]))[last - first :]
         wanted[slot] = rows

@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kernels.delta_net import DeltaWeights, delta_net, is_supported, projected_size
+from quire.backends.torch.kernels.delta_net import (
+    DeltaWeights,
+    delta_net,
+    delta_net_calls,
+    is_supported,
+    projected_size,
+)
 from quire.core.step import SeqSlice
 from quire.weights.spec import DeltaNetSpec
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.kernels.states import delta_rows, device_work, error, piece, steps_of, written
+from tests.backends.torch.test_compiling import Launches
 
 SLOTS = 12
 EQUAL = DeltaNetSpec(2, 2, 16, 16, num_taps=4)
@@ -28,7 +35,7 @@ STEPS: dict[str, tuple[SeqSlice, ...]] = {
     "mixed": MIXED,
 }
 CASES = [(GROUPED, name) for name in STEPS] + [(spec, name) for spec in (EQUAL, TILED) for name in ("decodes", "mixed")]
-# Sums of g within a chunk are up to some hundreds, so decays are this exact. A GPU multiplies fp32 without tensor cores.
+# Sums of g within a chunk are up to some hundreds, so decays are this exact.
 BOUND = 3e-5
 
 
@@ -64,7 +71,8 @@ class Layer:
         conv, matrices = self.conv.double(), self.matrices.double()
         old_conv, old_matrices = conv.clone(), matrices.clone()
         old_conv[0], old_matrices[0] = 0, 0
-        outputs = []
+        outputs: list[Tensor] = []
+        rows, matrix = old_conv[0], old_matrices[0]
         for one, first, last, slot, is_first in steps_of(slices):
             if is_first:
                 rows, matrix = old_conv[one.state_source], old_matrices[one.state_source]
@@ -146,6 +154,18 @@ def test_sizes_that_the_kernels_support() -> None:
     assert not is_supported(DeltaNetSpec(16, 48, 96, 128, 4))
     assert not is_supported(DeltaNetSpec(16, 48, 128, 8, 4))
     assert not is_supported(DeltaNetSpec(16, 48, 128, 128, 5))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+def test_kernels_are_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch, is_run=False)
+    for call in delta_net_calls(GROUPED, torch.float32):
+        call()
+    ahead, launches.forms = launches.forms, set()
+    layer = Layer(GROUPED)
+    for step in (*STEPS.values(), (piece(300, 0, 1),)):
+        layer.run(layer.inputs(sum(one.length for one in step)), step)
+    assert launches.forms == ahead
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies the bits of bf16")
