@@ -36,7 +36,8 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
-    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, eps, max_blocks, stride,
+    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors,
+    eps, max_blocks, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +133,8 @@ def rope_store(
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
         qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors,
-        eps, tables.stride(0), qkv.stride(0), H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
+        eps, tables.stride(0), qkv.stride(0),
+        H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
         num_warps=NUM_WARPS,
     )  # fmt: skip

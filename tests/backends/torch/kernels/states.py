@@ -77,10 +77,10 @@ def delta_rows(
     """Return the outputs of the rows of one sequence, and its state after them. All in fp64, row by row."""
     hk, hv, k_size, v_size = spec.num_key_heads, spec.num_value_heads, spec.key_head_size, spec.value_head_size
     channels = spec.num_channels
-    x, z, b, a = torch.split(projected, (channels, hv * v_size, hv, hv), -1)
+    x, z, b, a = torch.split(projected, [channels, hv * v_size, hv, hv], -1)
     mixed = convolved(x, conv, weights.taps.double())
     mixed = (mixed * mixed.sigmoid()).to(weights.taps.dtype).double()  # rounded as a model stores it
-    q, k, v = torch.split(mixed, (hk * k_size, hk * k_size, hv * v_size), -1)
+    q, k, v = torch.split(mixed, [hk * k_size, hk * k_size, hv * v_size], -1)
     q, k = (one.view(-1, hk, k_size)[:, spec.key_heads] for one in (q, k))
     q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + 1e-6) for one in (q, k))
     q, v = q * k_size**-0.5, v.view(-1, hv, v_size)
