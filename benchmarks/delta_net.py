@@ -73,6 +73,11 @@ def timed_us(run: Callable[[], object], repeats: int = 10) -> float:
     return 1000 * times[repeats // 2]
 
 
+def repeat(run: Callable[[], object]) -> None:
+    for _ in range(LAYERS):
+        run()
+
+
 def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
@@ -168,7 +173,8 @@ def time_short_conv() -> None:
     for lengths in ([1], [1] * 256, [6000]):
         work = device_work([piece(length, 1 + number, 257 + number) for number, length in enumerate(lengths)])
         x = torch.randn(sum(lengths), 3 * size, device="cuda").to(DTYPE)
-        us = timed_us(partial(short_conv, x, taps, None, conv, work))
+        run = partial(short_conv, x, taps, None, conv, work)
+        us = timed_us(partial(repeat, run)) / LAYERS
         print(f"short convolution, {len(lengths):3} of {lengths[0]:4} rows: {us:.1f} us a layer")
 
 

@@ -57,9 +57,9 @@ class Passing(NamedTuple):
     num_stages: int  # chunks being loaded: more need more shared memory, and fewer programs run at a time
 
 
-LONG = Passing(columns=32, num_warps=4, num_stages=3)  # sequences of many chunks: the time of one is the time of all
-SHORT = Passing(columns=32, num_warps=4, num_stages=2)
-LONG_CHUNKS = 4  # per sequence, on average
+FEW = Passing(columns=32, num_warps=4, num_stages=4)  # one program at a time on a multiprocessor: least time of a chunk
+MANY = Passing(columns=64, num_warps=4, num_stages=2)
+MAX_FEW = 132  # programs of FEW: the multiprocessors of an H200
 
 
 class DeltaWeights(NamedTuple):
@@ -445,6 +445,10 @@ def prepare(projected: Tensor, weights: DeltaWeights, spec: DeltaNetSpec, conv: 
     return chunked
 
 
+def _passing(spec: DeltaNetSpec, num_sequences: int) -> Passing:
+    return FEW if num_sequences * spec.value_size <= MAX_FEW * FEW.columns else MANY
+
+
 def pass_states(
     projected: Tensor,
     spec: DeltaNetSpec,
@@ -454,7 +458,7 @@ def pass_states(
     chunked: _Chunked,
 ) -> None:
     """Compute the states before the chunks, and store those after them where the chunks say so."""
-    passing = LONG if len(work.chunks) >= LONG_CHUNKS * len(work.sequences) else SHORT
+    passing = _passing(spec, len(work.sequences))
     columns = min(spec.value_head_size, passing.columns)
     num_splits = spec.value_head_size // columns
     share = -(-spec.num_channels // (spec.num_value_heads * num_splits))
@@ -494,5 +498,5 @@ def delta_net_calls(spec: DeltaNetSpec, dtype: torch.dtype) -> list[Callable[[],
     matrices = meta(2, heads, spec.key_head_size, spec.value_head_size, kind=torch.float32)
     projected = meta(2, projected_size(spec))
     run = partial(delta_net, projected, weights, spec, conv, matrices)
-    works = (empty_work(1, 1, 1), empty_work(0, LONG_CHUNKS, 1))  # decodes and short prompts, a long prompt
+    works = (empty_work(1, 1, 1), empty_work(0, 1, MAX_FEW))  # decodes and one prompt, many prompts
     return [partial(run, work) for work in works]

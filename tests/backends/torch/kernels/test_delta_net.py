@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels.delta_net import (
+    MAX_FEW,
     DeltaWeights,
     delta_net,
     delta_net_calls,
@@ -24,6 +25,7 @@ from tests.backends.torch.test_compiling import Launches
 SLOTS = 12
 EQUAL = DeltaNetSpec(2, 2, 16, 16, num_taps=4)
 GROUPED = DeltaNetSpec(2, 4, 32, 16, num_taps=4)
+LARGE = DeltaNetSpec(2, 4, 32, 64, num_taps=4)
 TILED = DeltaNetSpec(2, 4, 16, 32, num_taps=3, is_tiled=True)
 MIXED = (piece(1, 1, 1), piece(1, 2, 3), piece(5, 0, 4), piece(80, 5, 6, (30, 7), (64, 8)), piece(9, 9, 9, (8, 10)))
 STEPS: dict[str, tuple[SeqSlice, ...]] = {
@@ -159,11 +161,12 @@ def test_sizes_that_the_kernels_support() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 def test_kernels_are_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch, is_run=False)
-    for call in delta_net_calls(GROUPED, torch.float32):
+    for call in delta_net_calls(LARGE, torch.float32):
         call()
     ahead, launches.forms = launches.forms, set()
-    layer = Layer(GROUPED)
-    for step in (*STEPS.values(), (piece(300, 0, 1),)):
+    layer = Layer(LARGE)
+    many = tuple(piece(2, 0, 1 + number) for number in range(MAX_FEW))  # launches are not run
+    for step in (*STEPS.values(), many):
         layer.run(layer.inputs(sum(one.length for one in step)), step)
     assert launches.forms == ahead
 
