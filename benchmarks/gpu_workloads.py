@@ -18,6 +18,21 @@ from quire.weights.spec import ModelSpec
 from quire.weights.tensors import num_active_weights, num_weights
 
 QWEN, LLAMA, QWEN_MOE = "qwen3-0.6b", "llama-3-8b", "qwen3-30b-a3b"
+QWEN35, QWEN35_MOE, GPT_OSS, GEMMA4 = "qwen3.5-0.8b", "qwen3.5-35b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b"
+_DELTA_NET: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "attn_output_gate": True,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    "dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     QWEN: {
         "architectures": ["Qwen3ForCausalLM"],
@@ -69,6 +84,90 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     },
+    QWEN35: {
+        **_DELTA_NET,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    QWEN35_MOE: {
+        **_DELTA_NET,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+    },
+    GPT_OSS: {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "dtype": "bfloat16",
+    },
+    GEMMA4: {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 30,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "final_logit_softcapping": 30.0,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    },
 }
 TINY = {
     "num_hidden_layers": 2,
@@ -82,6 +181,21 @@ TINY = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+}
+# For fields that only some shapes have
+TINY_PARTS = {
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 64,
+    "num_local_experts": 8,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "top_k_experts": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
 }
 
 # Of the card: bytes per second that a copy reaches (read and written), and products per second in bf16.
@@ -231,7 +345,9 @@ def random_prompt(rng: Random, scale: Scale, length: int) -> list[int]:
 def write_shape(name: str, scale: Scale, folder: Path) -> ModelSpec:
     """Write a folder that holds only config.json: weights are generated (load_format = "dummy")."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**SHAPES[name], **(TINY if scale.is_quick else {})}
+    config = dict(SHAPES[name])
+    if scale.is_quick:
+        config |= TINY | {field: value for field, value in TINY_PARTS.items() if field in config}
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(folder, "dummy")
     checkpoint.close()
@@ -247,7 +363,8 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
     embedding = spec.vocab_size * spec.hidden_size
     num_used = num_weights(spec) - (0 if spec.is_tied else embedding)
     num_layers = num_active_weights(spec) - embedding  # the embedding and the head have the same shape
-    kv_bytes = KVSpec.of(spec).block_bytes(1, 2)
+    kv_spec = KVSpec.of(spec)
+    kv_bytes = kv_spec.full_block_bytes(1, 2)
     lengths = [one.max_tokens or 0 for one in workload.samplings]
     num_steps = max(lengths)
     num_read = sum(
@@ -258,7 +375,13 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
     if len(workload.prompts) == 1:  # a single row reads only the experts it chooses
         num_used = num_layers + embedding
     num_prompt = workload.num_in - workload.num_shared * (len(workload.prompts) - 1)
-    read_s = (num_read * kv_bytes + num_steps * 2 * num_used) / COPY_RATE
+    # Layers with a window read at most that many tokens, and a state is read and written once per token.
+    num_seen = sum(
+        sum(min(len(prompt) + i, kv_spec.window) for i in range(1, length))
+        for prompt, length in zip(workload.prompts, lengths, strict=True)
+    )
+    other_bytes = num_seen * kv_spec.window_block_bytes(1, 2) + 2 * sum(lengths) * kv_spec.state_bytes(2)
+    read_s = (num_read * kv_bytes + other_bytes + num_steps * 2 * num_used) / COPY_RATE
     return read_s + 2 * num_layers * num_prompt / PRODUCT_RATE
 
 
@@ -298,5 +421,10 @@ ANCHORS: dict[tuple[str, str], Anchor] = {
     (TREE, QWEN_MOE): Anchor("tok/s", 7_120, 7_200),
     (C, QWEN_MOE): Anchor("tok/s", None, 250),
     (READY, QWEN_MOE): Anchor("s", 116, 20),
+    (A0, QWEN35): Anchor("tok/s", 11_439, 17_000),
+    (C, QWEN35): Anchor("tok/s", 369, 550),
+    (READY, QWEN35): Anchor("s", 162, None),
+    (C, QWEN35_MOE): Anchor("tok/s", 214, 260),
+    (READY, QWEN35_MOE): Anchor("s", 221, None),
 }
 PEER_ANCHOR = Anchor("tok/s", None, None)

@@ -33,7 +33,9 @@ from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm, norm_columns
+from quire.backends.torch.kernels.convolution import short_conv_calls
+from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
 from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import (
     PARTS,
@@ -50,7 +52,16 @@ from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, c
 from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
 from quire.backends.torch.mxfp4 import PackedStack
 from quire.weights.checkpoint import TensorType
-from quire.weights.spec import AttentionSpec, MlpSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
+from quire.weights.spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    MlpSpec,
+    ModelSpec,
+    QKNorm,
+    QueryScaling,
+    RopeSpec,
+    ShortConvSpec,
+)
 
 MAX_PROCESSES = 12
 PATIENCE_S = 60
@@ -347,6 +358,20 @@ def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
                 has_bias=experts.has_bias,
                 has_expert_scales=experts.has_expert_scales,
             )
+    return calls
+
+
+def state_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return launches, with shapes only, of the kernels of layers with recurrent states."""
+    calls: Calls = []
+    for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
+        if isinstance(mixer, DeltaNetSpec) and is_supported(mixer):
+            calls += delta_net_calls(mixer, dtype)
+        elif isinstance(mixer, ShortConvSpec):
+            calls += short_conv_calls(spec.hidden_size, mixer.num_taps, dtype, has_bias=mixer.has_bias)
+        elif isinstance(mixer, AttentionSpec) and mixer.has_gate:
+            out = torch.empty(2, mixer.q_size, dtype=dtype, device="meta")
+            calls.append(partial(gate_output, out, out))
     return calls
 
 

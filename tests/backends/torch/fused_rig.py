@@ -13,6 +13,7 @@ from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel
+from quire.backends.torch.state_store import StateStore
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
@@ -37,10 +38,13 @@ def fused_runner(
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, device, linear=FusedLinear)
         model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
-        store = KVStore(model.kv_spec, num_blocks, block_size, dtype, device)
+        kv_spec = model.kv_spec
+        store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_blocks if kv_spec.window else 0)
+        states = StateStore(kv_spec, 1 + 4 * max_num_seqs, dtype, device) if kv_spec.has_states else None
         return CudaRunner(
             model,
             store,
+            states=states,
             max_num_seqs=max_num_seqs,
             max_model_len=checkpoint.spec.max_model_len,
             max_graph_tokens=max_graph_tokens,

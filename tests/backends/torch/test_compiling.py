@@ -155,7 +155,9 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
     experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed"}
-    assert compiled == sampling | blocks | layers | experts | {"_tile_product", "_norm_columns"}
+    states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
+    states |= {"_short_decode", "_short_chunk", "_short_store"}
+    assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_norm_columns"}
 
 
 def kind(value: object) -> object:

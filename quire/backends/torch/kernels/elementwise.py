@@ -96,6 +96,17 @@ def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.const
     tl.store(out + row * F + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=is_in)
 
 
+@triton.jit
+def _gate_output(out, gate, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    num_blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < F
+    value = tl.load(out + row * F + column, mask=is_in, other=0.0).to(tl.float32)
+    factor = tl.sigmoid(tl.load(gate + row * stride + column, mask=is_in, other=0.0).to(tl.float32))
+    tl.store(out + row * F + column, (value * factor).to(out.dtype.element_ty), mask=is_in)
+
+
 @cache  # Triton's helpers take microseconds of host time, and every layer of a step calls this
 def _row_shape(size: int) -> tuple[int, int]:
     """Return the padded width and the warps of a program that processes a row: at most 16 elements per thread."""
@@ -175,5 +186,14 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     out = gate_up.new_empty((num_rows, size))
     _gated[(num_rows * -(-size // GATED_BLOCK),)](
         gate_up, out, F=size, BLOCK=GATED_BLOCK, IS_SILU=activation is Activation.SILU, num_warps=4
+    )
+    return out
+
+
+def gate_output(out: Tensor, gate: Tensor) -> Tensor:
+    """Multiply out [T, F] by the sigmoids of gate [T, F], whose rows may be parts of longer rows. Returns `out`."""
+    num_rows, size = out.shape
+    _gate_output[(num_rows * -(-size // GATED_BLOCK),)](
+        out, gate, gate.stride(0), F=size, BLOCK=GATED_BLOCK, num_warps=4
     )
     return out

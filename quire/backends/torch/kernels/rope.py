@@ -2,7 +2,8 @@
 
 The heads of a row are side by side: queries, keys, values. A block of the cache holds the keys of all heads, then the
 values. Head H + i of a row is therefore head i of a block, key or value, and a program processes a few heads of any
-kind: for values the norm is 1 and the angle 0. All tensors are contiguous.
+kind: for values the norm is 1 and the angle 0. All tensors are contiguous, but the rows of qkv may be parts of longer
+rows: gates follow in some models.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
 @triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
     qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
-    eps, max_blocks,
+    eps, max_blocks, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
     HAS_VALUE_NORM: tl.constexpr,
@@ -54,7 +55,7 @@ def _rope_store(
     in_pair, in_rest = is_head & (pair < HALF), is_head & (rest < D)
 
     # All loads come before the first sum, so that they overlap.
-    source = qkv + (row * (H + 2 * K) + head) * D
+    source = qkv + row * stride + head * D
     x1 = tl.load(source + pair, mask=in_pair, other=0.0).to(tl.float32)  # [HEADS, R / 2]
     x2 = tl.load(source + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)  # [HEADS, D - R]: not rotated
@@ -116,7 +117,7 @@ def _tiling(num_heads: int, head_size: int, half: int) -> Tiling:
 
 
 def rope_store(
-    qkv: Tensor,  # [T, (H + 2K) * D]
+    qkv: Tensor,  # [T, (H + 2K) * D]: rows may be apart
     positions: Tensor,  # [T] int32
     batch_indices: Tensor,  # [T] int32: rows of `tables`; -1: a padding row
     tables: Tensor,  # [batch_indices, most blocks] int32
@@ -143,7 +144,8 @@ def rope_store(
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
         qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
-        eps, tables.stride(0), H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
+        eps, tables.stride(0), qkv.stride(0),
+        H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
         HAS_VALUE_NORM=has_value_norm,
         num_warps=NUM_WARPS,

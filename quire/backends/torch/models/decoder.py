@@ -154,13 +154,15 @@ class DecoderModel:
             assert isinstance(spec, AttentionSpec)
             return Attention(mixer, self._heads(index, spec, weights, mixer))
         if isinstance(mixer, ShortConvWeights):
-            return ShortConvMixer(mixer.in_proj, ShortConv(index, mixer.conv, mixer.conv_bias), mixer.out_proj)
+            conv = ShortConv(index, mixer.conv, mixer.conv.t().contiguous(), mixer.conv_bias)
+            return ShortConvMixer(mixer.in_proj, conv, mixer.out_proj)
         assert isinstance(mixer, DeltaNetWeights)
         assert isinstance(spec, DeltaNetSpec)
         net = DeltaNet(
             index=index,
             spec=spec,
             conv=mixer.conv,
+            taps=mixer.conv.t().contiguous(),
             decay=-mixer.a_log.exp(),
             dt_bias=mixer.dt_bias,
             norm=RMSNorm(weights.norms["gated_norm"], self.spec.norm_eps),
