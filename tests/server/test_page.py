@@ -778,7 +778,8 @@ import("./page/pools.js").then(({ showPools }) => {
   const shown = () => [document.getElementById("pools").hidden, document.getElementById("pools").innerText];
   const windows = { free: 6, cached: 9, in_use: 5, num_evictions: 1, num_bytes: 0 };
   const states = { free: 0, cached: 1700, in_use: 30, num_evictions: 2, num_bytes: 3e9 };
-  window.shown = [null, {}, { windows, states: null }, { windows, states }].map((engine) => { showPools(engine); return shown(); });
+  const engines = [null, {}, { windows, states: null }, { windows, states }];
+  window.shown = engines.map((engine) => { showPools(engine); return shown(); });
   window.title = document.getElementById("pool-states").title;
   showPools({ windows: null, states: null });
 });
