@@ -138,7 +138,7 @@ def state_table(machine: Machine, reports: Sequence[SimReport]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0))
-    columns = ("\nplaces", "\nstates", "\nGB", "hit\ntokens", "\nreused", "com-\nputed again", "\nevicted")
+    columns = ("\nplaces", "\nstates", "\nGB", "hit\ntokens", "\nreused", "computed\nagain", "\nevicted")
     for column in (*columns, "TTFT\np50", "TTFT\np95"):
         table.add_column(column, justify="left" if column == "\nplaces" else "right")
     for report, reference in with_reference(reports):
