@@ -54,6 +54,11 @@ class Capacity:
     num_states: int = 0  # slots of recurrent states, the empty state included; 0: the model has none
     max_mixed_tokens: int | None = None  # a server's default limit of prompt tokens beside 64 answers; None: no limit
 
+    @property
+    def num_live_states(self) -> int:
+        """State slots of a running request: with a step in flight, the state before it must be kept too."""
+        return 2 if self.has_overlap else 1
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:

@@ -20,6 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, RunnerFacts, TokenMasks
+from quire.backends.kv_spec import KVSpec
 from quire.core.request import SamplingParams
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvalidRequest, InvariantViolation
@@ -28,6 +29,7 @@ from quire.weights.checkpoint import Checkpoint
 POISON = -1  # content of memory that has not been written; digests are never negative
 _MASK = 2**62 - 1
 NUM_BLOCKS = 2048  # default size of the pool
+NUM_STATES = 8  # states per request, live ones and snapshots
 
 
 def digest(*parts: int) -> int:
@@ -140,8 +142,13 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     if max_model_len > spec.max_model_len:
         raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
+    kv_spec = KVSpec.of(spec).within(max_model_len)
+    num_blocks = options.num_blocks or NUM_BLOCKS
     capacity = Capacity(
-        num_blocks=options.num_blocks or NUM_BLOCKS,
+        num_blocks=num_blocks,
+        window=kv_spec.window,
+        num_window_blocks=num_blocks if kv_spec.window else 0,
+        num_states=1 + NUM_STATES * max_num_seqs if kv_spec.has_states else 0,
         block_size=options.block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

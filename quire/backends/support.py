@@ -86,6 +86,14 @@ def import_mlx_lm() -> None:
         resource.setrlimit = set_limits
 
 
+def skip_notice(spec: ModelSpec) -> str:
+    """Return the line that tells users which parts of the file are not used; empty: all are."""
+    if not spec.skipped:
+        return ""
+    parts = " and ".join(spec.skipped)
+    return f"{parts} {'are' if len(spec.skipped) > 1 else 'is'} skipped: quire runs the language model only"
+
+
 def transformers_notice(architecture: str) -> str:
     """Return the line that tells users who has the equations of their model."""
     version = importlib.metadata.version("transformers")

@@ -18,7 +18,7 @@ from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
 from quire.backends.native.expert_memory import MEMORY_SHARE
-from quire.backends.support import transformers_notice
+from quire.backends.support import skip_notice, transformers_notice
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
 from quire.engine.composition import EngineConfig, choose_backend
@@ -78,7 +78,7 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "family": spec.family,
         "architecture": spec.architecture,
         "backend": backend,
-        "notice": through,
+        "notice": through or skip_notice(spec),
         "device": place.device,
         "is_free": place.is_free,
         "is_mapped": is_mapped,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.chat_model import AnswerUsage, ChatInput, Piece, Take
@@ -91,7 +91,9 @@ class RemoteModel:
 
         found = self._server.get("/v1/cache/stats")
         try:
-            return CacheStats(**{field.name: _whole(found[field.name]) for field in fields(CacheStats)})
+            names = [field.name for field in fields(CacheStats) if field.type == "int"]
+            counts: dict[str, Any] = {name: _whole(found[name]) for name in names}
+            return replace(CacheStats.none(), **counts)
         except (KeyError, TypeError, ValueError):
             raise self._server.malformed("malformed cache statistics", found) from None
 

@@ -7,10 +7,10 @@ tokens. A continuation is the largest t for which all of them exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.block import TOKEN_BYTES
+from quire.core.block import TOKEN_BYTES, KVCacheBlock
 from quire.core.chain import TokenChain
 from quire.core.state_memory import StateMemory
 from quire.core.state_pool import StateSlot
@@ -44,9 +44,17 @@ class Continuations:
         """Number of the first block that a token at `position` sees through the window."""
         return max(position - self._window + 1, 0) // self._block_size
 
-    def find(self, chain: TokenChain, num_kv_tokens: int, window_at: WindowAt) -> Continuation:
-        """The best continuation of a prefix whose full-attention KV exists for `num_kv_tokens`."""
-        candidates = self._boundaries(num_kv_tokens) if self._states is None else self._snapshots(chain, num_kv_tokens)
+    def find(
+        self, chain: TokenChain, blocks: Sequence[KVCacheBlock], num_kv_tokens: int, window_at: WindowAt
+    ) -> Continuation:
+        """The best continuation of a prefix whose full-attention KV exists for `num_kv_tokens`.
+
+        `blocks`: its full blocks.
+        """
+        if self._states is None:
+            candidates: Iterator[tuple[int, StateSlot | None]] = self._boundaries(num_kv_tokens)
+        else:
+            candidates = self._snapshots(chain, blocks, num_kv_tokens)
         blocked = num_kv_tokens  # no position after this has all of its window blocks
         for position, state in candidates:
             if position > blocked:
@@ -59,21 +67,25 @@ class Continuations:
             blocked = missing * self._block_size
         return FROM_ZERO
 
-    def _boundaries(self, num_kv_tokens: int) -> Iterator[tuple[int, None]]:
+    def _boundaries(self, num_kv_tokens: int) -> Iterator[tuple[int, StateSlot | None]]:
         """Positions to continue from without a state: the end, then every block boundary before it."""
         if num_kv_tokens % self._block_size:
             yield num_kv_tokens, None
         for position in range(num_kv_tokens // self._block_size * self._block_size, 0, -self._block_size):
             yield position, None
 
-    def _snapshots(self, chain: TokenChain, num_kv_tokens: int) -> Iterator[tuple[int, StateSlot]]:
+    def _snapshots(
+        self, chain: TokenChain, blocks: Sequence[KVCacheBlock], num_kv_tokens: int
+    ) -> Iterator[tuple[int, StateSlot | None]]:
         """Positions with a snapshot, last first."""
         assert self._states is not None
         size = self._block_size
         num_full, num_tail = divmod(num_kv_tokens, size)
         for number in range(num_full, -1, -1):
-            found = self._states.pool.at(chain.parent_key(number))
-            if found is None:
+            key = chain.parent_key(number)
+            found = self._states.pool.at(key)
+            # The blocks of a running parent may not be in the tree, and other content may have the same key.
+            if found is None or (number and blocks[number - 1].key != key):
                 continue
             longest = num_tail if number == num_full else size - 1
             run = chain.run(number * size, number * size + longest)

@@ -38,7 +38,8 @@ class PrefixHitFound:
     """An admission found part of its context in the cache."""
 
     request_id: int
-    num_tokens: int
+    num_tokens: int  # not computed again
+    num_kv_tokens: int  # whose keys and values were found; more than `num_tokens` if a state or window is missing
     num_blocks: int  # full blocks, shared without a copy
     num_tail_tokens: int  # after the last full block
     is_adopted: bool  # the tail block is continued in place; otherwise it is copied

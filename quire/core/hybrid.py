@@ -58,7 +58,7 @@ class HybridMemory:
 
     def continue_hit(self, chain: TokenChain, hit: PrefixHit, parent: Request | None = None) -> PrefixHit:
         """Add to a hit from where a request can continue. `parent`: the request whose blocks a fork shares."""
-        found = self._continuations.find(chain, hit.num_tokens, self._window_at(hit, parent))
+        found = self._continuations.find(chain, hit.blocks, hit.num_tokens, self._window_at(hit, parent))
         if found.start == hit.num_tokens and hit.is_adoptable and found.window_tail is not None:
             found = found._replace(is_window_adoptable=found.window_tail.ref_count == 0)
         return hit._replace(continuation=found)

@@ -6,7 +6,8 @@ Knows requests, counts and blocks. Knows nothing of scheduling order, batch rows
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
 
 from quire.core.block import BLOCK_SIZE, check_block_size
 from quire.core.block_pool import BlockPool, PoolStats
@@ -17,7 +18,9 @@ from quire.core.pins import PinBoard
 from quire.core.placement import ALL_PLACES, Place
 from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.request import PackedPrompt, Request, check_salt, check_tokens
+from quire.core.state_pool import StateStats
 from quire.core.step import BlockCopy
+from quire.core.window_pool import WindowStats
 from quire.errors import ContextTooLong, OutOfBlocks
 
 
@@ -34,10 +37,22 @@ class CacheStats(PoolStats):
     num_adoptions: int  # tails continued in place
     num_twins: int  # blocks filled with content that was already in the tree
     num_collisions: int
+    num_recomputed_tokens: int = 0  # computed again although their keys and values were found: no state or window
+    windows: WindowStats | None = None  # None: the model has no window blocks
+    states: StateStats | None = None  # None: the model has no recurrent states
+
+    @classmethod
+    def none(cls) -> CacheStats:
+        """Statistics of a cache that does not exist yet."""
+        counts: list[Any] = [0] * NUM_REQUIRED_STATS
+        return cls(*counts)
 
     @property
     def hit_rate(self) -> float:
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+NUM_REQUIRED_STATS = sum(field.default is MISSING for field in fields(CacheStats))
 
 
 class KVCacheManager:
@@ -81,6 +96,7 @@ class KVCacheManager:
         self._num_recovered_tokens = 0
         self._num_partial_hits = 0
         self._num_adoptions = 0
+        self._num_recomputed_tokens = 0
 
     @property
     def max_model_len(self) -> int:
@@ -186,6 +202,9 @@ class KVCacheManager:
             num_adoptions=self._num_adoptions,
             num_twins=self.tree.num_twins,
             num_collisions=self.tree.num_collisions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            windows=None if self.hybrid is None or self.hybrid.windows is None else self.hybrid.windows.pool.stats(),
+            states=None if self.hybrid is None or self.hybrid.states is None else self.hybrid.states.pool.stats(),
         )
 
     def _can_cache(self, request: Request, index: int) -> bool:
@@ -328,12 +347,14 @@ class KVCacheManager:
             self._num_hit_tokens += hit.start
         if not hit.num_tokens:
             return
+        self._num_recomputed_tokens += hit.num_tokens - hit.start
         self._num_adoptions += hit.is_adoptable
         self._num_partial_hits += hit.tail is not None and not hit.is_adoptable
         self._observe(
             PrefixHitFound(
                 request_id=request.request_id,
                 num_tokens=hit.start,
+                num_kv_tokens=hit.num_tokens,
                 num_blocks=len(hit.blocks),
                 num_tail_tokens=hit.num_tail_tokens,
                 is_adopted=hit.is_adoptable,

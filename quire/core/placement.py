@@ -40,9 +40,8 @@ def place_points(
     """
     last = num_tokens - 1
     wanted: set[int] = set()
-    if Place.MESSAGE in places and boundaries:
-        # The end of the system text, the start of the last message, and the start of the answer.
-        wanted.update((boundaries[0], *boundaries[-2:]))
+    if Place.MESSAGE in places:
+        wanted.update(boundaries)
     if Place.BRANCH in places:
         wanted.add(num_kv_tokens)
     if Place.PROMPT in places:

@@ -6,11 +6,22 @@ block. It is immutable. A request that continues from it reads it and writes the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire.errors import InvalidRequest, OutOfBlocks
 
 EMPTY_SLOT = 0  # the state before the first token: read, never written
+
+
+@dataclass(frozen=True, slots=True)
+class StateStats:
+    num_slots: int  # slots that can be allocated
+    num_free: int  # without content
+    num_cached: int  # snapshots that no request or pin holds
+    num_in_use: int  # live states of requests, and snapshots held by requests or pins
+    num_snapshots: int  # held or not
+    num_evictions: int
 
 
 class StateSlot:
@@ -70,6 +81,16 @@ class StatePool:
     def num_available(self) -> int:
         """Slots that `take` can return: free ones, and snapshots that it may evict."""
         return len(self._free) + self.num_cached
+
+    def stats(self) -> StateStats:
+        return StateStats(
+            num_slots=self.num_usable,
+            num_free=len(self._free),
+            num_cached=self.num_cached,
+            num_in_use=self.num_usable - self.num_available,
+            num_snapshots=self.num_snapshots,
+            num_evictions=self.num_evictions,
+        )
 
     def at(self, parent_key: bytes) -> dict[bytes, StateSlot] | None:
         """Snapshots between the full block with this key and the next one, by the tokens after that block."""

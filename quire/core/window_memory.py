@@ -52,8 +52,11 @@ class WindowMemory:
         return -(-upto // self._block_size) - len(request.window_table)
 
     def debt(self, request: Request) -> int:
-        """Number of blocks that a running request may still need in addition to those it holds."""
-        num_new = min(max(len(request.tokens) - request.num_planned, 1), self._max_chunk_tokens)
+        """Number of blocks that a running request may still need in addition to those it holds.
+
+        Two chunks: one in flight, whose window is not released yet, and the next.
+        """
+        num_new = 2 * min(max(len(request.tokens) - request.num_computed, 1), self._max_chunk_tokens)
         num_held = len(request.window_table) - request.num_windows_passed
         return max(min(self._peak(num_new), -(-request.token_limit // self._block_size)) - num_held, 0)
 

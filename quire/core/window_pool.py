@@ -8,10 +8,20 @@ and no other request takes it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from quire.core.block import NULL_BLOCK_ID, FreeKVCacheBlockQueue, KVCacheBlock, Linked
 from quire.errors import InvalidRequest, OutOfBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStats:
+    num_blocks: int  # window blocks that can be allocated
+    num_free: int  # including cached blocks
+    num_cached: int  # free, with content that can be matched until the block is taken
+    num_in_use: int  # held by requests or pins
+    num_evictions: int
 
 
 class WindowBlock(Linked):
@@ -54,6 +64,15 @@ class WindowPool:
     @property
     def num_free(self) -> int:
         return len(self._passed) + len(self._kept)
+
+    def stats(self) -> WindowStats:
+        return WindowStats(
+            num_blocks=self.num_usable,
+            num_free=self.num_free,
+            num_cached=self.num_cached,
+            num_in_use=self.num_usable - self.num_free,
+            num_evictions=self.num_evictions,
+        )
 
     def free(self) -> Iterator[WindowBlock]:
         """All free blocks, in the order in which they are taken."""

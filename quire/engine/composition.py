@@ -12,7 +12,7 @@ from types import ModuleType
 
 from quire.backends.base import PRECISIONS, QUANTIZE_BITS, BackendOptions, Capacity, Progress, Runner
 from quire.backends.machine import has_nvidia, is_apple_silicon
-from quire.backends.support import mlx_reads, refuse_unsupported
+from quire.backends.support import mlx_reads, refuse_unsupported, skip_notice
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
@@ -174,6 +174,8 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
             f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx can"
         )
     backend = import_backend(config, checkpoint.spec)
+    if notice := skip_notice(checkpoint.spec):
+        log.warning("%s: %s", checkpoint.path.name, notice)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
     return runner
 
@@ -253,6 +255,10 @@ def make_scheduler(
         secret=secrets.token_bytes(16),
         is_caching=given.enable_prefix_caching,
         observe=observe,
+        window=capacity.window,
+        num_window_blocks=capacity.num_window_blocks,
+        num_states=capacity.num_states,
+        num_live_states=capacity.num_live_states,
     )
     return Scheduler(
         cache,

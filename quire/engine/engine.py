@@ -84,16 +84,28 @@ class Engine:
         parent_id: int | None = None,
         pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
+        boundaries: Sequence[int] = (),
     ) -> None:
         """Add a request, or raise and change nothing. It shares the KV of a running parent.
 
         The tokens of a `PackedPrompt` are not checked again. `pins` are set when the prompt has been computed; if the
         request ends before that, they are dropped. `matcher` restricts the tokens of the answer and must not be shared
-        between requests.
+        between requests. Later requests are expected to continue from `boundaries`, positions in the prompt.
         """
         prompt = self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
-        request = Request(request_id, prompt, sampling, priority=priority, salt=salt, tenant=tenant, parent=parent)
+        block_size = self.scheduler.cache.block_size
+        points = {*boundaries, *(pin.num_tokens // block_size * block_size for pin in pins)}
+        request = Request(
+            request_id,
+            prompt,
+            sampling,
+            priority=priority,
+            salt=salt,
+            tenant=tenant,
+            parent=parent,
+            boundaries=tuple(sorted(points)),
+        )
         self.scheduler.add(request, self.clock())
         self._requests[request_id] = request
         if pins:

@@ -251,6 +251,7 @@ class _Run:
                     parent_id=self._parents.get(number),
                     pins=() if index else request.pins,
                     matcher=None if compiled is None else compiled.matcher(),
+                    boundaries=request.boundaries,
                 )
             except QueueFull:
                 return

@@ -167,6 +167,7 @@ class GenerationRequest:
     tenant: str = ""  # for fair sharing between the tenants of a tier
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
+    boundaries: tuple[int, ...] = ()  # where messages start in the prompt: later requests may continue from there
     # Creates a parser that may end the turn.
     new_parser: Callable[[], AnswerParser] | None = field(default=None, repr=False, compare=False)
     packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt in the engine's format

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from quire.errors import UnsupportedModel
 from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
+from quire.weights.recurrence import lfm2_ffn_size, lfm2_values, read_recurrent
 from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_THETA, scaled_rope
 from quire.weights.spec import (
     Activation,
@@ -107,7 +108,7 @@ def read_shape(fields: Fields, keys: ShapeKeys) -> Shape:
 
 
 def _eps(fields: Fields, name: str) -> float:
-    default = 1e-6 if name == ShapeKeys().norm_eps else None  # llama.cpp has no default
+    default = 1e-6 if name == ShapeKeys().norm_eps else None  # llama.cpp and LFM2 have no default
     eps = fields.real(name, 0, 1, default, above_low=True)
     if eps == 1:
         raise fields.wrong(name, "not below 1")
@@ -125,7 +126,9 @@ def spec_from_config(
     fields = _text_fields(whole, family, architecture)
     refuse_other_layers(whole)
     _refuse_settings(fields, family)
-    shape = read_shape(fields, ShapeKeys(ffn_size=family.ffn_size))
+    shape = read_shape(fields, ShapeKeys(ffn_size=family.ffn_size, norm_eps=family.norm_eps))
+    if family.name == "lfm2":
+        shape = replace(shape, ffn_size=lfm2_ffn_size(fields, shape.ffn_size))
     is_gemma, scales = family.is_gemma, _multipliers(fields, family)
     return ModelSpec(
         family=family.name,
@@ -138,7 +141,7 @@ def spec_from_config(
         embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else scales.embedding,
         logit_scale=1 / scales.logits,
         logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
-        norm_offset=1.0 if is_gemma else 0.0,
+        norm_offset=1.0 if is_gemma or family.has_norm_offset else 0.0,
         rounds_norms_first=family.rounds_norms_first,
         is_tied=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields, whole, quantization),
@@ -175,6 +178,7 @@ def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) 
     experts = _experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
     windows = _windows(fields, family, shape.num_layers)
+    recurrent = read_recurrent(fields, family, shape.num_layers)
     attention = {
         window: AttentionSpec(
             num_heads=shape.num_heads,
@@ -188,12 +192,14 @@ def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) 
             query_scaling=_query_scaling(fields, family),
             has_qkv_bias=_bias(fields, family.qkv_bias),
             has_output_bias=_bias(fields, family.output_bias),
+            has_gate=family.has_gate,
         )
         for window in dict.fromkeys(windows)
     }
     return tuple(
         LayerSpec(
-            mixer=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mixer=recurrent[index]
+            or (attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None)),
             mlp=experts if experts and is_routed[index] else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,
@@ -270,12 +276,19 @@ def _experts(fields: Fields, family: Family, num_layers: int, activation: Activa
         size=fields.whole(names.size, 1, MAX_FFN_SIZE),
         activation=activation,
         renormalizes=fields.flag(rule, False) if isinstance(rule, str) else rule,
+        scale=fields.real("routed_scaling_factor", 0, MAX_MULTIPLIER, 1.0, above_low=True) if names.bias else 1.0,
+        has_sigmoid=bool(names.bias),
+        has_expert_bias=bool(names.bias) and fields.flag(names.bias, False),
+        shared_size=fields.whole(names.shared_size, 1, MAX_FFN_SIZE) if names.shared_size else 0,
     )
 
 
 def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     if family.experts is None:
         return [False] * num_layers
+    if family.experts.num_dense_layers:
+        num_dense = fields.whole(family.experts.num_dense_layers, 0, MAX_LAYERS)
+        return [i >= num_dense for i in range(num_layers)]
     every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
@@ -366,6 +379,8 @@ def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
         inner = config.table("text_config").values
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
         values = {**inner, **{name: config.get(name) for name in outer if name in config}}
+    if family.name in ("lfm2", "lfm2_moe"):
+        values = lfm2_values(values)
     given = {name: value for name, value in values.items() if value is not None or name in _NULLS}
     if family.name == "ministral3" and given.get("model_type") == "mistral":
         family = BY_NAME["mistral"]  # the text of Mistral Small 3

@@ -30,6 +30,14 @@ class Ropes(Enum):
     LOCAL_UNSCALED = 2  # layers with a window have the same base, without scaling (OLMo 3)
 
 
+class Recurrence(Enum):
+    """What the layers that do not attend have instead."""
+
+    NONE = 0  # all layers attend
+    DELTA_NET = 1
+    SHORT_CONV = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertFields:
     """How config.json describes routed experts, by the names of its fields."""
@@ -37,6 +45,11 @@ class ExpertFields:
     num_experts: str = "num_experts"
     size: str = "moe_intermediate_size"
     renormalizes: str | bool = True  # a field, or a constant
+    shared_size: str = ""  # of an expert that every token uses; empty: there is none
+    num_dense_layers: str = (
+        ""  # the first layers, whose MLP is not routed; empty: decoder_sparse_step and mlp_only_layers
+    )
+    bias: str = ""  # whether a bias takes part in the choice; if there is this field, the scores are sigmoids
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +80,19 @@ class Family:
     no_rope_every: int = 0  # every n-th layer has no positions, if no_rope_layers is not given
     has_query_scaling: bool = False
     is_gemma: bool = False  # norm weights are stored minus 1, embeddings are scaled, gelu, soft caps
+    has_norm_offset: bool = False  # norm weights are stored minus 1 in the files of transformers
+    has_gate: bool = False  # of the output of attention; its rows and those of the queries alternate by head
+    recurrence: Recurrence = Recurrence.NONE
     has_multipliers: bool = False  # of embeddings, attention, residuals and logits (Granite)
     experts: ExpertFields | None = None
     ffn_size: str = "intermediate_size"
+    norm_eps: str = "rms_norm_eps"
     # Tensor names that differ from Llama's: the file's name of a layer's tensor, and what it holds.
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gguf_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norm_names: tuple[str, str] = ("model.norm", "output_norm")  # of the last norm, in safetensors and in GGUF
     nested: tuple[str, ...] = ()  # classes whose language model is described in text_config
+    skipped: Mapping[str, str] = field(default_factory=dict)  # tensors that are not loaded, by prefix: the part's name
 
 
 _FUSED_QKV = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -119,6 +138,75 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "bos_token_id": 2,
     "eos_token_id": 1,
+}
+_QWEN35: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "max_position_embeddings": 32_768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+_QWEN35_SKIPPED = {"model.visual.": "vision tower", "visual.": "vision tower", "mtp.": "MTP head"}
+_QUERIES_AND_GATES = ("q_proj", "q_gate")
+_DELTA_NET = {
+    "self_attn.q_proj": _QUERIES_AND_GATES,
+    "linear_attn.in_proj_qkv": ("in_proj_qkv",),
+    "linear_attn.in_proj_z": ("in_proj_z",),
+    "linear_attn.in_proj_b": ("in_proj_b",),
+    "linear_attn.in_proj_a": ("in_proj_a",),
+    "linear_attn.conv1d": ("conv",),
+    "linear_attn.A_log": ("a_log",),
+    "linear_attn.dt_bias": ("dt_bias",),
+    "linear_attn.norm": ("gated_norm",),
+    "linear_attn.out_proj": ("out_proj",),
+}
+_GGUF_DELTA_NET = {
+    "post_attention_norm": ("mlp_norm",),
+    "attn_q": _QUERIES_AND_GATES,
+    "attn_qkv": ("in_proj_qkv",),
+    "attn_gate": ("in_proj_z",),
+    "ssm_beta": ("in_proj_b",),
+    "ssm_alpha": ("in_proj_a",),
+    "ssm_conv1d": ("conv",),
+    "ssm_a": ("a_log",),
+    "ssm_dt.bias": ("dt_bias",),
+    "ssm_norm": ("gated_norm",),
+    "ssm_out": ("out_proj",),
+}
+_SHARED = {f"mlp.shared_expert.{name}": (f"shared.{name}",) for name in ("gate_proj", "up_proj", "down_proj")}
+_LFM2: dict[str, Any] = {
+    "vocab_size": 65_536,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SHORT_CONV = {
+    "operator_norm": ("input_norm",),
+    "ffn_norm": ("mlp_norm",),
+    "self_attn.out_proj": ("o_proj",),
+    "self_attn.q_layernorm": ("q_norm",),
+    "self_attn.k_layernorm": ("k_norm",),
+    "conv.in_proj": ("in_proj",),
+    "conv.conv": ("conv",),
+    "conv.out_proj": ("out_proj",),
+    "feed_forward.w1": ("gate_proj",),
+    "feed_forward.w3": ("up_proj",),
+    "feed_forward.w2": ("down_proj",),
+}
+_GGUF_SHORT_CONV = {
+    "shortconv.in_proj": ("in_proj",),
+    "shortconv.conv": ("conv",),
+    "shortconv.out_proj": ("out_proj",),
 }
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -461,6 +549,109 @@ FAMILIES: tuple[Family, ...] = (
         has_partial_rotary=True,
         names={**_FUSED_QKV, **_FUSED_GATE_UP},
         gguf_names={"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")},
+    ),
+    Family(
+        name="qwen3_5",
+        architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        model_types=("qwen3_5_text", "qwen3_5"),
+        gguf="qwen35",
+        models="Qwen 3.5 (0.8B to 27B), Qwen 3.6 and 3.8 27B (text only)",
+        reasoning="think",
+        defaults={**_QWEN35, "num_key_value_heads": 4},
+        qk_norm=QKNorm.HEAD,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        has_partial_rotary=True,
+        has_norm_offset=True,
+        has_gate=True,
+        recurrence=Recurrence.DELTA_NET,
+        names=_DELTA_NET,
+        gguf_names=_GGUF_DELTA_NET,
+        nested=("Qwen3_5ForConditionalGeneration",),
+        skipped=_QWEN35_SKIPPED,
+    ),
+    Family(
+        name="qwen3_5_moe",
+        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+        gguf="qwen35moe",
+        models="Qwen 3.5 and 3.6 35B-A3B, 122B-A10B and 397B-A17B (text only)",
+        reasoning="think",
+        defaults={
+            **_QWEN35,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        qk_norm=QKNorm.HEAD,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        has_partial_rotary=True,
+        has_norm_offset=True,
+        has_gate=True,
+        recurrence=Recurrence.DELTA_NET,
+        experts=ExpertFields(shared_size="shared_expert_intermediate_size"),
+        ffn_size="moe_intermediate_size",  # it has no other: all layers are routed
+        names={**_DELTA_NET, **_SHARED, "mlp.shared_expert_gate": ("shared_gate",)},
+        gguf_names={
+            **_GGUF_DELTA_NET,
+            "ffn_gate_shexp": ("shared.gate_proj",),
+            "ffn_up_shexp": ("shared.up_proj",),
+            "ffn_down_shexp": ("shared.down_proj",),
+            "ffn_gate_inp_shexp": ("shared_gate",),
+        },
+        nested=("Qwen3_5MoeForConditionalGeneration",),
+        skipped=_QWEN35_SKIPPED,
+    ),
+    Family(
+        name="lfm2",
+        architectures=("Lfm2ForCausalLM",),
+        model_types=("lfm2",),
+        gguf="lfm2",
+        models="LFM2 and LFM2.5 (230M to 2.6B)",
+        defaults={**_LFM2, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        qk_norm=QKNorm.HEAD,
+        norm_eps="norm_eps",
+        norm_names=("model.embedding_norm", "token_embd_norm"),
+        recurrence=Recurrence.SHORT_CONV,
+        names=_SHORT_CONV,
+        gguf_names=_GGUF_SHORT_CONV,
+    ),
+    Family(
+        name="lfm2_moe",
+        architectures=("Lfm2MoeForCausalLM",),
+        model_types=("lfm2_moe",),
+        gguf="lfm2moe",
+        models="LFM2 8B-A1B",
+        defaults={
+            **_LFM2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+        },
+        qk_norm=QKNorm.HEAD,
+        norm_eps="norm_eps",
+        norm_names=("model.embedding_norm", "token_embd_norm"),
+        recurrence=Recurrence.SHORT_CONV,
+        experts=ExpertFields(
+            renormalizes="norm_topk_prob", num_dense_layers="num_dense_layers", bias="use_expert_bias"
+        ),
+        names={
+            **_SHORT_CONV,
+            "feed_forward.gate": ("router",),
+            "feed_forward.expert_bias": ("expert_bias",),
+            "feed_forward.experts.#.w1": ("experts.#.gate_proj",),
+            "feed_forward.experts.#.w3": ("experts.#.up_proj",),
+            "feed_forward.experts.#.w2": ("experts.#.down_proj",),
+        },
+        gguf_names={**_GGUF_SHORT_CONV, "exp_probs_b.bias": ("expert_bias",)},
     ),
 )
 

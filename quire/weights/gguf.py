@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.fields import show
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
-from quire.weights.names import gguf_targets, is_left_over
+from quire.weights.names import gguf_layer, gguf_targets, is_left_over
+from quire.weights.recurrence import restore_a_log
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
 
@@ -344,6 +345,10 @@ class GgufCheckpoint:
             self._file_tensors = tensors
             self._is_permuted = family.is_permuted_in_gguf
             kept = {name: info for name, info in facts.items() if not is_left_over(name)}
+            if family.skipped:  # the layers after the last one are the MTP head
+                trunk = {name: one for name, one in kept.items() if gguf_layer(name) < self.spec.num_layers}
+                self.spec = replace(self.spec, skipped=("MTP head",) if len(trunk) < len(kept) else ())
+                kept = trunk
             self._places: dict[str, Place] = place_tensors(kept, gguf_targets(kept, family), self.spec, str(path))
         except BaseException:
             self.close()
@@ -353,13 +358,16 @@ class GgufCheckpoint:
     def read(self, name: str) -> RawTensor:
         import numpy as np
 
-        info, file_name, offset = self._places[name]
-        file, tensor = self._file_tensors[file_name]
+        place = self._places[name]
+        info = place.info
+        file, tensor = self._file_tensors[place.file_name]
         if file.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(file.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
+        flat = place.choose(np.frombuffer(file.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset))
         data = flat if len(info.shape) == 1 else flat.reshape(-1, _row_bytes(info))
         raw = RawTensor(info, data)
+        if name.endswith(".a_log"):
+            return restore_a_log(raw, str(self.path))
         return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw
 
     def tokenizer_files(self) -> TokenizerFiles:

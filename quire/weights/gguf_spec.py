@@ -21,8 +21,9 @@ from quire.weights.config import (
     read_num_experts,
     read_shape,
 )
-from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Ropes, Windows
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Recurrence, Ropes, Windows
 from quire.weights.fields import Fields, show
+from quire.weights.recurrence import gguf_values, read_gguf_recurrent
 from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_FACTOR, MIN_THETA, scaled_rope
 from quire.weights.spec import (
     Activation,
@@ -96,9 +97,10 @@ def spec_from_gguf(
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if "token_embd.weight" not in tensors:
         raise ModelFileError(f"{source}: tensor token_embd.weight is missing")
+    values = gguf_values(values, family)
     values["vocab_size"] = tensors["token_embd.weight"].shape[0]
     fields = Fields(source, values | _equal_sizes(values), prefix)
-    _refuse_other_shapes(fields)
+    _refuse_other_shapes(fields, family)
     shape = read_shape(fields, _KEYS)
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
@@ -151,6 +153,8 @@ def _layers(
     activation = Activation.GELU_TANH if family.is_gemma else Activation.SILU
     dense = MlpSpec(shape.ffn_size, activation, has_bias="blk.0.ffn_down.bias" in tensors)
     experts = _experts(fields, family, shape, activation)
+    recurrent = read_gguf_recurrent(fields, family, shape.num_layers)
+    first = recurrent.index(None)  # whose tensors show the biases
     attention = {
         window: AttentionSpec(
             num_heads=shape.num_heads,
@@ -162,15 +166,17 @@ def _layers(
             softcap=_softcap(fields, family, "attn_logit_softcapping"),
             qk_norm=family.qk_norm,
             query_scaling=_query_scaling(fields, family),
-            has_qkv_bias=family.qkv_bias is True or "blk.0.attn_q.bias" in tensors,
-            has_output_bias="blk.0.attn_output.bias" in tensors,
+            has_qkv_bias=family.qkv_bias is True or f"blk.{first}.attn_q.bias" in tensors,
+            has_output_bias=f"blk.{first}.attn_output.bias" in tensors,
+            has_gate=family.has_gate,
         )
         for window in dict.fromkeys(windows)
     }
     has_rope = [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in range(shape.num_layers)]
     return tuple(
         LayerSpec(
-            mixer=attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None),
+            mixer=recurrent[index]
+            or (attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None)),
             mlp=experts if experts and f"blk.{index}.ffn_gate_inp.weight" in tensors else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,
@@ -191,9 +197,18 @@ def _experts(fields: Fields, family: Family, shape: Shape, activation: Activatio
         size=fields.whole("expert_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size),
         activation=activation,
         # llama.cpp has it as a constant of the architecture: Qwen 3 renormalises and OLMoE does not.
-        renormalizes=rule if isinstance(rule, bool) else family.name == "qwen3_moe",
+        renormalizes=rule if isinstance(rule, bool) else family.name in ("qwen3_moe", "lfm2_moe"),
         scale=fields.real("expert_weights_scale", 0, MAX_MULTIPLIER, 1.0) or 1.0,
+        has_sigmoid=bool(family.experts.bias),
+        has_expert_bias=bool(family.experts.bias),
+        shared_size=_shared_size(fields, family, shape),
     )
+
+
+def _shared_size(fields: Fields, family: Family, shape: Shape) -> int:
+    if family.experts is None or not family.experts.shared_size:
+        return 0
+    return fields.whole("expert_shared_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size)
 
 
 def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
@@ -216,14 +231,17 @@ def generation_from_gguf(metadata: Mapping[str, Any], source: str) -> Generation
     return read_generation({name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}, source)
 
 
-def _refuse_other_shapes(fields: Fields) -> None:
-    names = _UNKNOWN_EQUATIONS + (_UNKNOWN_EXPERTS if fields.get("expert_count") else ())
+def _refuse_other_shapes(fields: Fields, family: Family) -> None:
+    knows_shared = family.experts is None or bool(family.experts.shared_size)
+    names = _UNKNOWN_EQUATIONS + (() if knows_shared else _UNKNOWN_EXPERTS)
     for name in names:
         value = fields.get(name)
         if any(value) if isinstance(value, list) else value:
             raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(value)}: not supported")
     if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions
         raise UnsupportedModel(f"{fields.source}: {fields.prefix}rope.scaling.finetuned is false: not supported")
+    if family.recurrence is Recurrence.SHORT_CONV and fields.get("attention.sliding_window"):
+        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.sliding_window: not supported")
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
         raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.value_length differs from key_length")
 

@@ -16,7 +16,6 @@ from quire.weights.tensors import Target, expected_tensors
 # Of the whole model: Hugging Face, GGUF, quire.
 _WHOLE = (
     ("model.embed_tokens", "token_embd", "embedding"),
-    ("model.norm", "output_norm", "norm"),
     ("lm_head", "output", "head"),
 )
 # Of each layer, after model.layers.N. and blk.N.
@@ -38,6 +37,8 @@ _EXPERTS = {f"mlp.experts.#.{name}": (f"experts.#.{name}",) for name in ("gate_p
 _STACKS = {  # transformers 5 holds experts so, and some checkpoints are saved so; the names have no ending
     "mlp.experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
     "mlp.experts.down_proj": ("experts.#.down_proj",),
+    "feed_forward.experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
+    "feed_forward.experts.down_proj": ("experts.#.down_proj",),
 }
 _GGUF_STACKS = {
     "ffn_gate_exps": ("experts.#.gate_proj",),
@@ -71,10 +72,10 @@ _EXPERT = re.compile(rf"(.*\.experts)\.{_NUMBER}\.(.+)", re.ASCII)
 def transformers_targets(names: Iterable[str], family: Family, architecture: str) -> dict[str, Target]:
     """Return what each tensor of a safetensors checkpoint holds. Unknown names are left out."""
     layer = {name: (own,) for name, _, own in _LAYER} | _EXPERTS | dict(family.names)
-    whole = {name: own for name, _, own in _WHOLE}
+    whole = {name: own for name, _, own in _WHOLE} | {family.norm_names[0]: "norm"}
     found = {}
     for name in names:
-        plain = _without_prefix(name) if architecture in family.nested else name
+        plain = _without_prefix(name) if architecture in family.nested or family.skipped else name
         if (target := _target(plain, whole, layer, _STACKS, _HF_LAYER)) is not None:
             found[name] = target
     return found
@@ -83,10 +84,16 @@ def transformers_targets(names: Iterable[str], family: Family, architecture: str
 def gguf_targets(names: Iterable[str], family: Family) -> dict[str, Target]:
     """Return what each tensor of a GGUF file holds. Unknown names are left out."""
     layer = {name: (own,) for _, name, own in _LAYER} | dict(family.gguf_names)
-    whole = {name: own for _, name, own in _WHOLE}
+    whole = {name: own for _, name, own in _WHOLE} | {family.norm_names[1]: "norm"}
     stacks = {f"{name}.weight": owns for name, owns in _GGUF_STACKS.items()}
     found = {name: _target(name, whole, layer, stacks, _GGUF_LAYER) for name in names}
     return {name: target for name, target in found.items() if target is not None}
+
+
+def gguf_layer(name: str) -> int:
+    """Return the number of the layer that a tensor belongs to; 0 for those of the whole model."""
+    found = _GGUF_LAYER.fullmatch(name)
+    return int(found[1]) if found else 0
 
 
 def _without_prefix(name: str) -> str:
@@ -112,6 +119,8 @@ def _target(
     prefix, rest = f"layers.{found[1]}.", found[2]
     if rest in stacks:
         return Target(tuple(f"{prefix}{own.replace('#', '{}')}.weight" for own in stacks[rest]), is_stack=True)
+    if rest in layer:  # the name of a parameter that has no ending
+        return Target((f"{prefix}{layer[rest][0]}",))
     stem, _, ending = rest.rpartition(".")
     if ending not in ("weight", "bias"):
         return None
@@ -120,14 +129,19 @@ def _target(
         expert, stem = numbered[2], f"{numbered[1]}.#.{numbered[3]}"
     if stem not in layer:
         return None
-    return Target(tuple(f"{prefix}{own.replace('#', expert)}.{ending}" for own in layer[stem]))
+    names = tuple(f"{prefix}{own.replace('#', expert)}.{ending}" for own in layer[stem])
+    return Target(names, is_striped="q_gate" in layer[stem])
 
 
-def is_left_over(name: str, *, is_multimodal: bool = False) -> bool:
+def is_left_over(name: str) -> bool:
     """Return whether a file may hold this tensor although no model needs it. The list is explicit."""
-    if name in _LEFT_OVER_NAMES or name.endswith(_LEFT_OVER_ENDINGS):
-        return True
-    return is_multimodal and name.startswith(_VISION_PREFIXES)
+    return name in _LEFT_OVER_NAMES or name.endswith(_LEFT_OVER_ENDINGS)
+
+
+def find_skipped(name: str, family: Family, *, is_multimodal: bool) -> str:
+    """Return the part of a model that a tensor belongs to and that quire does not run; empty: the tensor is needed."""
+    part = next((part for prefix, part in family.skipped.items() if name.startswith(prefix)), "")
+    return part or ("vision tower" if is_multimodal and name.startswith(_VISION_PREFIXES) else "")
 
 
 def transformers_parameters(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
@@ -136,6 +150,7 @@ def transformers_parameters(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     layer = {name: (own,) for name, _, own in _LAYER} | dict(BY_NAME[spec.family].names)
     found: dict[str, tuple[str, ...]] = {}
     stems: list[tuple[str, tuple[str, ...]]] = [(name, (own,)) for name, _, own in _WHOLE]
+    stems.append((BY_NAME[spec.family].norm_names[0], ("norm",)))
     for index in range(spec.num_layers):
         stems += [
             (f"model.layers.{index}.{name}", tuple(f"layers.{index}.{own}" for own in owns))

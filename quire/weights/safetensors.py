@@ -21,7 +21,7 @@ from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import is_left_over, transformers_targets
+from quire.weights.names import find_skipped, is_left_over, transformers_targets
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
 
@@ -59,6 +59,7 @@ class SafetensorsCheckpoint:
         self._folder = ModelFolder(folder)
         self._shards: list[_Shard] = []
         self._file_tensors: dict[str, _FileTensor] = {}
+        self._skipped: set[str] = set()  # parts of the model
         try:
             if self._folder.unsupported:
                 self._add_others()
@@ -66,7 +67,7 @@ class SafetensorsCheckpoint:
                 for shard, name in self._listed():
                     self._add(shard, name)
             found = {name: one.info for name, one in self._file_tensors.items()}
-            self.spec = self._folder.spec(most_common_type(found))
+            self.spec = replace(self._folder.spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
             self._places = self._find_places(found)
             if self.spec.is_tied and self._has_own_head():  # the rule of transformers
                 self.spec = replace(self.spec, is_tied=False)
@@ -84,11 +85,13 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> RawTensor:
         import numpy as np
 
-        info, file_name, offset = self._places[name]
-        tensor = self._file_tensors[file_name]
+        place = self._places[name]
+        info = place.info
+        tensor = self._file_tensors[place.file_name]
         if tensor.shard.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        flat = np.frombuffer(tensor.shard.buffer, np.uint8, info.num_bytes, tensor.offset + offset)
+        held = np.frombuffer(tensor.shard.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset)
+        flat = place.choose(held)
         data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
         raw = RawTensor(info, data)
         family = self._folder.family
@@ -173,7 +176,11 @@ class SafetensorsCheckpoint:
         return shard
 
     def _add(self, shard: _Shard, name: str) -> None:
-        if is_left_over(name, is_multimodal=self._folder.is_multimodal):
+        if is_left_over(name):
+            return
+        family = self._folder.family
+        if family and (part := find_skipped(name, family, is_multimodal=self._folder.is_multimodal)):
+            self._skipped.add(part)
             return
         if name in self._file_tensors:
             raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")

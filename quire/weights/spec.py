@@ -74,7 +74,7 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     has_qkv_bias: bool = False
     has_output_bias: bool = False
-    has_gate: bool = False  # the output of each head is multiplied by sigmoid(gate), which q_gate computes
+    has_gate: bool = False  # the output of attention is multiplied by sigmoid(q_gate(x)), element by element
     has_sinks: bool = False  # one more logit per head in the softmax, whose value is 0
     has_value_norm: bool = False  # values are RMS-normed without a weight
     is_key_value: bool = False  # values are the raw keys, before norm and rotation: there is no v_proj
@@ -93,7 +93,9 @@ class AttentionSpec:
 class DeltaNetSpec:
     """Gated delta net: a causal convolution over queries, keys and values, then a recurrent state S per value head.
 
-    S = S * exp(g); d = (v - S^T k) * beta; S = S + k d^T; output S^T q. Each key head serves consecutive value heads.
+    S = S * exp(g); d = (v - S^T k) * beta; S = S + k d^T; output S^T q. There may be fewer key heads than value heads.
+    Safetensors files group the value heads of a key head. GGUF files tile them: heads 0, 1, .. of the keys, then again
+    from 0. The order of a file is kept, because the columns of a quantised out_proj cannot be moved.
     """
 
     num_key_heads: int
@@ -101,6 +103,15 @@ class DeltaNetSpec:
     key_head_size: int
     value_head_size: int
     num_taps: int  # of the convolution
+    is_tiled: bool = (
+        False  # the key head of value head h is h % num_key_heads; otherwise h // (value heads per key head)
+    )
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        """The key head of each value head."""
+        ratio = self.num_value_heads // self.num_key_heads
+        return tuple(h % self.num_key_heads if self.is_tiled else h // ratio for h in range(self.num_value_heads))
 
     @property
     def key_size(self) -> int:
@@ -138,7 +149,10 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A router chooses a few of many MLPs for every token, by softmax over all, and adds up their weighted outputs."""
+    """A router chooses a few of many MLPs for every token and adds up their weighted outputs.
+
+    The scores are the softmax of its logits over all experts, or the sigmoids of its logits.
+    """
 
     num_experts: int
     num_chosen: int  # per token
@@ -146,6 +160,9 @@ class ExpertsSpec:
     activation: Activation
     renormalizes: bool  # the weights of the chosen experts are divided by their sum
     scale: float = 1.0  # of the sum
+    has_sigmoid: bool = False
+    has_expert_bias: bool = False  # a bias is added to the scores for the choice, but not to the weights
+    shared_size: int = 0  # of an MLP beside them whose output is multiplied by sigmoid(shared_gate(x)); 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +202,7 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     unsupported: str = ""  # why quire's own equations do not run the model; empty: they do
+    skipped: tuple[str, ...] = ()  # parts of the file that are not loaded: "vision tower", "MTP head"
 
     @property
     def num_layers(self) -> int:

@@ -2,19 +2,24 @@
 
 Every tensor is one matrix or vector: `layers.3.q_proj.weight`, `layers.3.experts.17.down_proj.weight`. A file may hold
 several of them in one tensor: q, k and v as rows of one matrix, or an expert's matrices stacked over all experts. Rows
-are stored one after the other in every format, so each of quire's tensors is still a range of bytes.
+are stored one after the other in every format, so each of quire's tensors is still a range of bytes. Queries and their
+gates are the exception: their rows alternate by head, so `Place.stripe` says which rows are read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, TensorInfo
 from quire.weights.fields import show
-from quire.weights.spec import ExpertsSpec, LayerSpec, ModelSpec, QKNorm
+from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, QKNorm
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_LISTED = 5
 
@@ -26,6 +31,15 @@ class Target(NamedTuple):
 
     names: tuple[str, ...]  # quire's tensors, one below the other; of a stack, with {} for the number of the expert
     is_stack: bool = False  # [experts, rows, columns]
+    is_striped: bool = False  # the rows of the tensors alternate by head
+
+
+class Stripe(NamedTuple):
+    """The heads that a tensor has in another one whose rows alternate by head: `place` of every `num_parts` heads."""
+
+    place: int
+    num_parts: int
+    num_heads: int
 
 
 class Place(NamedTuple):
@@ -34,6 +48,20 @@ class Place(NamedTuple):
     info: TensorInfo
     file_name: str  # of the file's tensor that holds it
     offset: int  # bytes, from the start of that tensor
+    stripe: Stripe | None = None  # None: the tensor is a range of bytes
+
+    @property
+    def num_file_bytes(self) -> int:
+        """Bytes from `offset` on that hold the tensor."""
+        return self.info.num_bytes * (1 if self.stripe is None else self.stripe.num_parts)
+
+    def choose(self, held: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the tensor's own bytes. Rows are quantised separately, so taking some of them is exact."""
+        if self.stripe is None:
+            return held
+        chosen = held.reshape(self.stripe.num_heads, self.stripe.num_parts, -1)[:, self.stripe.place].reshape(-1)
+        chosen.flags.writeable = False
+        return chosen
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -50,29 +78,58 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def layer_tensors(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    return {**_norms(layer, hidden_size), **_attention(layer, hidden_size), **_mlp(layer, hidden_size)}
+    return {**_norms(layer, hidden_size), **_mixer(layer, hidden_size), **_mlp(layer, hidden_size)}
 
 
 def _norms(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    attention = layer.attention
     tensors: dict[str, Shape] = {}
     if layer.has_pre_norms:
         tensors |= {"input_norm.weight": (hidden_size,), "mlp_norm.weight": (hidden_size,)}
     if layer.has_post_norms:
         tensors |= {"post_attention_norm.weight": (hidden_size,), "post_mlp_norm.weight": (hidden_size,)}
+    return tensors
+
+
+def _mixer(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionSpec):
+        return _attention(mixer, hidden_size)
+    if isinstance(mixer, DeltaNetSpec):
+        return _delta_net(mixer, hidden_size)
+    return {
+        **_linear("in_proj", 3 * hidden_size, hidden_size, has_bias=mixer.has_bias),  # rows of b, c and x
+        "conv.weight": (hidden_size, mixer.num_taps),
+        **({"conv.bias": (hidden_size,)} if mixer.has_bias else {}),
+        **_linear("out_proj", hidden_size, hidden_size, has_bias=mixer.has_bias),
+    }
+
+
+def _attention(attention: AttentionSpec, hidden_size: int) -> dict[str, Shape]:
+    tensors: dict[str, Shape] = {}
     if attention.qk_norm is QKNorm.HEAD:
         tensors |= {"q_norm.weight": (attention.head_size,), "k_norm.weight": (attention.head_size,)}
     elif attention.qk_norm is QKNorm.WIDTH:
         tensors |= {"q_norm.weight": (attention.q_size,), "k_norm.weight": (attention.kv_size,)}
-    return tensors
-
-
-def _attention(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    attention = layer.attention
-    tensors: dict[str, Shape] = {}
-    for name, size in (("q_proj", attention.q_size), ("k_proj", attention.kv_size), ("v_proj", attention.kv_size)):
+    rows = {"q_proj": attention.q_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
+    if attention.has_gate:
+        rows["q_gate"] = attention.q_size
+    for name, size in rows.items():
         tensors |= _linear(name, size, hidden_size, has_bias=attention.has_qkv_bias)
     return tensors | _linear("o_proj", hidden_size, attention.q_size, has_bias=attention.has_output_bias)
+
+
+def _delta_net(net: DeltaNetSpec, hidden_size: int) -> dict[str, Shape]:
+    return {
+        "in_proj_qkv.weight": (net.num_channels, hidden_size),
+        "in_proj_z.weight": (net.value_size, hidden_size),
+        "in_proj_b.weight": (net.num_value_heads, hidden_size),
+        "in_proj_a.weight": (net.num_value_heads, hidden_size),
+        "conv.weight": (net.num_channels, net.num_taps),  # the last tap is for the token itself
+        "a_log": (net.num_value_heads,),  # g = -exp(a_log) * softplus(a + dt_bias)
+        "dt_bias": (net.num_value_heads,),
+        "gated_norm.weight": (net.value_head_size,),
+        "out_proj.weight": (hidden_size, net.value_size),
+    }
 
 
 def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
@@ -80,8 +137,13 @@ def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
     if not isinstance(mlp, ExpertsSpec):
         return _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
     tensors: dict[str, Shape] = {"router.weight": (mlp.num_experts, hidden_size)}
+    if mlp.has_expert_bias:
+        tensors["expert_bias"] = (mlp.num_experts,)
     for expert in range(mlp.num_experts):
         tensors |= _gated(f"experts.{expert}.", mlp.size, hidden_size, has_bias=False)
+    if mlp.shared_size:
+        tensors |= _gated("shared.", mlp.shared_size, hidden_size, has_bias=False)
+        tensors["shared_gate.weight"] = (1, hidden_size)
     return tensors
 
 
@@ -96,6 +158,15 @@ def _gated(prefix: str, size: int, hidden_size: int, *, has_bias: bool) -> dict[
 def _linear(name: str, num_outputs: int, num_inputs: int, *, has_bias: bool) -> dict[str, Shape]:
     weight: dict[str, Shape] = {f"{name}.weight": (num_outputs, num_inputs)}
     return weight | {f"{name}.bias": (num_outputs,)} if has_bias else weight
+
+
+def is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def norm_offset(spec: ModelSpec, name: str) -> float:
+    """Return what is added to the weights of a norm. The gated norm of a delta net has no offset in any file."""
+    return 0.0 if name.endswith("gated_norm.weight") else spec.norm_offset
 
 
 def num_weights(spec: ModelSpec) -> int:
@@ -125,7 +196,7 @@ def place_tensors(
     places: dict[str, Place] = {}
     for file_name, info in found.items():
         target = targets.get(file_name)
-        parts = _divide(info, target, expected) if target else None
+        parts = _divide(info, target, expected, spec) if target else None
         if parts is None:
             name = target.names[0] if target else file_name
             parts = [Place(info._replace(name=name), file_name, 0)]
@@ -139,7 +210,7 @@ def place_tensors(
     return places
 
 
-def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape]) -> list[Place] | None:
+def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spec: ModelSpec) -> list[Place] | None:
     """Return the parts of a file's tensor, or None if it does not have the shape of all of them together."""
     num_stacked = info.shape[0] if target.is_stack else 1
     first = [expected.get(name.format(0)) for name in target.names]
@@ -147,8 +218,13 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape]) -> 
     if len(shapes) != len(first) or not shapes:
         return None
     whole: Shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    if info.shape != ((num_stacked, *whole) if target.is_stack else whole):
+    if target.is_stack:
+        if info.shape != (num_stacked, *whole):
+            return None
+    elif _without_ones(info.shape) != _without_ones(whole):
         return None
+    if target.is_striped:
+        return _stripes(info, target, shapes, spec)
     if target.is_stack and not _has_experts(target.names[0], num_stacked, expected):
         return None
     row_bytes = info.num_bytes // (num_stacked * whole[0])
@@ -160,6 +236,20 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape]) -> 
             places.append(Place(part, info.name, offset))
             offset += num_bytes
     return places
+
+
+def _stripes(info: TensorInfo, target: Target, shapes: Sequence[Shape], spec: ModelSpec) -> list[Place]:
+    count = len(shapes)
+    num_heads = spec.layers[int(target.names[0].split(".")[1])].attention.num_heads
+    return [
+        Place(TensorInfo(name, info.type, shape, info.num_bytes // count), info.name, 0, Stripe(i, count, num_heads))
+        for i, (name, shape) in enumerate(zip(target.names, shapes, strict=True))
+    ]
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """A convolution is [channels, 1, taps] in some files, and a matrix with one row is a vector in others."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _has_experts(name: str, count: int, expected: Mapping[str, Shape]) -> bool:

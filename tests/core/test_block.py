@@ -6,12 +6,12 @@ from quire.core.block import BLOCK_SIZE, FreeKVCacheBlockQueue, KVCacheBlock, ch
 from quire.errors import InvalidRequest
 
 
-def queue_of(count: int) -> tuple[list[KVCacheBlock], FreeKVCacheBlockQueue]:
+def queue_of(count: int) -> tuple[list[KVCacheBlock], FreeKVCacheBlockQueue[KVCacheBlock]]:
     blocks = [KVCacheBlock(block_id) for block_id in range(count)]
     return blocks, FreeKVCacheBlockQueue(blocks)
 
 
-def order(queue: FreeKVCacheBlockQueue) -> list[int]:
+def order(queue: FreeKVCacheBlockQueue[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in queue]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIRST_HYBRID = 1_000_000  # as in world.py, which a mutant's copy imports
 WORLDS = "worlds"  # `found_by` of a mutant that the world simulation finds; otherwise the name of a test file
 
 
@@ -37,8 +38,8 @@ MUTANTS = (
     _mutant(
         "full hit allowed",
         "core/kv_cache.py",
-        "self.chain(request), len(request.tokens) - 1)\n\n    def _is_searched",
-        "self.chain(request), len(request.tokens))\n\n    def _is_searched",
+        "self.tree.match(self.chain(request), len(request.tokens) - 1)",
+        "self.tree.match(self.chain(request), len(request.tokens))",
     ),
     _mutant(
         "evicted block left in the index",
@@ -151,7 +152,7 @@ MUTANTS = (
     _mutant(
         "null block handed out", "core/block_pool.py", "self.blocks[NULL_BLOCK_ID + 1 :]", "self.blocks[NULL_BLOCK_ID:]"
     ),
-    _mutant("pins take the whole pool", "core/pins.py", "pool.num_usable // 2", "pool.num_usable"),
+    _mutant("pins take the whole pool", "core/pins.py", "self.max_blocks = pool.num_usable // 2", "pool.num_usable"),
     _mutant(
         "revived blocks not counted", "core/kv_cache.py", "return num_new + num_revived - len", "return num_new - len"
     ),
@@ -370,7 +371,7 @@ MUTANTS = (
     _mutant(
         "shared blocks counted as freed",
         "core/admission.py",
-        "holders[block] == blocks[block].ref_count and block not in kept",
+        "dropped[block] == blocks[block].ref_count and block not in kept",
         "holders[block] <= blocks[block].ref_count and block not in kept",
     ),
     _mutant(
@@ -518,5 +519,146 @@ MUTANTS = (
         "        self._is_audited = False\n        self._audit = None\n",
         "        self._is_audited = False\n",
         "tests/engine/test_audit.py",
+    ),
+    # Windows and recurrent states
+    _mutant(
+        "a snapshot is used after other tokens",
+        "core/continuation.py",
+        "state = found.get(run[: length * TOKEN_BYTES])",
+        "state = next((one for one in found.values() if len(one.run) == length * TOKEN_BYTES), None)",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a snapshot is used one token too late",
+        "core/continuation.py",
+        "yield number * size + length, state",
+        "yield min(number * size + length + 1, num_kv_tokens), state",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a window block is freed too early",
+        "core/window_memory.py",
+        "max(position - self.window + 1, 0)",
+        "max(position - self.window + 2, 0)",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a hit needs one window block less",
+        "core/continuation.py",
+        "max(position - self._window + 1, 0)",
+        "max(position - self._window + 1 + self._block_size, 0)",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a state is shared without a copy",
+        "core/state_memory.py",
+        "        return min(request.live_states, key=_position)\n",
+        "        return request.state_slot or min(request.live_states, key=_position)\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a state is published before it exists",
+        "core/state_memory.py",
+        "if slot.position <= num_computed and not slot.is_published:",
+        "if slot.position <= request.num_planned and not slot.is_published:",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a fork shares a state that its parent still writes",
+        "core/state_memory.py",
+        "            slot = self.pool.take()\n            slot.position = point\n",
+        "            slot = self._next_live(request)\n            self.pool.share(slot)\n            slot.position = point\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a snapshot is released before the slice that reads it is done",
+        "core/state_memory.py",
+        "            if slot.position < num_computed:\n",
+        "            if slot.position <= num_computed:\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "the state of a step in flight is kept as the end of an answer",
+        "core/state_memory.py",
+        "if is_kept and slot.position == request.num_computed > request.state_base:",
+        "if is_kept and slot.position >= request.num_computed > request.state_base:",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "snapshots leave no slots for later requests",
+        "core/state_memory.py",
+        "        return self.pool.num_available > self.num_live * (self._max_num_seqs - self._num_started)\n",
+        "        return self.pool.num_available > 0\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "cached keys and values are written again",
+        "core/planner.py",
+        "                request.kv_start,\n",
+        "                0,\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a window tail is continued in place while others read it",
+        "core/window_memory.py",
+        "        if continuation.is_window_adoptable:\n",
+        "        if True:\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "window blocks of a hit are not shared",
+        "core/window_memory.py",
+        "        pool.share(continuation.windows)\n",
+        "",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a window block stays with a node that has other tokens",
+        "core/hybrid.py",
+        "                self.windows.pool.detach(block)\n",
+        "                pass\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a tail gets the window block of fewer tokens",
+        "core/window_memory.py",
+        "if node.is_published and is_filled and",
+        "if node.is_published and",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "snapshots stay after their block was evicted",
+        "core/hybrid.py",
+        "            self.states.pool.forget(block.key)\n",
+        "            pass\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "a key of other content leads to a snapshot",
+        "core/continuation.py",
+        "if found is None or (number and blocks[number - 1].key != key):",
+        "if found is None:",
+        first_world=FIRST_HYBRID + 100,
+    ),
+    _mutant(
+        "the window blocks of a preempted request leak",
+        "core/window_memory.py",
+        "        self.pool.release(self.blocks(table), is_kept=True)\n",
+        "        self.pool.release(self.blocks(table[1:]), is_kept=True)\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "pinned states are never released",
+        "core/pins.py",
+        "            self._states.pool.release(pin.state)\n",
+        "            pass\n",
+        first_world=FIRST_HYBRID,
+    ),
+    _mutant(
+        "keys and values are shared, and the tail is published over them",
+        "core/kv_cache.py",
+        " or request.num_computed < request.kv_start:",
+        ":",
+        first_world=FIRST_HYBRID,
     ),
 )

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.sim.runs import Failure, report, run_world, run_worlds
-from tests.sim.world import World
+from tests.sim.world import FIRST_HYBRID, World
 
 NUM_EVENTS = 500_000
 NUM_WORLDS = 640  # enough for that many events
@@ -45,6 +45,38 @@ MINIMA = {
     "explained not_found": 900,
     "explained complete": 60,
 }
+
+
+NUM_HYBRID_WORLDS = 200
+HYBRID_MINIMA = {
+    "hits without a state or window": 1_000,
+    "window evictions": 500,
+    "state evictions": 4_000,
+    "explained no_state": 80,
+    "explained no_window": 10,
+    "preemptions": 1_500,
+    "resumed": 1_500,
+    "hits on a parent": 15,
+    "adoptions": 200,
+    "partial hits": 1_500,
+    "prefix waits": 1_000,
+    "pins yielded": 150,
+    "collisions": 200,
+}
+
+
+@pytest.mark.timeout(1800)
+def test_worlds_with_windows_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+    counts: Counter[str] = Counter()
+    seeds = range(FIRST_HYBRID, FIRST_HYBRID + NUM_HYBRID_WORLDS)
+    for outcome in run_worlds(seeds, jobs=min(2, os.cpu_count() or 1), is_quick=True):
+        if isinstance(outcome, Failure):
+            pytest.fail(str(outcome), pytrace=False)
+        counts.update(outcome)
+    with capsys.disabled():
+        print(f"\n{NUM_HYBRID_WORLDS} worlds with windows and states, no failure\n{report(counts)}")
+    rare = {name: (counts[name], least) for name, least in HYBRID_MINIMA.items() if counts[name] < least}
+    assert not rare, f"(count, minimum) {rare}"
 
 
 @pytest.mark.timeout(1800)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from quire.backends.base import Capacity
-from quire.backends.fake import FakeRunner, Fold, digest, run_alone
+from quire.backends.fake import FakeRunner, Fold, Hybrid, digest, run_alone
 from quire.core.chain import hash_block_tokens
 from quire.core.check import check_scheduler
 from quire.core.events import (
@@ -38,6 +38,7 @@ from quire.errors import ContextTooLong, QueueFull
 SALTS = ("", "tenant-a", "tenant-b")
 TENANTS = ("", "ann", "bob")
 FAIR = "fair"
+FIRST_HYBRID = 1_000_000  # worlds from this seed on have windows, recurrent states, or both
 
 
 def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
@@ -95,9 +96,36 @@ class Setup:
     is_caching: bool
     is_colliding: bool  # keys of 4 bits: only the comparison of tokens distinguishes contents
     max_mixed_tokens: int | None
+    window: int = 0
+    num_window_blocks: int = 0
+    num_states: int = 0
+    num_live_states: int = 2
 
     @staticmethod
     def draw(random: Random, seed: int) -> Setup:
+        setup = Setup._draw(random, seed)
+        return setup if seed < FIRST_HYBRID else setup._with_hybrid_memory(random)
+
+    def _with_hybrid_memory(self, random: Random) -> Setup:
+        window = num_window_blocks = num_states = 0
+        kind = random.choice(("window", "window", "states", "states", "both"))
+        if kind != "states":
+            window = random.choice((1, 2, 3, 8, 17, 40))
+            least = (window - 1 + self.max_chunk_tokens) // self.block_size + 4
+            num_window_blocks = least + random.choice((0, 1, 3, random.randint(0, 40), self.num_blocks))
+        num_live = 2 if self.is_overlapped else random.choice((1, 1, 2))
+        if kind != "window":
+            num_states = 1 + num_live * self.max_num_seqs + random.choice((0, 1, 2, 4, 8, 30))
+        return replace(
+            self,
+            window=window,
+            num_window_blocks=num_window_blocks,
+            num_states=num_states,
+            num_live_states=num_live,
+        )
+
+    @staticmethod
+    def _draw(random: Random, seed: int) -> Setup:
         block_size = random.choice((1, 2, 4, 4, 8, 8, 16, 32))
         max_num_seqs = random.choice((1, 2, 3, 4, 6, 8))
         most = max(4, 320 // block_size)
@@ -140,6 +168,10 @@ class World:
             is_caching=setup.is_caching,
             digest=weak_digest if setup.is_colliding else hash_block_tokens,
             observe=self._observe,
+            window=setup.window,
+            num_window_blocks=setup.num_window_blocks,
+            num_states=setup.num_states,
+            num_live_states=setup.num_live_states,
         )
         self.scheduler = Scheduler(
             cache,
@@ -155,7 +187,14 @@ class World:
         capacity_tokens = (setup.num_blocks - 1) * setup.block_size
         self.max_model_len = min(setup.max_model_len or capacity_tokens, capacity_tokens)
         capacity = Capacity(
-            setup.num_blocks, setup.block_size, setup.max_num_seqs, self.max_model_len, setup.vocab_size
+            setup.num_blocks,
+            setup.block_size,
+            setup.max_num_seqs,
+            self.max_model_len,
+            setup.vocab_size,
+            window=setup.window,
+            num_window_blocks=setup.num_window_blocks,
+            num_states=setup.num_states,
         )
         self.runner = FakeRunner(capacity, is_late=setup.is_late, seed=seed)
         self.books: dict[int, Book] = {}  # running and waiting requests
@@ -215,6 +254,7 @@ class World:
         check_scheduler(self.scheduler, self._roots)
         self.scheduler.cache.pins.clear()
         self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
+        self._check_hybrid_leaks()
         self._require(not self.books, "requests were lost")
         num_collisions = self.scheduler.cache.tree.num_collisions
         self.counts["collisions"] += num_collisions
@@ -229,6 +269,7 @@ class World:
             return
         check_scheduler(self.scheduler, self._roots)
         self._check_memory()
+        self._check_hybrid_memory()
         half = (self.setup.num_blocks - 1) // 2
         self._require(self.scheduler.cache.pins.num_blocks <= half, "pins hold more than half the pool")
 
@@ -301,6 +342,9 @@ class World:
             salt=self.random.choice(("", "", SALTS[1], SALTS[2])),
             tenant=self.random.choice(TENANTS),
         )
+        if self.setup.num_window_blocks or self.setup.num_states:
+            most = min(len(request.tokens) - 1, 4)
+            request.boundaries = tuple(sorted(self.random.sample(range(1, len(request.tokens)), k=most)))
         self._submit(request)
 
     def _add_siblings(self) -> None:
@@ -345,7 +389,15 @@ class World:
                 f"sample {sample_index} of a prompt has the random numbers of sample {sampling.sample_index}"
             )
         limit = min(len(prompt) + (sampling.max_tokens or self.max_model_len), self.max_model_len) - len(prompt)
-        tokens = run_alone(prompt, sampling, limit, block_size=self.setup.block_size, vocab_size=self.setup.vocab_size)
+        tokens = run_alone(
+            prompt,
+            sampling,
+            limit,
+            block_size=self.setup.block_size,
+            vocab_size=self.setup.vocab_size,
+            window=self.setup.window,
+            has_states=self.setup.num_states > 0,
+        )
         reason = FinishReason.LENGTH
         for count, token in enumerate(tokens, 1):
             if token in sampling.stop_token_ids and count > sampling.min_tokens:
@@ -399,7 +451,7 @@ class World:
         self.scheduler.cache.clear()
 
     def _evict_unused(self) -> None:
-        self.scheduler.cache.pool.evict_unused()
+        self.scheduler.cache.evict_unused()
         self._require(self.scheduler.cache.stats().num_cached == 0, "unused content survived evict_unused")
 
     def _explain(self) -> None:
@@ -407,7 +459,7 @@ class World:
         hit = self.scheduler.cache.match(request)
         explanation = self.scheduler.explain(request)
         if self.setup.is_caching:
-            self._require(explanation.num_tokens == hit.num_tokens, "explain and match disagree")
+            self._require(explanation.num_tokens == hit.start, "explain and match disagree")
         self._require(explanation.num_tokens < len(request.tokens), "a hit left nothing to compute")
         self.counts[f"explained {explanation.reason}"] += 1
         stranger = self.scheduler.explain(Request(0, request.tokens, salt="stranger"))
@@ -554,7 +606,8 @@ class World:
         tokens = book.request.tokens
         self._require(event.num_tokens < len(tokens), "a hit left nothing to compute")
         prefix = 0
-        for token in tokens[: event.num_tokens]:
+        self.counts["hits without a state or window"] += event.num_tokens < event.num_kv_tokens
+        for token in tokens[: event.num_kv_tokens]:
             prefix = digest(prefix, token)
         if prefix not in self.seen[book.request.salt]:
             raise WorldFailure(f"{book.request!r} hit {event.num_tokens} tokens that were never computed for its salt")
@@ -724,9 +777,11 @@ class World:
             if request.state is RequestState.RUNNING and request.request_id not in planned:
                 upto = request.num_planned + 1
                 is_alone = len(running) == 1
-                is_short = (
-                    self.scheduler.cache.shortage(request, upto) > 0
-                )  # sources of copies may hold the last blocks
+                if self.setup.num_window_blocks:  # for a whole chunk, unlike KV blocks, they are taken step by step
+                    num_wanted = max(request.num_tokens - request.num_planned, 1)
+                    upto = request.num_planned + min(num_wanted, self.setup.max_chunk_tokens)
+                # Sources of copies may hold the last blocks.
+                is_short = self.scheduler.cache.growth_shortage(request, upto) > 0
                 # This request, or less urgent ones, may not be preempted again before they have made progress.
                 is_sparing = any(other.num_computed <= self.books[other.request_id].preempted_at for other in running)
                 is_stalled = is_short and (is_sparing or (bool(self.in_flight) and is_alone))
@@ -804,10 +859,57 @@ class World:
         num_held = sum(len(victim.block_table) for victim in victims)
         num_freed = num_held // 2  # shared blocks of victims do not become free
         has_memory = cache.pool.num_free + num_freed >= num_needed + spare
+        has_memory = has_memory and self.setup.num_window_blocks == 0  # window blocks may be missing
         is_wronged = has_free_seq and has_memory and not is_budget_used and not self._has_preempted
         self.counts["HIGH waits"] += 1
         if is_wronged:
             raise WorldFailure(f"{request!r} waits although it fits: {fair.ledger.credits}")
+
+    def _check_hybrid_leaks(self) -> None:
+        hybrid = self.scheduler.cache.hybrid
+        if hybrid is not None and hybrid.windows is not None:
+            pool = hybrid.windows.pool
+            self._require(pool.num_free == pool.num_usable, "window blocks leaked")
+            self.counts["window evictions"] += pool.num_evictions
+        if hybrid is not None and hybrid.states is not None:
+            states = hybrid.states.pool
+            self._require(states.num_available == states.num_usable, "states leaked")
+            self.counts["state evictions"] += states.num_evictions
+
+    def _check_hybrid_memory(self) -> None:
+        """Check that window blocks and snapshots have the content of the tokens for which they can be found."""
+        hybrid = self.scheduler.cache.hybrid
+        if hybrid is None:
+            return
+        if hybrid.windows is not None:
+            for block in hybrid.windows.pool.blocks:
+                if block.node is not None:
+                    entries, _ = self._hybrid_content(block.node.parent_key, block.node.tokens)
+                    found = self.runner.window_memory[block.block_id][: block.node.num_tokens]
+                    self._require(found == entries, f"{block!r} does not have the content recorded in the tree")
+        if hybrid.states is not None:
+            for slot in hybrid.states.pool.slots:
+                if slot.parent_key is not None:
+                    _, state = self._hybrid_content(slot.parent_key, slot.run)
+                    self._require(self.runner.states[slot.slot_id] == state, f"{slot!r} does not have its content")
+
+    def _hybrid_content(self, parent_key: bytes | None, run: bytes) -> tuple[list[int], int]:
+        """Window entries of the tokens `run` after a block, and the state after them."""
+        packed = [run]
+        while parent_key not in self._roots:
+            assert parent_key is not None
+            block = self.scheduler.cache.tree.find(parent_key)
+            if block is None:
+                raise WorldFailure("a snapshot or a window block follows a block that is not in the tree")
+            packed.append(block.tokens)
+            parent_key = block.parent_key
+        whole = b"".join(reversed(packed))
+        model = Hybrid(self.setup.window)
+        entries = []
+        for i in range(0, len(whole), 4):
+            model.step()
+            entries.append(model.read(int.from_bytes(whole[i : i + 4], "big"), i // 4))
+        return entries[len(entries) - len(run) // 4 :], model.state
 
     def _check_memory(self) -> None:
         """Check that the runner's memory has the content that the tree records for each block."""

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from tests.weights import converting_states as states
+
 Arrays = dict[str, NDArray[Any]]
 Keys = dict[str, Any]
 ARCHITECTURES = {
@@ -40,13 +42,17 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
 }
 # Those that the converter derives from its Llama: it writes rope.dimension_count and reorders the rows of q and k.
 _LIKE_LLAMA = (
     gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.MISTRAL3,
 )  # fmt: skip
 _GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
-_EXPERT = re.compile(r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False) -> Path:
@@ -97,7 +103,7 @@ def _keys(fields: Mapping[str, Any], arch: gguf.MODEL_ARCH) -> Keys:
         "feed_forward_length": fields["intermediate_size"],
         "attention.head_count": fields["num_attention_heads"],
         "attention.head_count_kv": fields["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(fields["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(fields.get("rms_norm_eps") or fields["norm_eps"]),
     }
     has_head_size = fields.get("head_dim") is not None and arch is not gguf.MODEL_ARCH.GRANITE
     if has_head_size and arch is not gguf.MODEL_ARCH.PHI3:
@@ -212,6 +218,8 @@ _MORE_KEYS: dict[gguf.MODEL_ARCH, Callable[[Mapping[str, Any]], Keys]] = {
     gguf.MODEL_ARCH.GEMMA2: _gemma2_keys,
     gguf.MODEL_ARCH.GEMMA3: lambda fields: {"attention.sliding_window": fields["sliding_window"]},
     gguf.MODEL_ARCH.PHI3: _phi_keys,
+    **dict.fromkeys(states.DELTA_NETS, states.delta_net_keys),
+    **dict.fromkeys(states.SHORT_CONVS, states.short_conv_keys),
 }
 
 
@@ -226,7 +234,7 @@ def _tensors(arrays: Arrays, fields: Mapping[str, Any], arch: gguf.MODEL_ARCH, *
     names = gguf.get_tensor_name_map(arch, fields["num_hidden_layers"])
     found: Arrays = {}
     for name, array in _split(_stacked(arrays)).items():
-        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        renamed = names.get_name(states.renamed(name), try_suffixes=(".weight", ".bias"))
         assert renamed is not None, name
         found[renamed] = _changed(name, array, fields, arch)
     if fuses_experts:
@@ -262,6 +270,10 @@ def _split(arrays: Arrays) -> Arrays:
 
 
 def _changed(name: str, array: NDArray[Any], fields: Mapping[str, Any], arch: gguf.MODEL_ARCH) -> NDArray[Any]:
+    if arch in states.DELTA_NETS:
+        return states.changed(name, array, fields)
+    if arch in states.SHORT_CONVS and ".conv.conv." in name:
+        return array.reshape(len(array), -1)
     if arch in _GEMMAS and name.endswith("norm.weight"):
         return array + np.float32(1)
     num_heads = {"q_proj": fields["num_attention_heads"], "k_proj": fields["num_key_value_heads"]}

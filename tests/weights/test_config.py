@@ -213,8 +213,10 @@ def test_every_listed_architecture_is_read() -> None:
             "position_embedding_type": "rope",
             "num_local_experts": 0,
             "layer_types": ["attention"] * SIZES["num_hidden_layers"],
-        }
+        },
+        **{key: {"full_attention_interval": 2} for key in ("qwen3_5", "qwen3_5_moe")},
     }
     for architecture, family in BY_ARCHITECTURE.items():
-        one = spec(architecture, text_config=dict(SIZES), bos_token_id=1, **needed.get(family.name, {}))
+        more = needed.get(family.name, {})
+        one = spec(architecture, text_config={**SIZES, **more}, bos_token_id=1, **more)
         assert one.family == family.name

@@ -16,11 +16,12 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.families import FAMILIES as ROWS
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
-from quire.weights.tensors import check_tensors, expected_tensors
+from quire.weights.spec import DeltaNetSpec, ModelSpec
+from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm_offset
 from tests.weights.converting import write_gguf
 
 pytest.importorskip("transformers")
-from tests.backends.torch.families import FAMILIES, Reference
+from tests.backends.torch.families import EVERY_FAMILY, Reference
 
 # GGUF has no key for these settings, and llama.cpp assumes: every sixth layer of Gemma 3 and every fourth of SmolLM3
 # differ, Gemma's scale follows from the size of a head, experts of Qwen are renormalised, those of OLMoE are not.
@@ -38,16 +39,16 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},
 }
 # The converter does not write the window, and llama.cpp's Qwen 3 has no dense layers.
-NOT_IN_GGUF = ("mistral with a window", "qwen3_moe with a dense layer")
-MOE = ("qwen3_moe", "mixtral", "olmoe")
+NOT_IN_GGUF = ("mistral with a window", "qwen3_moe with a dense layer", "lfm2 with biases")
+MOE = ("qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe", "lfm2_moe")
 
 
 def test_every_row_is_tested() -> None:
-    names = {name.split()[0] for name in FAMILIES}
+    names = {name.split()[0] for name in EVERY_FAMILY}
     assert names == {row.name for row in ROWS}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -65,8 +66,36 @@ def read_all(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
 def same_tensors(one: Checkpoint, other: Checkpoint) -> None:
     assert one.tensors.keys() == other.tensors.keys()
     for name, array in read_all(one).items():
-        shift = one.spec.norm_offset - other.spec.norm_offset if name.endswith("norm.weight") else 0.0
-        assert np.array_equal(array + np.float32(shift), to_float32(other.read(name))), name
+        shift = norm_offset(one.spec, name) - norm_offset(other.spec, name) if is_norm(name) else 0.0
+        expected = in_order_of(other.spec, one.spec, name, array + np.float32(shift))
+        found = to_float32(other.read(name))
+        if name.endswith(".a_log"):  # a GGUF holds its exponential
+            assert np.allclose(expected, found, rtol=1e-5, atol=1e-6)
+        else:
+            assert np.array_equal(expected, found), name
+
+
+def in_order_of(spec: ModelSpec, own: ModelSpec, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a tensor of a delta net whose value heads are ordered by key head in the order of another file."""
+    if not name.startswith("layers.") or spec == own:
+        return array
+    net = spec.layers[int(name.split(".")[1])].mixer
+    tensor = name.split(".", 2)[2]
+    if not isinstance(net, DeltaNetSpec) or not net.is_tiled:
+        return array
+    rank = dict.fromkeys(net.key_heads, 0)
+    heads = []  # by head of the other file: the head here
+    for key in net.key_heads:
+        heads.append(key * (net.num_value_heads // net.num_key_heads) + rank[key])
+        rank[key] += 1
+    rows = np.arange(net.value_size).reshape(net.num_value_heads, -1)[heads].flatten()
+    if tensor in ("in_proj_a.weight", "in_proj_b.weight", "a_log", "dt_bias"):
+        return array[heads]
+    if tensor in ("in_proj_qkv.weight", "conv.weight"):
+        return np.concatenate([array[: 2 * net.key_size], array[2 * net.key_size :][rows]])
+    if tensor == "in_proj_z.weight":
+        return array[rows]
+    return array[:, rows] if tensor == "out_proj.weight" else array
 
 
 def test_the_tensors_that_transformers_saves(name: str, saved: Path) -> None:
@@ -93,7 +122,7 @@ def write_stacked(source: Path, folder: Path) -> Path:
         num_experts = len({name for name in arrays if name.startswith(f"{layer}.experts.")}) // 3
         gate, down, up = (
             np.stack([arrays[f"{layer}.experts.{i}.{one}.weight"] for i in range(num_experts)])
-            for one in (("w1", "w2", "w3") if "block_sparse_moe" in layer else ("gate_proj", "down_proj", "up_proj"))
+            for one in (("gate_proj", "down_proj", "up_proj") if layer.endswith(".mlp") else ("w1", "w2", "w3"))
         )
         stacked = layer.replace("block_sparse_moe", "mlp")
         found[f"{stacked}.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
@@ -147,8 +176,8 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def fields_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the fields of a spec that do not depend on the format: a GGUF's norms include Gemma's offset."""
-    ignored = (".family", ".architecture", ".norm_offset")
-    return {path: value for path, value in flat(checkpoint.spec) if path not in ignored}
+    ignored = (".family", ".architecture", ".norm_offset", ".is_tiled")
+    return {path: value for path, value in flat(checkpoint.spec) if not path.endswith(ignored)}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

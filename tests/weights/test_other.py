@@ -47,13 +47,13 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_unknown_architecture_has_a_spec_with_the_reason() -> None:
-    spec = read(config("Lfm2MoeForCausalLM", eos_token_id=[2, 3], tie_word_embeddings=True))
-    assert (spec.family, spec.architecture, spec.quantization) == (OTHER, "Lfm2MoeForCausalLM", "BF16")
-    assert spec.unsupported.startswith("config.json: quire has no equations for 'Lfm2MoeForCausalLM'; `quire models")
+    spec = read(config("NemotronHForCausalLM", eos_token_id=[2, 3], tie_word_embeddings=True))
+    assert (spec.family, spec.architecture, spec.quantization) == (OTHER, "NemotronHForCausalLM", "BF16")
+    assert spec.unsupported.startswith("config.json: quire has no equations for 'NemotronHForCausalLM'; `quire models")
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (LAYERS, HIDDEN, VOCAB)
     assert heads(spec) == (HEADS, KV_HEADS, HEAD)
     assert (spec.eos_token_ids, spec.is_tied, spec.dtype) == ((2, 3), True, "float32")
-    assert read(config("Lfm2MoeForCausalLM"), {"eos_token_id": [5]}).eos_token_ids == (5,)
+    assert read(config("NemotronHForCausalLM"), {"eos_token_id": [5]}).eos_token_ids == (5,)
 
 
 def test_a_known_architecture_stays_as_it_is() -> None:

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.delta_net import DeltaNet, delta_net
+from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, softcap
+from quire.backends.torch.short_conv import ShortConv, short_conv
 from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
 
@@ -48,7 +50,13 @@ class ReferencePass:
         return norm(x)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        qkv = qkv.view(-1, heads.num_heads + 2 * heads.num_kv_heads, heads.head_size)  # [T, H + 2K, D]
+        if heads.has_gate:
+            gates = qkv[:, heads.qkv_size :].sigmoid()
+            return self._attend(qkv[:, : heads.qkv_size], heads) * gates
+        return self._attend(qkv, heads)
+
+    def _attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        qkv = qkv.reshape(-1, heads.num_heads + 2 * heads.num_kv_heads, heads.head_size)  # [T, H + 2K, D]
         if heads.norm is not None:
             qkv = heads.norm(qkv)
         if heads.rotary is not None:
@@ -74,6 +82,17 @@ class ReferencePass:
 
     def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
         return experts.reference(x, router(x))
+
+    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+        return routed + shared.reference(x)
+
+    def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
+        assert self._states is not None
+        return delta_net(mixed, net, self._states, self._batch.segments)
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
+        assert self._states is not None
+        return short_conv(bcx, conv, self._states, self._batch.segments)
 
     def _rotation(self, heads: Heads, rotary: Rotary, dtype: torch.dtype) -> Angles:
         key = (rotary, heads.num_heads, heads.num_kv_heads)

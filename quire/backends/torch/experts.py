@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from quire.backends.torch.layers import gated, product
+from quire.backends.torch.layers import Linear, gated, product
 from quire.weights.spec import Activation
 
+SIGMOID_FLOOR = 1e-6  # added to a sum of sigmoids before it divides
+
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every row uses beside the routed experts. Its output is multiplied by the sigmoid of a gate."""
+
+    gate_up_proj: Linear  # [2F, E]
+    down_proj: Linear  # [E, F]
+    gate: Linear  # [1, E]
+    activation: Activation
+
+    def reference(self, x: Tensor) -> Tensor:
+        return self.gate(x).sigmoid() * self.down_proj(gated(self.gate_up_proj(x), self.activation))
 
 
 class Experts:
@@ -15,9 +32,10 @@ class Experts:
 
     The weights of a row are the softmax of its logits over all experts, in fp32, at the `num_chosen` greatest logits.
     Of equal logits, the first expert's counts as greater. `renormalizes`: divide by the sum of the chosen weights.
+    `has_sigmoid`: the weights are the sigmoids of the logits, and `bias` is added to them for the choice.
     """
 
-    __slots__ = ("activation", "down", "gate_up", "num_chosen", "renormalizes", "scale")
+    __slots__ = ("activation", "bias", "down", "gate_up", "has_sigmoid", "num_chosen", "renormalizes", "scale")
 
     def __init__(
         self,
@@ -28,6 +46,8 @@ class Experts:
         activation: Activation,
         renormalizes: bool,
         scale: float,
+        has_sigmoid: bool = False,
+        bias: Tensor | None = None,
     ) -> None:
         num_experts, size, width = down.shape
         if gate_up.shape != (num_experts, 2 * width, size):
@@ -40,6 +60,8 @@ class Experts:
         self.activation = activation
         self.renormalizes = renormalizes
         self.scale = scale  # factor of the output
+        self.has_sigmoid = has_sigmoid
+        self.bias = bias  # [N] fp32
 
     def reference(self, x: Tensor, router_logits: Tensor) -> Tensor:
         """Return the output [T, E] for x [T, E] and logits [T, N], in plain PyTorch. On a GPU, waits for the device."""
@@ -54,14 +76,19 @@ class Experts:
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts and their weights, both [T, K], the best expert first."""
         logits = logits.float()
-        ids = logits.sort(descending=True, stable=True).indices[:, : self.num_chosen]
-        weights = logits.softmax(-1).gather(1, ids)
+        scores = logits.sigmoid() if self.has_sigmoid else logits.softmax(-1)
+        order = logits if self.bias is None else scores + self.bias
+        ids = order.sort(descending=True, stable=True).indices[:, : self.num_chosen]
+        weights = scores.gather(1, ids)
         if self.renormalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
+            floor = SIGMOID_FLOOR if self.has_sigmoid else 0.0
+            weights = weights / (weights.sum(-1, keepdim=True) + floor)
         return ids, weights * self.scale
 
     def fused(self, x: Tensor, router_logits: Tensor) -> Tensor:
         """Return the output [T, E] for x [T, E] and logits [T, N], in our kernels. A graph can contain this call."""
+        if self.has_sigmoid:  # the kernels have no sigmoids
+            return self.reference(x, router_logits)
         from quire.backends.torch.kernels import experts as kernels  # Triton is not installed everywhere
 
         routing = kernels.route(router_logits, self.num_chosen, renormalizes=self.renormalizes, scale=self.scale)

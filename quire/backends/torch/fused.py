@@ -7,14 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.delta_net import DeltaNet, delta_net
+from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.elementwise import add_norm, embed, norm, norm_columns, step_tokens
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Heads, Linear, RMSNorm
-from quire.backends.torch.state_store import StateStore
+from quire.backends.torch.short_conv import ShortConv, short_conv
+from quire.backends.torch.state_store import Segment, StateStore
 from quire.weights.spec import Activation
 
 # T rows of the batch, H query heads, K kv heads, D head size, E hidden size, F width of the MLP
@@ -32,9 +34,18 @@ class DeviceState(NamedTuple):
 
 
 class FusedPass:
-    def __init__(self, inputs: StepInputs, state: DeviceState, *, num_merged: int, is_graph: bool) -> None:
+    def __init__(
+        self,
+        inputs: StepInputs,
+        state: DeviceState,
+        *,
+        num_merged: int,
+        is_graph: bool,
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
         self._inputs = inputs
         self._state = state
+        self._segments = segments  # of states
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
         self._is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
@@ -60,6 +71,12 @@ class FusedPass:
         return norm(x, norm_.weight, norm_.eps, self._state.store.dtype)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        if heads.has_gate:
+            gates = qkv[:, heads.qkv_size :].sigmoid()
+            return self._rotate_and_attend(qkv[:, : heads.qkv_size].contiguous(), heads) * gates
+        return self._rotate_and_attend(qkv, heads)
+
+    def _rotate_and_attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         q_norm, k_norm, eps, rounds_first = None, None, 0.0, False
         if heads.norm is not None and heads.norm.is_wide:
             q_size, kv_size = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
@@ -146,3 +163,16 @@ class FusedPass:
 
     def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
         return experts.fused(x, router.project(x, is_graph=self._is_graph))
+
+    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+        hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph)
+        gate = shared.gate.project(x, is_graph=self._is_graph).sigmoid()
+        return routed.addcmul_(gate, shared.down_proj.project(hidden, is_graph=self._is_graph))
+
+    def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
+        assert self._state.states is not None
+        return delta_net(mixed, net, self._state.states, self._segments)
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
+        assert self._state.states is not None
+        return short_conv(bcx, conv, self._state.states, self._segments)

@@ -247,7 +247,8 @@ def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
             rope=one.rope and RopeSpec(1.0, one.rope.rotary_size),
             query_scaling=one.query_scaling and QueryScaling(1.0, 1),
         ): None
-        for one in (layer.attention for layer in spec.layers)
+        for one in (layer.mixer for layer in spec.layers)
+        if isinstance(one, AttentionSpec)
     }
     return list(kinds)
 
@@ -363,9 +364,12 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     back: dict[tuple[int, bool], None] = {}  # inputs of those to the hidden size
     gates: dict[MlpSpec, None] = {}
     for layer in spec.layers:
-        attention, mlp = layer.attention, layer.mlp
-        inner[attention.q_size + 2 * attention.kv_size, attention.has_qkv_bias] = None
-        back[attention.q_size, attention.has_output_bias] = None
+        mlp = layer.mlp
+        if isinstance(layer.mixer, AttentionSpec):
+            attention = layer.mixer
+            num_gates = attention.q_size if attention.has_gate else 0
+            inner[attention.q_size + 2 * attention.kv_size + num_gates, attention.has_qkv_bias] = None
+            back[attention.q_size, attention.has_output_bias] = None
         if isinstance(mlp, MlpSpec):
             back[mlp.size, mlp.has_bias] = None
             gates[mlp] = None

@@ -16,7 +16,9 @@ from torch import Tensor
 from quire.weights.spec import Activation, AttentionSpec, QKNorm, QueryScaling, RopeSpec
 
 if TYPE_CHECKING:
-    from quire.backends.torch.experts import Experts
+    from quire.backends.torch.delta_net import DeltaNet
+    from quire.backends.torch.experts import Experts, SharedExpert
+    from quire.backends.torch.short_conv import ShortConv
 
 # T tokens in the batch, I inputs, O outputs, H heads, D head size
 
@@ -216,6 +218,12 @@ class Heads:
     norm: HeadNorm | None = None
     query_factors: Tensor | None = None  # [positions]: queries are multiplied by it after rotation
     sinks: Tensor | None = None  # [H]: a score per head that takes part in the softmax and has no value
+    has_gate: bool = False  # the output is multiplied by the sigmoids of gates, which follow the values
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of queries, keys and values, without gates."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
 class Pass(Protocol):
@@ -241,7 +249,10 @@ class Pass(Protocol):
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D]."""
+        """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D].
+
+        If the heads have a gate, qkv has H * D more columns.
+        """
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         """The same for q [T, H, D], k and v [T, K, D] that are normed and rotated already."""
@@ -256,6 +267,18 @@ class Pass(Protocol):
 
     def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
         """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row."""
+
+    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+        """Add sigmoid(gate(x)) * MLP(x), for the x that was routed, to the output [T, E] of the routed experts."""
+
+    def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
+        """Return the output [T, value size] of a delta net and update the states of the step's requests.
+
+        mixed [T, channels + value size + 2 * heads]: queries, keys and values, then z, b and a.
+        """
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
+        """Return c * conv(b * x) [T, E] for bcx [T, 3 * E], and update the states of the step's requests."""
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Progress
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Linear
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.quants import to_float32
-from quire.weights.spec import ExpertsSpec, LayerSpec, ModelSpec
-from quire.weights.tensors import check_tensors, expected_tensors, layer_tensors
+from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, ShortConvSpec
+from quire.weights.tensors import check_tensors, expected_tensors, is_norm, layer_tensors, norm_offset
 
 NORM_DTYPE = torch.float32
+IN_FP32 = (".a_log", ".dt_bias", ".expert_bias")  # like norms
 DUMMY_SEED = 0
 DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
 
@@ -38,12 +39,35 @@ class MlpWeights:
 class RoutedWeights:
     router: Linear  # [experts, E]
     experts: Experts
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    qkv_proj: Linear  # [(H + 2K) * D, E]; with gates, H * D more rows
+    o_proj: Linear  # [E, H * D]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    in_proj: Linear  # [channels + value size + 2 * heads, E]: queries, keys and values, then z, b and a
+    conv: Tensor  # [channels, taps]
+    a_log: Tensor  # [heads] fp32
+    dt_bias: Tensor  # [heads] fp32
+    out_proj: Linear  # [E, value size]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    in_proj: Linear  # [3 * E, E]: b, c and x
+    conv: Tensor  # [E, taps]
+    conv_bias: Tensor | None  # [E]
+    out_proj: Linear  # [E, E]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    qkv_proj: Linear  # [(H + 2K) * D, E]
-    o_proj: Linear  # [E, H * D]
+    mixer: AttentionWeights | DeltaNetWeights | ShortConvWeights
     mlp: MlpWeights | RoutedWeights
     norms: dict[str, Tensor]  # fp32, by name: input_norm, q_norm
 
@@ -76,14 +100,36 @@ def load_weights(
 
 
 def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int) -> LayerWeights:
-    attention = spec.attention
-    qkv = [f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj")]
-    norms = [name for name in layer_tensors(spec, hidden_size) if _is_norm(name)]
+    norms = [name for name in layer_tensors(spec, hidden_size) if is_norm(name)]
     return LayerWeights(
-        qkv_proj=loader.linear(qkv, has_bias=attention.has_qkv_bias),
-        o_proj=loader.linear([f"{prefix}o_proj"], has_bias=attention.has_output_bias),
+        mixer=_load_mixer(loader, spec, prefix),
         mlp=_load_mlp(loader, spec, prefix),
         norms={name.removesuffix(".weight"): loader.norm(f"{prefix}{name}") for name in norms},
+    )
+
+
+def _load_mixer(loader: _Loader, spec: LayerSpec, prefix: str) -> AttentionWeights | DeltaNetWeights | ShortConvWeights:
+    mixer = spec.mixer
+    if isinstance(mixer, AttentionSpec):
+        names = ["q_proj", "k_proj", "v_proj"] + (["q_gate"] if mixer.has_gate else [])
+        return AttentionWeights(
+            qkv_proj=loader.linear([f"{prefix}{name}" for name in names], has_bias=mixer.has_qkv_bias),
+            o_proj=loader.linear([f"{prefix}o_proj"], has_bias=mixer.has_output_bias),
+        )
+    if isinstance(mixer, DeltaNetSpec):
+        return DeltaNetWeights(
+            in_proj=loader.linear([f"{prefix}in_proj_{name}" for name in ("qkv", "z", "b", "a")], has_bias=False),
+            conv=loader.matrix(f"{prefix}conv.weight"),
+            a_log=loader.vector(f"{prefix}a_log"),
+            dt_bias=loader.vector(f"{prefix}dt_bias"),
+            out_proj=loader.linear([f"{prefix}out_proj"], has_bias=False),
+        )
+    assert isinstance(mixer, ShortConvSpec)
+    return ShortConvWeights(
+        in_proj=loader.linear([f"{prefix}in_proj"], has_bias=mixer.has_bias),
+        conv=loader.matrix(f"{prefix}conv.weight"),
+        conv_bias=loader.matrix(f"{prefix}conv.bias") if mixer.has_bias else None,
+        out_proj=loader.linear([f"{prefix}out_proj"], has_bias=mixer.has_bias),
     )
 
 
@@ -105,8 +151,21 @@ def _load_mlp(loader: _Loader, spec: LayerSpec, prefix: str) -> MlpWeights | Rou
         activation=mlp.activation,
         renormalizes=mlp.renormalizes,
         scale=mlp.scale,
+        has_sigmoid=mlp.has_sigmoid,
+        bias=loader.vector(f"{prefix}expert_bias") if mlp.has_expert_bias else None,
     )
-    return RoutedWeights(router, routed)
+    return RoutedWeights(router, routed, _load_shared(loader, mlp, f"{prefix}shared"))
+
+
+def _load_shared(loader: _Loader, mlp: ExpertsSpec, prefix: str) -> SharedExpert | None:
+    if not mlp.shared_size:
+        return None
+    return SharedExpert(
+        gate_up_proj=loader.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], has_bias=False),
+        down_proj=loader.linear([f"{prefix}.down_proj"], has_bias=False),
+        gate=loader.linear([f"{prefix}_gate"], has_bias=False),
+        activation=mlp.activation,
+    )
 
 
 class _Loader:
@@ -142,7 +201,10 @@ class _Loader:
 
     def norm(self, name: str) -> Tensor:
         """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and in bf16 the 1 would absorb w."""
-        return self._stack([name], NORM_DTYPE).add_(self._checkpoint.spec.norm_offset)
+        return self.vector(name).add_(norm_offset(self._checkpoint.spec, name))
+
+    def vector(self, name: str) -> Tensor:
+        return self._stack([name], NORM_DTYPE)
 
     def _stack(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
         shapes = [self._checkpoint.tensors[name].shape for name in names]
@@ -159,8 +221,8 @@ class _Loader:
         return out
 
     def _invent(self, out: Tensor, name: str) -> None:
-        if _is_norm(name):
-            out.fill_(1 - self._checkpoint.spec.norm_offset)
+        if is_norm(name):
+            out.fill_(1 - norm_offset(self._checkpoint.spec, name))
         else:
             out.normal_(0, DUMMY_STD, generator=self._random)  # on the device, which makes 8 billion numbers per second
 
@@ -173,13 +235,9 @@ class _Loader:
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the memory that a model's weights take in `dtype`."""
     return sum(
-        math.prod(shape) * (NORM_DTYPE if _is_norm(name) else dtype).itemsize
+        math.prod(shape) * (NORM_DTYPE if is_norm(name) or name.endswith(IN_FP32) else dtype).itemsize
         for name, shape in expected_tensors(spec).items()
     )
-
-
-def _is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
 
 
 def _to_tensor(raw: RawTensor) -> Tensor:

@@ -152,6 +152,7 @@ class WorkerConnection:
                 request.pins,
                 request.grammar,
                 request.tenant,
+                request.boundaries,
             )
         )
         self._alive |= {request_id: (generation, index) for index, request_id in enumerate(ids)}

@@ -53,6 +53,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
     tenant: str = ""
+    boundaries: tuple[int, ...] = ()  # positions in the prompt from which later requests may continue
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

@@ -311,6 +311,7 @@ class Worker:
                     parent_id=message.request_ids[0] if index else None,
                     pins=() if index else message.pins,
                     matcher=None if compiled is None else compiled.matcher(),
+                    boundaries=message.boundaries,
                 )
                 added.append(request_id)
         except QuireError as error:

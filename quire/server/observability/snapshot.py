@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
 
@@ -29,7 +29,7 @@ from quire.server.observability.activity import Finished, Ttft
 
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model
-_NO_CACHE_STATS = CacheStats(**dict.fromkeys((field.name for field in fields(CacheStats)), 0))
+_NO_CACHE_STATS = CacheStats.none()
 
 
 class BlockCounts(msgspec.Struct, frozen=True):

@@ -18,6 +18,10 @@ _WHY = {
     StopReason.TOO_SHORT: ". The rest, from token {at} on, does not fill a block, and no cached block begins with it",
     StopReason.IN_FLIGHT: ". The rest, from token {at} on, is being computed by another request",
     StopReason.NOT_FOUND: ". No cached prompt continues like this one from token {at} on",
+    StopReason.NO_STATE: ". Keys and values are cached up to token {kv}, but the nearest state of the recurrent layers"
+    " is at token {at}: {again} tokens are computed again",
+    StopReason.NO_WINDOW: ". Keys and values are cached up to token {kv}, but those of the layers with a window only up"
+    " to token {at}: {again} tokens are computed again",
     StopReason.OFF: ". Caching is off, or the request needs every prompt token to be computed",
 }
 
@@ -71,5 +75,6 @@ def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
     """One sentence that fits both a request and a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
-    why = _WHY[explanation.reason].format(at=f"{explanation.stopped_at:,}")
+    at, kv = explanation.stopped_at, explanation.num_kv_tokens
+    why = _WHY[explanation.reason].format(at=f"{at:,}", kv=f"{kv:,}", again=f"{kv - at:,}")
     return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{why}"

@@ -150,6 +150,31 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+DELTA_NET = {
+    "num_hidden_layers": 5,
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+SHORT_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+
+# Families with a recurrent state. They need state slots, which not every rig has.
+STATE_FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_5": lambda: _config("qwen3_5_text", **DELTA_NET),
+    "qwen3_5 with a key head per value head": lambda: _config(
+        "qwen3_5_text", **{**DELTA_NET, "linear_num_key_heads": 6, "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    "qwen3_5_moe": lambda: _config("qwen3_5_moe_text", shared_expert_intermediate_size=40, **DELTA_NET, **EXPERTS),
+    "lfm2": lambda: _config("lfm2", block_auto_adjust_ff_dim=True, block_multiple_of=24, **SHORT_CONV),
+    "lfm2 with biases": lambda: _config("lfm2", conv_bias=True, block_auto_adjust_ff_dim=False, **SHORT_CONV),
+    "lfm2_moe": lambda: _config("lfm2_moe", num_dense_layers=1, **EXPERTS, **SHORT_CONV),
+}
+EVERY_FAMILY = FAMILIES | STATE_FAMILIES
+
+
 class Reference:
     """`transformers` with the same weights, in fp32. `dtype`: the type that the weights are rounded to and saved in."""
 
@@ -159,7 +184,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        config = FAMILIES[name]()
+        config = EVERY_FAMILY[name]()
         for field, value in changes.items():
             setattr(config, field, value)
         config._attn_implementation = "eager"
@@ -167,6 +192,9 @@ class Reference:
         self.model.eval().float()
         for parameter in self.model.parameters():  # norms and biases too: ones and zeros would hide a missing one
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        for buffer_name, buffer in self.model.named_buffers():
+            if buffer_name.endswith(".expert_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.05)
         self.model.to(dtype).save_pretrained(folder)
         self.model.float()
         self.path = folder

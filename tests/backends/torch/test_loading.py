@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.loading import DUMMY_STD, MlpWeights, ModelWeights, load_weights, weight_bytes
+from quire.backends.torch.loading import (
+    DUMMY_STD,
+    AttentionWeights,
+    MlpWeights,
+    ModelWeights,
+    load_weights,
+    weight_bytes,
+)
 from quire.weights.families import BY_MODEL_TYPE, BY_NAME
 from quire.weights.names import transformers_targets
 from quire.weights.opening import open_checkpoint
@@ -29,7 +36,8 @@ def made_up(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Mode
 def matrices(weights: ModelWeights) -> list[Tensor]:
     linears, experts = [weights.head], []
     for layer in weights.layers:
-        linears += [layer.qkv_proj, layer.o_proj]
+        assert isinstance(layer.mixer, AttentionWeights)
+        linears += [layer.mixer.qkv_proj, layer.mixer.o_proj]
         if isinstance(layer.mlp, MlpWeights):
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         else:
@@ -53,8 +61,10 @@ def test_matrices_are_reproducible_and_distinct(tmp_path: Path) -> None:
     first, second = (matrices(made_up("llama with biases", tmp_path)) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
-    layers = [layer.o_proj.weight for layer in made_up("llama", tmp_path).layers]
-    assert not torch.equal(layers[0], layers[1])
+    layers = [layer.mlp for layer in made_up("llama", tmp_path).layers]
+    assert isinstance(layers[0], MlpWeights)
+    assert isinstance(layers[1], MlpWeights)
+    assert not torch.equal(layers[0].down_proj.weight, layers[1].down_proj.weight)
 
 
 def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:

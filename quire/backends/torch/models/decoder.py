@@ -2,50 +2,85 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec
-from quire.backends.torch.layers import HeadNorm, Heads, Pass, RMSNorm, Rotary, query_factors, softcap
-from quire.backends.torch.loading import LayerWeights, MlpWeights, ModelWeights
-from quire.weights.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from quire.backends.torch.delta_net import DeltaNet
+from quire.backends.torch.layers import HeadNorm, Heads, Linear, Pass, RMSNorm, Rotary, query_factors, softcap
+from quire.backends.torch.loading import (
+    AttentionWeights,
+    DeltaNetWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    ShortConvWeights,
+)
+from quire.backends.torch.short_conv import ShortConv
+from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 from quire.weights.tensors import num_active_weights
 
 # T tokens in the batch, H query heads, K kv heads, D head size, E hidden size, V vocabulary
 
 
+class Attention:
+    def __init__(self, weights: AttentionWeights, heads: Heads) -> None:
+        self.qkv_proj, self.o_proj, self.heads = weights.qkv_proj, weights.o_proj, heads
+
+    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+        out = step.attend(step.project(x, self.qkv_proj), self.heads)  # [T, (H + 2K) * D] to [T, H * D]
+        return step.project_back(out, self.o_proj)
+
+
+class DeltaNetMixer:
+    def __init__(self, in_proj: Linear, net: DeltaNet, out_proj: Linear) -> None:
+        self.in_proj, self.net, self.out_proj = in_proj, net, out_proj
+
+    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+        return step.project_back(step.delta_net(step.project(x, self.in_proj), self.net), self.out_proj)
+
+
+class ShortConvMixer:
+    def __init__(self, in_proj: Linear, conv: ShortConv, out_proj: Linear) -> None:
+        self.in_proj, self.conv, self.out_proj = in_proj, conv, out_proj
+
+    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+        return step.project_back(step.short_conv(step.project(x, self.in_proj), self.conv), self.out_proj)
+
+
+Mixer = Attention | DeltaNetMixer | ShortConvMixer
+
+
 class DecoderLayer:
     def __init__(
-        self, spec: LayerSpec, weights: LayerWeights, heads: Heads, norm_eps: float, *, earlier_scale: float
+        self, spec: LayerSpec, weights: LayerWeights, mixer: Mixer, norm_eps: float, *, earlier_scale: float
     ) -> None:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(weights.norms[name], norm_eps) if name in weights.norms else None
 
         self.spec = spec
-        self.heads = heads
+        self.mixer = mixer
         self.input_norm, self.mlp_norm = norm("input_norm"), norm("mlp_norm")
         self.post_attention_norm, self.post_mlp_norm = norm("post_attention_norm"), norm("post_mlp_norm")
-        self.qkv_proj, self.o_proj, self.mlp_weights = weights.qkv_proj, weights.o_proj, weights.mlp
+        self.mlp_weights = weights.mlp
         self._earlier_scale = earlier_scale  # of the output of the layer before
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
         """Return the output, which the next norm adds to the residual, and the residual. x and residual: [T, E]."""
         x, residual = step.add_norm(x, residual, self.input_norm, self._earlier_scale)
-        x = self.attention(x, step)
+        x = self.mixer(x, step)
         if self.post_attention_norm is not None:
             x = step.norm(x, self.post_attention_norm)
         x, residual = step.add_norm(x, residual, self.mlp_norm, self.spec.residual_scale)
         x = self.mlp(x, step)
         return x if self.post_mlp_norm is None else step.norm(x, self.post_mlp_norm), residual
 
-    def attention(self, x: Tensor, step: Pass) -> Tensor:
-        out = step.attend(step.project(x, self.qkv_proj), self.heads)  # [T, (H + 2K) * D] to [T, H * D]
-        return step.project_back(out, self.o_proj)
-
     def mlp(self, x: Tensor, step: Pass) -> Tensor:
         weights = self.mlp_weights
         if isinstance(weights, MlpWeights):
             return step.project_back(step.gated(x, weights.gate_up_proj, self.spec.mlp.activation), weights.down_proj)
-        return step.route(x, weights.router, weights.experts)
+        routed = step.route(x, weights.router, weights.experts)
+        return routed if weights.shared is None else step.add_shared(routed, x, weights.shared)
 
 
 def layer_weights(spec: ModelSpec) -> int:
@@ -63,7 +98,9 @@ class DecoderModel:
         self.device = weights.embedding.device
         self.num_bytes = weights.num_bytes
         self.num_layer_weights = layer_weights(spec)
-        self.is_capturable = True
+        self.is_capturable = not any(
+            isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_sigmoid for layer in spec.layers
+        )
         self._rotaries: dict[tuple[RopeSpec, int], Rotary] = {}
         self._factors: dict[AttentionSpec, Tensor] = {}
         self._max_model_len = max_model_len
@@ -72,7 +109,7 @@ class DecoderModel:
             DecoderLayer(
                 layer,
                 weights.layers[index],
-                self._heads(index, layer.attention, weights.layers[index]),
+                self._mixer(index, weights.layers[index]),
                 spec.norm_eps,
                 earlier_scale=scales[index],
             )
@@ -94,6 +131,26 @@ class DecoderModel:
         capped = softcap(logits, self.spec.logit_softcap)
         return capped if out is None else out.copy_(capped)
 
+    def _mixer(self, index: int, weights: LayerWeights) -> Mixer:
+        spec, mixer = self.spec.layers[index].mixer, weights.mixer
+        if isinstance(mixer, AttentionWeights):
+            assert isinstance(spec, AttentionSpec)
+            return Attention(mixer, self._heads(index, spec, weights))
+        if isinstance(mixer, ShortConvWeights):
+            return ShortConvMixer(mixer.in_proj, ShortConv(index, mixer.conv, mixer.conv_bias), mixer.out_proj)
+        assert isinstance(mixer, DeltaNetWeights)
+        assert isinstance(spec, DeltaNetSpec)
+        net = DeltaNet(
+            index=index,
+            spec=spec,
+            conv=mixer.conv,
+            decay=-mixer.a_log.exp(),
+            dt_bias=mixer.dt_bias,
+            norm=RMSNorm(weights.norms["gated_norm"], self.spec.norm_eps),
+            key_heads=torch.tensor(spec.key_heads, device=self.device),
+        )
+        return DeltaNetMixer(mixer.in_proj, net, mixer.out_proj)
+
     def _heads(self, index: int, attention: AttentionSpec, weights: LayerWeights) -> Heads:
         norm = None
         if "q_norm" in weights.norms:
@@ -110,6 +167,7 @@ class DecoderModel:
             rotary=self._rotary(attention),
             norm=norm,
             query_factors=self._query_factors(attention),
+            has_gate=attention.has_gate,
         )
 
     def _rotary(self, attention: AttentionSpec) -> Rotary | None:

@@ -1,0 +1,135 @@
+"""Gated delta nets over the states of their requests, in plain PyTorch: the reference of the kernels.
+
+The state of a value head is a matrix S [key size, value size]. A token with decay g < 0, key k, value v, query q and
+strength beta changes it and reads it:
+
+    S = S * exp(g);  d = (v - S^T k) * beta;  S = S + k d^T;  output S^T q
+
+Several tokens are computed in chunks. Within a chunk, let c be the cumulative sum of g. Then S before token i is
+exp(c) of the tokens so far times the first S, plus the sum of exp(c_i - c_j) k_j d_j^T over earlier tokens j, so that
+the differences d are the solution of a triangular system. All of it is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.backends.torch.layers import RMSNorm
+from quire.backends.torch.short_conv import Singles, by_kind, causal_conv, write_states
+from quire.backends.torch.state_store import Segment, StateStore
+from quire.weights.spec import DeltaNetSpec
+
+# T rows of the batch, B segments of one row, N rows of a chunk, H value heads, K key size and V value size of a head
+
+CHUNK = 64  # rows
+EPS = 1e-6  # in the norms of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Parameters of a delta net in one layer."""
+
+    index: int  # of the layer
+    spec: DeltaNetSpec
+    conv: Tensor  # [channels, taps]
+    decay: Tensor  # [H] fp32: -exp(a_log)
+    dt_bias: Tensor  # [H] fp32
+    norm: RMSNorm  # of each head's output
+    key_heads: Tensor  # [H]: the key head of each value head
+
+
+class Rows(NamedTuple):
+    """The inputs of the recurrence for some rows, by value head. fp32."""
+
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, H, V]
+    g: Tensor  # [T, H]: logarithm of the decay
+    beta: Tensor  # [T, H]
+
+    def part(self, first: int, last: int) -> Rows:
+        return Rows(*(one[first:last] for one in self))
+
+
+def delta_net(mixed: Tensor, net: DeltaNet, states: StateStore, segments: Sequence[Segment]) -> Tensor:
+    """Return the output [T, H * V] before its projection, from queries, keys, values, z, b and a side by side."""
+    spec = net.spec
+    sizes = [spec.num_channels, spec.value_size, spec.num_value_heads, spec.num_value_heads]
+    qkv, z, b, a = mixed.split(sizes, -1)  # type: ignore[no-untyped-call]
+    qkv = F.silu(causal_conv(qkv, net.conv, None, states.conv[net.index], segments))
+    rows = _prepare(qkv, a.float(), b.float(), net)
+    out = recur(rows, states.matrices[net.index], segments)  # [T, H, V]
+    gates = F.silu(z.float()).view(out.shape)
+    return (net.norm(out) * gates).view(len(mixed), -1).to(mixed.dtype)
+
+
+def _prepare(qkv: Tensor, a: Tensor, b: Tensor, net: DeltaNet) -> Rows:
+    spec = net.spec
+    q, k, v = qkv.split([spec.key_size, spec.key_size, spec.value_size], -1)  # type: ignore[no-untyped-call]
+    q, k = (_normed(one.reshape(len(qkv), spec.num_key_heads, -1))[:, net.key_heads] for one in (q, k))
+    return Rows(
+        q=q * spec.key_head_size**-0.5,
+        k=k,
+        v=v.reshape(len(qkv), spec.num_value_heads, -1),
+        g=net.decay * F.softplus(a + net.dt_bias),
+        beta=b.sigmoid(),
+    )
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def recur(rows: Rows, pool: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Apply the rows to the states in `pool` [slots, H, K, V], segment by segment: [T, H, V]."""
+    out = torch.empty_like(rows.v)
+    for part in by_kind(segments):
+        if isinstance(part, Singles):
+            first, last = part.first, part.last
+            out[first:last], states = _step(rows.part(first, last), pool[part.sources])
+            write_states(pool, part.targets, states)
+            continue
+        state, end = pool[part.source], part.first_row + part.num_rows
+        for first in range(part.first_row, end, CHUNK):
+            last = min(first + CHUNK, end)
+            if last - first == 1:
+                out[first:last], stepped = _step(rows.part(first, last), state[None])
+                state = stepped[0]
+            else:
+                out[first:last], state = _chunk(rows.part(first, last), state)
+        write_states(pool, [part.target], state[None])
+    return out
+
+
+def _step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply one row to each of the states [B, H, K, V]; return outputs [B, H, V] and the new states."""
+    states = states * rows.g.exp()[..., None, None]
+    difference = (rows.v - _read(states, rows.k)) * rows.beta[..., None]
+    states = states + rows.k[..., None] * difference[..., None, :]
+    return _read(states, rows.q), states
+
+
+def _read(states: Tensor, keys: Tensor) -> Tensor:
+    return (keys[..., None, :] @ states)[..., 0, :]  # [B, H, V]
+
+
+def _chunk(rows: Rows, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply N rows to a state [H, K, V]; return outputs [N, H, V] and the new state."""
+    q, k, v = (one.transpose(0, 1) for one in (rows.q, rows.k, rows.v))  # [H, N, ..]
+    decay = rows.g.t().cumsum(-1)  # [H, N]
+    since_start = decay.exp()[..., None]
+    between = (decay[:, :, None] - decay[:, None, :]).tril().exp().tril()  # [H, N, N]; tril first: exp may overflow
+    beta = rows.beta.t()[..., None]
+    system = (k @ k.transpose(1, 2) * between * beta).tril(-1)
+    known = (v - (k * since_start) @ state) * beta
+    differences = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)  # [H, N, V]
+    out = (q * since_start) @ state + (q @ k.transpose(1, 2) * between) @ differences
+    until_end = (decay[:, -1:] - decay).exp()[..., None]
+    state = state * since_start[:, -1:] + (k * until_end).transpose(1, 2) @ differences
+    return out.transpose(0, 1), state
