@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quire.backends import kv_division
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kv_store import KVStore
@@ -37,12 +38,15 @@ def fused_runner(
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, device, linear=FusedLinear)
         model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
-        store = KVStore(model.kv_spec, num_blocks, block_size, dtype, device)
+        kv_spec = model.kv_spec.within(checkpoint.spec.max_model_len)
+        num_window_blocks = num_blocks if kv_division.HAS_WINDOWS else 0
+        store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_window_blocks)
         return CudaRunner(
             model,
             store,
             max_num_seqs=max_num_seqs,
             max_model_len=checkpoint.spec.max_model_len,
+            max_chunk_tokens=512 if store.windows else 8192,  # the blocks of a chunk must fit
             max_graph_tokens=max_graph_tokens,
         )
 
