@@ -14,7 +14,7 @@ import torch
 from quire.backends import kv_division
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import graphs
-from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.cuda import CudaRunner, _halves
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kernel_compilation import first_calls
 from quire.backends.torch.kv_store import KVStore
@@ -22,11 +22,12 @@ from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
 from quire.core.kv_cache import KVCacheManager
-from quire.core.step import BlockCopy
+from quire.core.step import BlockCopy, StateSnapshot
 from quire.engine import composition
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
+from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
@@ -222,3 +223,17 @@ def test_kernels_are_compiled_in_advance(make_runner: Make, monkeypatch: pytest.
     driver.step((0, 1), (1, 10))
     used = {form for form in launches.forms if form[0] in ("_rope_store", "_attend", "_update_tables")}
     assert used <= ahead.forms
+
+
+def test_a_slice_is_cut_between_its_states() -> None:
+    """A slice of tokens [10, 20) that does not fit runs in halves, the second from the state that the first wrote."""
+    sizes = {"start": 10, "length": 10, "tokens": list(range(10)), "block_table": [1, 2, 3]}
+    whole = piece(**sizes, state_source=4, state_target=5, snapshots=(StateSnapshot(12, 6), StateSnapshot(17, 7)))
+    (((first,), _), ((second,), _)) = _halves((whole,), (0,))
+    assert (first.start, first.length, second.start, second.length) == (10, 5, 15, 5)
+    assert (first.state_source, first.state_target, first.snapshots) == (4, 5, (StateSnapshot(12, 6),))
+    assert (second.state_source, second.state_target, second.snapshots) == (5, 5, (StateSnapshot(17, 7),))
+    exact = whole._replace(snapshots=(StateSnapshot(15, 6),))
+    (((first,), _), ((second,), _)) = _halves((exact,), (0,))
+    assert (first.state_target, first.snapshots) == (6, ())
+    assert (second.state_source, second.state_target, second.snapshots) == (6, 5, ())
