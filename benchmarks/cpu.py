@@ -3,6 +3,7 @@
     python benchmarks/cpu.py --out cpu.json         # everything; the first run builds llama.cpp, which takes 15 minutes
     python benchmarks/cpu.py --only decode,prefill --clients 1,16 --rounds 5
     python benchmarks/cpu.py --model olmoe --only decode,prefill    # routed experts: random weights, shape of OLMoE
+    python benchmarks/cpu.py --model qwen3.5-0.8b --only decode     # recurrent states: random weights, shape of Qwen3.5
     python benchmarks/cpu.py --quick --no-llama     # a smoke run
 
 The speed of a shared machine varies, so single times mean little: in each round all contenders do the same work one
@@ -36,6 +37,7 @@ from typing import Any
 import cpu_child
 import cpu_olmoe
 import cpu_peer
+import cpu_qwen35
 from cpu_child import Task
 from cpu_peer import AS_SHIPPED, FORMATS
 
@@ -66,10 +68,9 @@ class Scale:
 
 
 DECODE_BARS: dict[int, tuple[float | None, float | None]] = {1: (1.3, None), 16: (1.5, 3.0)}
-EXPERT_BARS: dict[int, tuple[float | None, float | None]] = {
-    1: (1.0, None),
-    16: (1.3, None),
-}  # as shipped is the only format
+# Of models with random weights, for which "as shipped" is the only format.
+RANDOM_BARS: dict[int, tuple[float | None, float | None]] = {1: (1.0, None), 16: (1.3, None)}
+RANDOM_MODELS = {one.NAME: one for one in (cpu_olmoe, cpu_qwen35)}
 FULL = Scale(CLIENTS, 128, 64, (128, 512, 2048), 1024, (512, 1024), 10, DECODE_BARS, prefill_bar=1.2)
 QUICK = Scale((1, 4), 16, 8, (64,), 64, (64,), 2, {}, prefill_bar=None)
 
@@ -337,8 +338,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.scale: Scale = args.scale
-        is_olmoe = args.model == cpu_olmoe.NAME
-        self.model = cpu_olmoe.find_or_write(args.layers) if is_olmoe else resolve(args.model)
+        random = RANDOM_MODELS.get(args.model)
+        layers = () if args.layers is None else (args.layers,)
+        self.model = random.find_or_write(*layers) if random else resolve(args.model)
         self.contenders = contenders(args, self.model)
         self.report = Report(facts(args, self.contenders), [one.name for one in self.contenders])
 
@@ -426,10 +428,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
     parser.add_argument("--backend", default="native")
     parser.add_argument("--precision", help="of the native backend; default: the backend's own")
-    parser.add_argument(
-        "--model", help=f"default: quire's default model; {cpu_olmoe.NAME}: random weights with experts"
-    )
-    parser.add_argument("--layers", type=int, default=8, help=f"of the model {cpu_olmoe.NAME}; the real one has 16")
+    names_of_random = " or ".join(RANDOM_MODELS)
+    parser.add_argument("--model", help=f"default: quire's default model; {names_of_random}: random weights")
+    parser.add_argument("--layers", type=int, help=f"of a model with random weights; {cpu_olmoe.NAME} has 8 by default")
     parser.add_argument("--clients", type=lambda text: tuple(map(int, text.split(","))), help="for decode: 1,4,8,16,32")
     parser.add_argument("--formats", type=names(FORMATS), help=f"for llama.cpp: some of {','.join(FORMATS)}")
     parser.add_argument("--rounds", type=int, default=3)
@@ -440,10 +441,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run: small and once")
     args = parser.parse_args()
     args.scale = QUICK if args.quick else FULL
-    if args.model == cpu_olmoe.NAME:  # its weights are random: precision means nothing
+    if args.model in RANDOM_MODELS:  # precision means nothing
         args.formats = (AS_SHIPPED,)
         args.only = tuple(stage for stage in args.only if stage != "precision")
-        args.scale = replace(args.scale, decode_bars=EXPERT_BARS, prefill_bar=None)
+        args.scale = replace(args.scale, decode_bars=RANDOM_BARS, prefill_bar=None)
     if args.clients:
         args.scale = replace(args.scale, clients=args.clients)
     args.formats = args.formats or (FORMATS[:1] if args.quick else FORMATS)

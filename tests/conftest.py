@@ -87,6 +87,8 @@ SLOW_FILES_S = {
     "text/test_tokenizer.py": 16,
     "test_wheel.py": 16,
     "text/test_chat_template.py": 15,
+    "text/test_call_syntaxes.py": 15,
+    "server/test_family_formats.py": 15,
     "server/test_access.py": 14,
     "server/test_openai_client.py": 14,
     "backends/torch/kernels/test_attention.py": 12,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,21 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, max_model_len: int = 4096) -> Path:
-    """Write a llama model with 2 layers, hidden size 64, 4 heads and 2 KV heads."""
+def write_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_model_len: int = 4096,
+    template: str = TEMPLATE,
+    special: Sequence[str] = (),
+) -> Path:
+    """Write a llama model with 2 layers, hidden size 64, 4 heads and 2 KV heads. `special`: further special tokens."""
     words = byte_level_json()
+    first = max(token["id"] for token in words["added_tokens"]) + 1
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    words["added_tokens"] += [
+        {"id": first + i, "content": content, "special": True, **flags} for i, content in enumerate(special)
+    ]
     vocab_size = max(*words["model"]["vocab"].values(), *(token["id"] for token in words["added_tokens"])) + 1
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -41,7 +54,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, max_model_len: int = 4096) 
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     rng = np.random.default_rng(seed)
     spec = spec_from_config(config, {}, "tiny", "F32")

@@ -10,9 +10,11 @@ from quire.core.request import Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
+from quire.text.boundaries import find_boundaries
 from quire.text.chat_template import ChatTemplate
 from quire.text.detokenize import Detokenizer
 from quire.text.grammar import Grammar, GrammarKind
+from quire.text.harmony import MARKERS, HarmonyParser
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
 from quire.text.tokenizer import Tokenizer
@@ -21,7 +23,7 @@ from quire.text.tool_grammars import answer_grammar
 from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.hub import known_generation
 from quire.weights.opening import open_checkpoint
-from quire.weights.spec import GenerationDefaults, ModelSpec
+from quire.weights.spec import AttentionSpec, GenerationDefaults, ModelSpec
 
 TAIL_TOKENS = 32  # the end of a prompt that is searched for an opened reasoning block
 MAX_CHARS_PER_TOKEN = 16  # average of a whole text; only long runs of white space exceed it
@@ -39,6 +41,9 @@ class ModelText:
         self.defaults = defaults
         self.tokenizer = tokenizer
         self.template = template
+        # Where messages start matters to recurrent states and windows: see quire/core/placement.py.
+        has_states = any(not isinstance(layer.mixer, AttentionSpec) for layer in spec.layers)
+        self._has_points = has_states or any(spec.windows)
         self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))
 
     @classmethod
@@ -87,6 +92,10 @@ class ModelText:
         self._check_size(chat, max_model_len)
         return tuple(self.template.encode(chat))
 
+    def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Where messages start in a prompt, except the first: see `find_boundaries`. The last starts the answer."""
+        return find_boundaries(prompt, self.template.starters)
+
     def render_chat(self, chat: ChatRequest, max_model_len: int) -> str:
         """The prompt as text, for display: control strings in messages look like the template's own."""
         self._check_size(chat, max_model_len)
@@ -127,6 +136,7 @@ class ModelText:
             tenant=tenant,
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
+            boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
             new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )
@@ -135,9 +145,11 @@ class ModelText:
         """A parser for one answer to this prompt, which was rendered from `chat`."""
         if chat is None:
             return PlainAnswer()
+        if self._has_channels:
+            return HarmonyParser({tool.name for tool in chat.callable_tools}, is_in_final=chat.continue_last)
         parser: AnswerParser = PlainAnswer()
         if tools := chat.callable_tools:
-            parser = CallParser(self.template.tool_format, (tool.name for tool in tools))
+            parser = CallParser(self.template.tool_format, tools)
         thought = self._thought(chat, prompt)
         return parser if thought is None else ThoughtParser(*thought, parser)
 
@@ -147,6 +159,8 @@ class ModelText:
         if thought is None or thought[1] is Opening.CLOSED:
             return 0
         assert chat is not None
+        if self._has_channels:
+            return self._num_channel_tokens(answer)
         parser = ThoughtParser(*thought, PlainAnswer())
         detokenizer = Detokenizer(self.tokenizer, shown_special=self._marker_ids(chat))
         has_thought = thought[1] is Opening.OPEN
@@ -155,6 +169,20 @@ class ModelText:
                 return count if has_thought else 0
             has_thought |= any(isinstance(piece, Thought) for piece in parser.push(detokenizer.push((token_id,))))
         return len(answer) if has_thought else 0
+
+    def _num_channel_tokens(self, answer: Sequence[int]) -> int:
+        """The tokens of reasoning messages, headers included."""
+        parser = HarmonyParser(())
+        detokenizer = Detokenizer(self.tokenizer, shown_special=self._harmony_ids())
+        num_thought = num_header = 0
+        for token_id in answer:
+            parser.push(detokenizer.push((token_id,)))
+            num_header += 1
+            if parser.is_thinking:
+                num_thought += num_header
+            if not parser.is_in_header:
+                num_header = 0
+        return num_thought
 
     def _grammar(self, chat: ChatRequest, prompt: Sequence[int], text_grammar: Grammar | None) -> Grammar | None:
         if not chat.callable_tools and (text_grammar is None or text_grammar.kind is GrammarKind.TOKENS):
@@ -169,6 +197,8 @@ class ModelText:
         format = self.template.reasoning
         if format is None:
             return None
+        if self._has_channels:
+            return format, Opening.CLOSED if chat.continue_last else Opening.FREE
         if chat.continue_last:
             before, found, after = chat.messages[-1].text.rpartition(format.opening)
             is_open = bool(found) and format.closing not in after
@@ -179,12 +209,22 @@ class ModelText:
 
     def _marker_ids(self, chat: ChatRequest) -> frozenset[int]:
         """Special tokens that the parser of an answer needs."""
+        if self._has_channels:
+            return self._harmony_ids()
         markers: list[str] = []
         if chat.callable_tools:
-            markers += (self.template.tool_format.opening, self.template.tool_format.closing)
+            format = self.template.tool_format
+            markers += (format.opening, format.closing, *format.other_markers)
         if self.template.reasoning is not None:
             markers += (self.template.reasoning.opening, self.template.reasoning.closing)
         return frozenset(self.tokenizer.added[marker] for marker in markers if marker in self.tokenizer.added)
+
+    @property
+    def _has_channels(self) -> bool:
+        return self.template.reasoning is not None and self.template.reasoning.has_channels
+
+    def _harmony_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added[marker] for marker in MARKERS if marker in self.tokenizer.added)
 
     def _control_id(self, marker: str) -> int | None:
         token_id = self.tokenizer.added.get(marker)

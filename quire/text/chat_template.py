@@ -12,16 +12,32 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import InvalidRequest, TemplateError
+from quire.text.boundaries import find_starters
 from quire.text.messages import ChatRequest, Message, Role
 from quire.text.reasoning import SWITCHES, find_reasoning
 from quire.text.rendering import Renderer, TemplateRefusal
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import find_tool_format
-from quire.text.tool_prompts import fitting_id, template_call, template_tool, tools_as_text
+from quire.text.tool_formats import Syntax, find_tool_format
+from quire.text.tool_prompts import (
+    fitting_id,
+    one_call_each,
+    python_call,
+    template_call,
+    template_tool,
+    tools_as_text,
+)
 from quire.text.tools import Tool, ToolMode
 from quire.text.turns import STRICTEST, TurnRules, find_rules, is_plain, merge_turns
 from quire.text.vocab_spec import AddedToken
 
+# How a template reads the reasoning of an earlier message, if not from `reasoning_content`.
+_READS_THINKING = re.compile(r"""\bmessage(?:\.thinking\b|\[['"]thinking['"]\])|['"]thinking['"] in message\b""")
+# Templates of models with channels write any effort into the prompt; the models know three.
+_CHANNEL_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+# Templates that have no place for text before a call: gpt-oss writes it as reasoning, and refuses text and reasoning
+# together; Gemma 4 writes it after the results and ends the turn there. It is given to them as reasoning.
+_REASONED_CALLS = (Syntax.HARMONY, Syntax.GEMMA)
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")  # that ask for reasoning
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # planes 15 and 16
 
 
@@ -49,12 +65,15 @@ class ChatTemplate:
         """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it from the source."""
         self.tool_format = find_tool_format(source, tool_format)
         self.reasoning = find_reasoning(source)
+        self._has_thinking_key = bool(source and _READS_THINKING.search(source))
+        self._has_calls = bool(source and "tool_calls" in source)
         self._source = source
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._all = _Finder(tokenizer.control)
         self._special = _Finder(token for token in tokenizer.control if token.special)
         self._rules: TurnRules | None = None
+        self._starters: tuple[int, ...] | None = None
 
     @property
     def source(self) -> str | None:
@@ -93,6 +112,20 @@ class ChatTemplate:
             return "reasoning_effort" in self._variables()
         return self.switch is not None or (self.reasoning is not None) == wants
 
+    @property
+    def starters(self) -> tuple[int, ...]:
+        """The control tokens that start a message, found by trials at first use. Empty: none, or no trial succeeded."""
+        if self._starters is None:
+            special = {token.content: token.token_id for token in self._tokenizer.control if token.special}
+            try:
+                self._starters = find_starters(
+                    lambda messages, add: self._render_with({"messages": messages, "add_generation_prompt": add}),
+                    special,
+                )
+            except TemplateError:
+                self._starters = ()
+        return self._starters
+
     def unknown_args(self, args: Iterable[str]) -> list[str]:
         """The names that the template does not use, so that setting them has no effect."""
         names = list(args)
@@ -107,6 +140,8 @@ class ChatTemplate:
         messages: Sequence[Message] = request.messages
         if not self.tool_format.is_in_template:
             messages, tools = tools_as_text(messages, tools, self.tool_format), ()
+        elif self.tool_format.is_single:
+            messages = one_call_each(messages)
         rules = TurnRules() if is_plain(messages) else self._turn_rules()
         try:
             return self._render_turns(request, merge_turns(messages, rules), tools)
@@ -146,10 +181,15 @@ class ChatTemplate:
             entry: dict[str, Any] = {"role": message.role.value, "content": message.text}
             if message.name is not None:
                 entry["name"] = message.name
-            if message.thought:
-                entry["reasoning_content"] = message.thought
+            thought = message.thought
             if message.tool_calls:
                 entry["tool_calls"] = [template_call(call, self.tool_format) for call in message.tool_calls]
+                if self.tool_format.syntax in _REASONED_CALLS and message.text:
+                    entry["content"], thought = "", "\n\n".join(filter(None, (thought, message.text)))
+            if thought:
+                entry["reasoning_content"] = thought
+                if self._has_thinking_key:
+                    entry["thinking"] = thought
             if message.tool_call_id is not None:
                 entry["tool_call_id"] = fitting_id(message.tool_call_id, self.tool_format)
                 if message.tool_call_id in names:
@@ -160,6 +200,10 @@ class ChatTemplate:
     def _marked_entry(self, entry: dict[str, Any], marker: str) -> dict[str, Any]:
         finder = self._special if entry["role"] == Role.ASSISTANT else self._all
         marked = {"role": entry["role"], "content": finder.mark(entry["content"], marker)}
+        if "tool_calls" in entry and self.tool_format.syntax is Syntax.PYTHON and not self._has_calls:
+            calls = [python_call(call["function"]) for call in entry["tool_calls"]]
+            opening, closing = self.tool_format.opening, self.tool_format.closing
+            marked["content"] = f"{opening}[{self._all.mark(', '.join(calls), marker)}]{closing}{marked['content']}"
         return marked | {name: self._marked(value, marker) for name, value in entry.items() if name not in marked}
 
     def _marked(self, value: Any, marker: str) -> Any:
@@ -179,12 +223,16 @@ class ChatTemplate:
         found: dict[str, Any] = {}
         if request.wants_thought is None and request.reasoning_effort is None:
             return found
-        known = self._variables()
-        switch = self.switch
-        if switch is not None and request.wants_thought is not None:
-            found[switch] = request.wants_thought
-        if request.reasoning_effort is not None and "reasoning_effort" in known:
-            found["reasoning_effort"] = request.reasoning_effort
+        wants, effort, switch = request.wants_thought, request.reasoning_effort, self.switch
+        has_effort = "reasoning_effort" in self._variables()
+        if wants is None and effort in _EFFORTS and not has_effort:
+            wants = True  # how much cannot be set
+        if switch is not None and wants is not None:
+            found[switch] = wants
+        if self.reasoning is not None and self.reasoning.has_channels:
+            effort = "low" if effort is None and wants is False else _CHANNEL_EFFORTS.get(effort or "", effort)
+        if effort is not None and has_effort:
+            found["reasoning_effort"] = effort
         return found
 
     def _variables(self) -> frozenset[str]:

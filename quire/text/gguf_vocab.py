@@ -154,6 +154,9 @@ END_OF_ANSWER = frozenset(
     )
 )
 
+# Pairs of control tokens that both end an answer, in vocabularies that have both: gpt-oss, Gemma 4.
+_ENDING_PAIRS = (("<|return|>", "<|call|>"), ("<turn|>", "<|tool_response>"))
+
 
 class TokenType(IntEnum):
     NORMAL = 1
@@ -194,7 +197,15 @@ def gguf_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
     ]
     eos = [named[name] for name in ("eos", "eot", "eom") if name in named]
     eos += [i for i, token in enumerate(tokens) if types[i] is TokenType.CONTROL and token in END_OF_ANSWER]
+    eos += ending_ids(vocab)
+    if "<|return|>" in vocab and "<|call|>" in vocab:  # gpt-oss: <|end|> ends a message, not the answer
+        eos = [token_id for token_id in eos if tokens[token_id] != "<|end|>"]
     return GgufVocab(spec, named, tuple(dict.fromkeys(eos)))
+
+
+def ending_ids(ids: Mapping[str, int]) -> tuple[int, ...]:
+    """The tokens that end an answer although the files of a model may not name them. `ids`: by token."""
+    return tuple(ids[token] for pair in _ENDING_PAIRS if all(one in ids for one in pair) for token in pair)
 
 
 def added_token(content: str, token_id: int, *, special: bool) -> dict[str, Any]:

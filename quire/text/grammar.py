@@ -127,6 +127,16 @@ def lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def lark_regex(regex: str) -> str:
+    """A regular expression as a term of a Lark grammar."""
+    pieces: list[str] = []
+    is_escaped = False
+    for char in regex:
+        pieces.append("\\/" if char == "/" and not is_escaped else "\\n" if char == "\n" else char)
+        is_escaped = char == "\\" and not is_escaped
+    return f"/{''.join(pieces)}/"
+
+
 def schema_text(schema: Mapping[str, Any]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)

@@ -16,13 +16,18 @@ class ReasoningFormat:
     name: str
     opening: str
     closing: str
+    label: str = ""  # text directly after the opening that belongs to the marker
+    has_channels: bool = False  # answers are messages with channels: see quire/text/harmony.py
 
 
-# A model supports reasoning if its template contains the closing marker. To support another format, add a row.
+# A model supports reasoning if its template contains the closing marker, or with channels the opening. To support
+# another format, add a row.
 REASONING_FORMATS = (
     ReasoningFormat("think", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("gemma4", "<|channel>", "<channel|>", label="thought\n"),
+    ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", has_channels=True),
 )
 
 
@@ -36,13 +41,17 @@ class Opening(Enum):
 
 def find_reasoning(source: str | None) -> ReasoningFormat | None:
     """The reasoning format of a template; None: the model does not reason."""
-    return next((row for row in REASONING_FORMATS if source is not None and row.closing in source), None)
+    return next((row for row in REASONING_FORMATS if source is not None and _is_in(row, source)), None)
+
+
+def _is_in(format: ReasoningFormat, source: str) -> bool:
+    return (format.opening if format.has_channels else format.closing) in source
 
 
 def find_opening(format: ReasoningFormat, tail: str) -> Opening:
     """Determine the opening from the end of the prompt."""
     end = tail.rstrip()
-    if end.endswith(format.opening):
+    if end.endswith((format.opening + format.label).rstrip()):
         return Opening.OPEN
     return Opening.CLOSED if end.endswith(format.closing) else Opening.FREE
 
@@ -51,7 +60,8 @@ class ThoughtParser:
     """Splits off the reasoning, stripped of surrounding white space. `answer` parses the rest."""
 
     def __init__(self, format: ReasoningFormat, opening: Opening, answer: AnswerParser) -> None:
-        self._format = format
+        self._opening = format.opening + format.label
+        self._closing = format.closing
         self._answer = answer
         self._is_open = opening is Opening.OPEN
         self._is_over = opening is Opening.CLOSED
@@ -74,10 +84,10 @@ class ThoughtParser:
         self._held += text
         if not self._is_open:
             start = self._held.lstrip()
-            if start.startswith(self._format.opening):
+            if start.startswith(self._opening):
                 self._is_open = True
-                self._held = start[len(self._format.opening) :]
-            elif self._format.opening.startswith(start):
+                self._held = start[len(self._opening) :]
+            elif self._opening.startswith(start):
                 return []
             else:
                 self._is_over = self._has_answered = True
@@ -95,12 +105,12 @@ class ThoughtParser:
         return [*self._answer.push(held), *self._answer.finish(is_cut=is_cut)]
 
     def _grow(self) -> list[Piece]:
-        at = self._held.find(self._format.closing)
+        at = self._held.find(self._closing)
         if at >= 0:
-            thought, rest = self._held[:at], self._held[at + len(self._format.closing) :]
+            thought, rest = self._held[:at], self._held[at + len(self._closing) :]
             self._held, self._is_over = "", True
             return [*self._thought(thought.rstrip()), *self._after(rest)]
-        final = self._held[: len(self._held) - num_held(self._held, self._format.closing)].rstrip()
+        final = self._held[: len(self._held) - num_held(self._held, self._closing)].rstrip()
         self._held = self._held[len(final) :]
         return self._thought(final)
 

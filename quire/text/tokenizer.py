@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidRequest, ModelFileError, QuireError
-from quire.text.gguf_vocab import SPACE, gguf_vocab
+from quire.text.gguf_vocab import SPACE, ending_ids, gguf_vocab
 from quire.text.vocab_spec import (
     add_from_config,
     check_spec,
@@ -85,7 +85,8 @@ class Tokenizer:
                 named[name] = ids[content]
         if spec.get("post_processor") is None and config.get("add_bos_token") is True and "bos" in named:
             spec["post_processor"] = leading_bos(named["bos"])
-        return cls(spec, named, (named["eos"],) if "eos" in named else ())
+        eos = [named["eos"]] if "eos" in named else []
+        return cls(spec, named, tuple(dict.fromkeys((*eos, *ending_ids(ids)))))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:

@@ -6,25 +6,39 @@ described in the system prompt (`quire/text/tool_prompts.py`) and the model writ
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from quire.errors import InvalidRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Words
+from quire.text.json_calls import JsonCall
+from quire.text.literal_calls import GEMMA, GEMMA_QUOTE, PYTHON, LiteralCall
 from quire.text.reasoning import num_held
+from quire.text.tools import Tool
+from quire.text.xml_calls import FUNCTION, XmlCall
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
 _USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # only in statements: in literal text it may be an ordinary word
 _BLANK = " \t\r\n"
 
 
+class Syntax(Enum):
+    """How one call is written, between the markers."""
+
+    JSON = auto()  # an object with a name and arguments
+    XML = auto()  # Qwen3.5 and Qwen3-Coder: see quire/text/xml_calls.py
+    GEMMA = auto()  # Gemma 4: see quire/text/literal_calls.py
+    PYTHON = auto()  # LFM2: see quire/text/literal_calls.py
+    HARMONY = auto()  # gpt-oss: a message to the tool, see quire/text/harmony.py
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls: JSON objects with a name and arguments, between markers."""
+    """How a model writes calls, and the markers around them."""
 
     name: str
     signs: tuple[str, ...]  # the format applies if one of these is in the template's source ...
@@ -39,12 +53,45 @@ class ToolFormat:
     is_single: bool = False  # one call per answer: the template refuses several
     id_chars: int | None = None  # the exact length of call ids that the template requires
     is_in_template: bool = True  # the model's own template renders tools, calls and results
+    syntax: Syntax = Syntax.JSON
+    bare: str = ""  # the start of a call whose opening is missing; empty: such calls are text
+    other_markers: tuple[str, ...] = ()  # further special tokens that the parser needs
 
 
 PROMPTED = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
 
 # In search order. To support another format, add a row, and a transcript in tests/text/test_tool_formats.py.
 TOOL_FORMATS = (
+    ToolFormat(
+        "qwen_xml",
+        ("<parameter=",),
+        ("<seed:tool_call>",),
+        "<tool_call>",
+        "</tool_call>",
+        before="\n",
+        after="\n",
+        syntax=Syntax.XML,
+        bare=FUNCTION,
+    ),
+    ToolFormat(
+        "gemma4",
+        ("<|tool_call>",),
+        (),
+        "<|tool_call>",
+        "<tool_call|>",
+        syntax=Syntax.GEMMA,
+        other_markers=(GEMMA_QUOTE,),
+    ),
+    ToolFormat("harmony", ("<|channel|>commentary",), (), "", "", is_single=True, syntax=Syntax.HARMONY),
+    ToolFormat(
+        "lfm2",
+        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+        (),
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        is_list=True,
+        syntax=Syntax.PYTHON,
+    ),
     ToolFormat(
         "hermes", ("<tool_call>",), ("<function=", "<arg_key>"), "<tool_call>", "</tool_call>", before="\n", after="\n"
     ),
@@ -82,10 +129,29 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+class CallReader(Protocol):
+    """Reads one call, one character at a time."""
+
+    name: str | None  # the tool's; None: not known yet
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this is certainly a call: its name is known, and the start of its arguments."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def read(self, char: str) -> bool:
+        """Read a character. False: this is not a call, or not valid any more."""
+
+    def take(self) -> str:
+        """The next part of the arguments' JSON."""
+
+
 class _State(Enum):
     TEXT = auto()
-    OPENED = auto()  # after the opening: JSON must follow
-    CALL = auto()  # inside a call's JSON
+    OPENED = auto()  # after the opening: a call must follow
+    CALL = auto()  # inside a call
     NEXT = auto()  # after a call of a list
     CLOSING = auto()
 
@@ -103,9 +169,9 @@ class CallParser:
     answer is cut off before that, the call is dropped.
     """
 
-    def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:
+    def __init__(self, format: ToolFormat, tools: Iterable[Tool]) -> None:
         self._format = format
-        self._names = frozenset(names)
+        self._tools = {tool.name: tool for tool in tools}
         self._state = _State.TEXT
         self._rest = ""  # unread text
         self._raw: list[str] = []  # text that may become a call
@@ -113,7 +179,7 @@ class CallParser:
         self._is_at_start = True  # only white space so far
         self._is_after_call = False
         self._is_in_list = False
-        self._call = _Call(format, self._names)
+        self._call = _new_reader(format, self._tools)
         self._num_calls = 0
         self._arguments = ""  # of this call, so far
         self._last: tuple[str, str] | None = None  # name and arguments of the call directly before this one
@@ -181,24 +247,36 @@ class CallParser:
                 self._raw, self._rest = [self._rest[: len(self._rest) - len(start)]], start
                 self._open()
                 return True
-        at = self._rest.find(opening)
-        if at < 0:
-            final = len(self._rest) - num_held(self._rest, opening)
+        at, bare_at = self._rest.find(opening), self._rest.find(self._format.bare) if self._format.bare else -1
+        if at < 0 and bare_at < 0:
+            size = max(num_held(self._rest, marker) for marker in (opening, self._format.bare))
+            final = len(self._rest) - size
             text, self._rest = self._rest[:final], self._rest[final:]
             self._emit_text(text, pieces)
             return False
+        if bare_at >= 0 and (at < 0 or bare_at < at):
+            return self._open_bare(bare_at, pieces)
         self._emit_text(self._rest[:at], pieces)
         self._raw, self._rest = [opening], self._rest[at + len(opening) :]
         self._is_in_list = False
         self._open()
         return True
 
+    def _open_bare(self, at: int, pieces: list[Piece]) -> bool:
+        """Begin a call without an opening. If it is no call, its first character is text."""
+        self._emit_text(self._rest[:at], pieces)
+        self._open()
+        self._call.read(self._rest[at])
+        self._raw, self._rest = [self._rest[at]], self._rest[at + 1 :]
+        self._state = _State.CALL
+        return True
+
     def _open(self) -> None:
         self._state = _State.OPENED
-        self._call = _Call(self._format, self._names)
+        self._call = _new_reader(self._format, self._tools)
 
     def _read_opening(self, pieces: list[Piece]) -> bool:
-        """Read white space and the bracket of a list, up to the JSON."""
+        """Read white space and the bracket of a list, up to the call."""
         start = self._rest.lstrip(_BLANK)
         if not start:
             return False
@@ -208,7 +286,7 @@ class CallParser:
             self._is_in_list = True
             self._raw.append("[")
             self._rest = start[1:]
-        elif start[0] == "{" and self._is_in_list == self._format.is_list:
+        elif _may_start(start[0], self._format.syntax) and self._is_in_list == self._format.is_list:
             self._state = _State.CALL
         else:
             self._give_up(pieces)
@@ -319,148 +397,27 @@ class CallParser:
         self._is_at_start = self._is_after_call = False
 
 
-class _At(Enum):
-    BEGIN = auto()
-    KEY = auto()  # before a key or the end
-    IN_KEY = auto()
-    COLON = auto()
-    VALUE = auto()  # before a value
-    IN_VALUE = auto()
-    MORE = auto()  # after a value: a comma or the end
-    END = auto()
+def _may_start(char: str, syntax: Syntax) -> bool:
+    """Whether a call may start with this character."""
+    match syntax:
+        case Syntax.JSON:
+            return char == "{"
+        case Syntax.XML:
+            return char == "<"
+        case _:
+            return char.isalnum() or char in "_-"
 
 
-class _Call:
-    """Parses the JSON object of one call, one character at a time."""
-
-    def __init__(self, format: ToolFormat, names: frozenset[str]) -> None:
-        self._format = format
-        self._names = names
-        self.name: str | None = None
-        self._at = _At.BEGIN
-        self._text: list[str] = []  # of the current key or value
-        self._key = ""
-        self._due: list[str] = []  # expected closing brackets
-        self._is_string = False
-        self._is_escaped = False
-        self._arguments: list[str] | None = None  # read and not taken yet
-
-    @property
-    def is_over(self) -> bool:
-        return self._at is _At.END
-
-    @property
-    def is_ready(self) -> bool:
-        return self.name is not None and self._arguments is not None
-
-    def take(self) -> str:
-        text = "".join(self._arguments or ())
-        self._arguments = []
-        return text
-
-    def read(self, char: str) -> bool:
-        """Read a character. False: this is not a call, or not valid any more."""
-        match self._at:
-            case _At.IN_KEY:
-                return self._read_key(char)
-            case _At.IN_VALUE:
-                return self._read_value(char)
-            case _ if char in _BLANK:
-                return True
-            case _At.BEGIN:
-                self._at = _At.KEY
-                return char == "{"
-            case _At.KEY:
-                self._at, self._text = _At.IN_KEY, [char]
-                return char == '"'
-            case _At.COLON:
-                self._at = _At.VALUE
-                return char == ":"
-            case _At.VALUE:
-                return self._begin_value(char)
-            case _At.MORE:
-                return self._read_more(char)
-            case _:
-                return False
-
-    def _read_key(self, char: str) -> bool:
-        self._text.append(char)
-        if not self._ends_string(char):
-            return True
-        key = _decoded("".join(self._text))
-        self._key, self._at = key if isinstance(key, str) else "", _At.COLON
-        return isinstance(key, str)
-
-    def _begin_value(self, char: str) -> bool:
-        self._at, self._text = _At.IN_VALUE, []
-        self._is_string = self._is_escaped = False
-        self._due = []
-        if self._key == self._format.arguments:
-            if self._arguments is not None or char not in '{"n':
-                return False  # a duplicate, or neither an object, an object in a string, nor null
-            if char == "{":
-                self._arguments = []
-        return self._read_value(char)
-
-    def _read_value(self, char: str) -> bool:
-        if self._is_string:
-            self._keep(char)
-            if self._ends_string(char):
-                self._is_string = False
-                return bool(self._due) or self._end_value()
-            return True
-        if not self._due and self._text and char in ",}]" + _BLANK:  # a number or literal ends at the next delimiter
-            return self._end_value() and (char in _BLANK or self._read_more(char))
-        if char in "}]" and (not self._due or self._due.pop() != char):
-            return False
-        self._keep(char)
-        if char == '"':
-            self._is_string = True
-        elif char in "{[":
-            self._due.append("}" if char == "{" else "]")
-        elif char in "}]":
-            return bool(self._due) or self._end_value()
-        return True
-
-    def _keep(self, char: str) -> None:
-        if self._key == self._format.arguments and self._arguments is not None:
-            self._arguments.append(char)
-        else:
-            self._text.append(char)
-
-    def _end_value(self) -> bool:
-        self._at = _At.MORE
-        if self._key == "name":
-            name = _decoded("".join(self._text))
-            self.name = name if isinstance(name, str) and name in self._names else None
-            return self.name is not None
-        if self._key == self._format.arguments and self._arguments is None:
-            value = _decoded("".join(self._text))
-            self._arguments = [value if isinstance(value, str) and value else "{}"]
-        return True
-
-    def _read_more(self, char: str) -> bool:
-        if char == "}":
-            self._at = _At.END
-            if self._arguments is None:
-                self._arguments = ["{}"]
-            return self.name is not None
-        self._at = _At.KEY
-        return char == ","
-
-    def _ends_string(self, char: str) -> bool:
-        if self._is_escaped:
-            self._is_escaped = False
-            return False
-        self._is_escaped = char == "\\"
-        return char == '"'
-
-
-def _decoded(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _new_reader(format: ToolFormat, tools: Mapping[str, Tool]) -> CallReader:
+    match format.syntax:
+        case Syntax.XML:
+            return XmlCall(tools)
+        case Syntax.GEMMA:
+            return LiteralCall(GEMMA, tools)
+        case Syntax.PYTHON:
+            return LiteralCall(PYTHON, tools)
+        case _:
+            return JsonCall(format.arguments, tools)
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, schema_text
+from quire.text.call_grammars import CallWriter, NotWritable
+from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, lark_regex, lark_text, schema_text
+from quire.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.schemas import HeldSchema, hold_schema
-from quire.text.tool_formats import ToolFormat
+from quire.text.tool_formats import Syntax, ToolFormat
 from quire.text.tool_prompts import NO_PARAMETERS
 from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
@@ -25,11 +28,20 @@ _WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
 _ANY_ARGUMENTS = {"type": "object"}
 
 
-class ToolsTooLarge(InvalidRequest):
+class ToolsNotHeld(InvalidRequest):
+    """The schemas of the tools cannot be enforced together."""
+
+    def __init__(self, message: str, loose: Sequence[int]) -> None:
+        super().__init__(f"grammar: tools: {message}")
+        self.loose = loose  # indexes of tools that are not strict: without their schemas the rest can be enforced
+
+
+class ToolsTooLarge(ToolsNotHeld):
+    """`loose`: the largest tools that are not strict."""
+
     def __init__(self, num_chars: int, loose: Sequence[int]) -> None:
         rule = f"{num_chars} characters after rewriting, more than {MAX_SOURCE_CHARS}"
-        super().__init__(f"grammar: tools: their schemas are too large in total: {rule}")
-        self.loose = loose  # indexes of the largest non-strict tools: without their schemas the rest would fit
+        super().__init__(f"their schemas are too large in total: {rule}", loose)
 
 
 def answer_grammar(
@@ -47,7 +59,8 @@ def answer_grammar(
     opening = Opening.CLOSED if thought is None else thought[1]
     if not tools and (text_grammar is None or opening is Opening.CLOSED):
         return text_grammar
-    writer = _Writer(tool_format, tools, choice, text_grammar, control_id)
+    has_channels = thought is not None and thought[0].has_channels
+    writer = (_HarmonyWriter if has_channels else _Writer)(tool_format, tools, choice, text_grammar, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
     if len(source) > MAX_SOURCE_CHARS and tools:
         raise ToolsTooLarge(len(source), _largest_loose(tools, len(source) - MAX_SOURCE_CHARS))
@@ -101,6 +114,7 @@ class _Writer:
         self._text_grammar = text_grammar
         self._control_id = control_id
         self._rules: list[str] = []
+        self._call_writer = CallWriter(format.syntax, self._marker)
 
     def source(self, thought: ReasoningFormat | None, opening: Opening) -> str:
         if self._tools:
@@ -113,8 +127,11 @@ class _Writer:
             self._rules += [self._until("thought", "TEXT", closing), r"GAP: /\n{0,2}/"]
             start = f"thought GAP {start}"
             if opening is Opening.FREE:
-                first = self._marker(thought.opening)
+                first = f"{self._marker(thought.opening)} {_literal(thought.label)}".rstrip()
                 start = f"{first} {start} | {self._answer(self._not_beginning(thought.opening))}"
+        return self._joined(start)
+
+    def _joined(self, start: str) -> str:
         rules = dict.fromkeys((*self._rules, f"start: {start}", "TEXT: /(?s:.*)/"))
         return "\n".join(("%llguidance {}", *rules))
 
@@ -136,19 +153,40 @@ class _Writer:
 
     def _write_calls(self) -> None:
         format = self._format
-        for i, tool in enumerate(self._tools):
-            head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
-            arguments = _ANY_ARGUMENTS if tool.is_free else held_parameters(tool).schema
-            self._rules.append(f'call_{i}: {head} {lark_json(arguments)} "}}"')
+        self._rules += [f"call_{i}: {one}" for i, one in enumerate(self._each_call())]
+        self._rules += self._call_writer.rules
         self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
         is_single = format.is_single or self._choice.name is not None or not self._choice.is_parallel
         if format.is_list:
             more = "" if is_single else ' (", " call)*'
-            self._rules += [f'calls: BLANK "[" call{more} "]"', "BLANK: / ?/"]
+            end = f" {self._marker(format.closing)}" if format.closing else ""
+            blank = "BLANK " if format.syntax is Syntax.JSON else ""  # some templates of Mistral write a space
+            self._rules += [f'calls: {blank}"[" call{more} "]"{end}', "BLANK: / ?/"]
             return
         more = "" if is_single else f" (BREAK {self._marker(format.opening)} one)*"
-        around = [_literal(format.before), "call", _literal(format.after + format.closing)]
+        ends = [_literal(format.after), self._marker(format.closing)]
+        if self._control_id(format.closing) is None:
+            ends = [_literal(format.after + format.closing)]
+        around = [_literal(format.before), "call", *ends]
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
+
+    def _each_call(self) -> list[str]:
+        """The expressions of the calls of each tool. Raises ToolsNotHeld."""
+        written: list[str] = []
+        for i, tool in enumerate(self._tools):
+            arguments = _ANY_ARGUMENTS if tool.is_free else held_parameters(tool).schema
+            try:
+                written.append(self._one_call(tool.name, arguments))
+            except NotWritable as error:
+                rule = f"the arguments of {tool.name!r} cannot be enforced in this model's format of calls: {error}"
+                raise ToolsNotHeld(rule, [] if tool.is_strict else [i]) from None
+        return written
+
+    def _one_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if self._format.syntax is not Syntax.JSON:
+            return self._call_writer.call(name, arguments)
+        head = json.dumps(f'{{"name": "{name}", "{self._format.arguments}": ')
+        return f'{head} {lark_json(arguments)} "}}"'
 
     def _not_beginning(self, marker: str) -> str:
         """The terminal of text that does not start with a marker."""
@@ -172,6 +210,43 @@ class _Writer:
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
 
+class _HarmonyWriter(_Writer):
+    """Writes answers that are messages with channels: see `quire/text/harmony.py`.
+
+    The end of the last message is not written: it is one of the tokens that end an answer.
+    """
+
+    def source(self, thought: ReasoningFormat | None, opening: Opening) -> str:
+        del thought
+        channel, message = self._marker(CHANNEL), self._marker(MESSAGE)
+        if self._tools:
+            self._rules += [f"call_{i}: {one}" for i, one in enumerate(self._each_call())]
+            self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
+        form = f'(" " {self._marker(CONSTRAIN)}? "json")?'
+        if self._text_grammar is not None:
+            self._rules.append(f"words: {_embedded(self._text_grammar)}")
+        text = "TEXT" if self._text_grammar is None else "words"
+        self._rules += [
+            f"form: {form}",
+            self._until("body", "TEXT", self._marker(END)),
+            f'next: body {self._marker(START)} "assistant"',
+            f'thought: {channel} "analysis" {message} next',
+            f'preamble: {channel} "commentary" {message} next',
+            f'final: {channel} "final" form {message} {text}',
+        ]
+        is_required = bool(self._tools) and self._choice.mode is ToolMode.REQUIRED
+        before = "thought*" if self._text_grammar is not None and not is_required else "(thought | preamble)*"
+        last = "call" if is_required else "(final | call)" if self._tools else "final"
+        if opening is not Opening.CLOSED:
+            return self._joined(f"{before} {last}")
+        return self._joined(f"next {before} {last}" if is_required else text)  # the prompt ends inside a final message
+
+    def _one_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        channel, recipient = self._marker(CHANNEL), f" to=functions.{name}"
+        head = f'{lark_text(recipient)} {channel} "commentary" | {channel} {lark_text(f"commentary{recipient}")}'
+        return f"({head}) form {self._marker(MESSAGE)} {lark_json(arguments)}"
+
+
 def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
@@ -182,17 +257,8 @@ def _embedded(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return lark_json(json.loads(grammar.source))
         case GrammarKind.REGEX:
-            return f"/{_escaped_slashes(grammar.source)}/"
+            return lark_regex(grammar.source)
         case GrammarKind.LARK:
             return f"%lark {{\n{grammar.source}\n}}"
         case GrammarKind.TOKENS:
             raise InvalidRequest("grammar: a list of tokens applies to the whole answer and excludes tool calls")
-
-
-def _escaped_slashes(regex: str) -> str:
-    pieces: list[str] = []
-    is_escaped = False
-    for char in regex:
-        pieces.append("\\/" if char == "/" and not is_escaped else "\\n" if char == "\n" else char)
-        is_escaped = char == "\\" and not is_escaped
-    return "".join(pieces)

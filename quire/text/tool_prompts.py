@@ -49,6 +49,41 @@ def fitting_id(call_id: str, format: ToolFormat) -> str:
     return "".join(letters)
 
 
+def python_call(function: Mapping[str, Any]) -> str:
+    """A call as LFM2 writes it, for templates that do not render earlier calls. `function`: name and arguments."""
+    arguments = [f"{name}={_python(value)}" for name, value in function["arguments"].items()]
+    return f"{function['name']}({', '.join(arguments)})"
+
+
+def _python(value: object) -> str:
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with at most one call in a message, each followed by its result: some templates need this."""
+    split: list[Message] = []
+    waiting: list[Message] = []  # the other calls of the last message with calls
+    for message in messages:
+        if message.role is Role.TOOL:
+            at = next((i for i, one in enumerate(waiting) if _answers(message, one)), None)
+            if at is not None:
+                split.append(waiting.pop(at))
+        else:
+            split += waiting
+            waiting = []
+        if len(message.tool_calls) > 1:
+            first, *others = message.tool_calls
+            split.append(replace(message, tool_calls=(first,)))
+            waiting = [Message(Role.ASSISTANT, (), tool_calls=(call,)) for call in others]
+        else:
+            split.append(message)
+    return [*split, *waiting]
+
+
+def _answers(result: Message, call: Message) -> bool:
+    return result.tool_call_id == call.tool_calls[0].call_id
+
+
 def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat) -> list[Message]:
     """The conversation without tool messages and calls, with the tools described in the system message."""
     written: list[Message] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from quire.errors import UnsupportedModel
+from quire.weights import gemma4
 from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.recurrence import lfm2_ffn_size, lfm2_values, read_recurrent
@@ -42,7 +43,10 @@ MAX_MULTIPLIER = 1e6
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 # Fields whose null replaces the default of transformers.
-_NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "num_key_value_heads")
+_NULLS = (
+    "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "num_key_value_heads",
+    "hidden_size_per_layer_input",
+)  # fmt: skip
 _TEXT_TYPES = {"ministral3": ("mistral",)}  # further values of text_config.model_type
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Fields of config.json that say that the weights are quantised, and the field in them that says how. MLX writes both.
@@ -141,7 +145,7 @@ def spec_from_config(
         embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else scales.embedding,
         logit_scale=1 / scales.logits,
         logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
-        norm_offset=1.0 if is_gemma or family.has_norm_offset else 0.0,
+        norm_offset=1.0 if family.has_norm_offset or (is_gemma and not family.has_plain_norms) else 0.0,
         rounds_norms_first=family.rounds_norms_first,
         is_tied=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields, whole, quantization),
@@ -155,10 +159,18 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
     """Raise for settings that change the equations and that quire does not know."""
     if fields.prefix:
         _refuse_other_text_model(fields, family)
-    if family.is_gemma and fields.flag("use_bidirectional_attention", False):
+    if family.name == "gemma4":
+        gemma4.refuse_settings(fields)
+    elif family.is_gemma and fields.flag("use_bidirectional_attention", False):
         raise UnsupportedModel(
             f"{fields.source}: use_bidirectional_attention is true: only causal models are supported"
         )
+    if family.activation is Activation.CLAMPED_SWIGLU:
+        for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+            if fields.real(name, 0, MAX_MULTIPLIER) != known:
+                raise UnsupportedModel(
+                    f"{fields.source}: {name} is {show(fields.get(name))}: only {known} is supported"
+                )
     if fields.get("clip_qkv") is not None:
         raise UnsupportedModel(f"{fields.source}: clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
     if family.name == "ministral3" and fields.get("model_type") == "ministral3":
@@ -169,11 +181,13 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
 
 
 def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) -> tuple[LayerSpec, ...]:
+    if family.name == "gemma4":
+        return _gemma4_layers(fields, family, shape)
     rope, local_rope = _ropes(fields, family, shape)
     has_rope = _has_rope(fields, family, shape.num_layers)
     is_gemma = family.is_gemma
     scale_of = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) if is_gemma else float(shape.head_size)
-    activation = _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
+    activation = family.activation or _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
     dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
     experts = _experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
@@ -192,6 +206,7 @@ def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) 
             query_scaling=_query_scaling(fields, family),
             has_qkv_bias=_bias(fields, family.qkv_bias),
             has_output_bias=_bias(fields, family.output_bias),
+            has_sinks=family.has_sinks,
             has_gate=family.has_gate,
         )
         for window in dict.fromkeys(windows)
@@ -207,6 +222,20 @@ def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) 
         )
         for index in range(shape.num_layers)
     )
+
+
+def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
+    activation = _activation(fields, "hidden_activation")
+    layers = gemma4.from_config(
+        fields,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        ffn_size=shape.ffn_size,
+        experts=_experts(fields, family, shape.num_layers, activation),
+    )
+    return layers.specs(activation)
 
 
 def _bias(fields: Fields, rule: bool | str) -> bool:
@@ -263,7 +292,7 @@ def read_num_experts(fields: Fields, name: str, num_layers: int) -> int:
 
 def _experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
     names = family.experts
-    if names is None:
+    if names is None or (names.flag and not fields.flag(names.flag, False)):
         return None
     holder = names.num_experts
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
@@ -272,7 +301,7 @@ def _experts(fields: Fields, family: Family, num_layers: int, activation: Activa
     rule = names.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,
-        num_chosen=fields.whole("num_experts_per_tok", 1, num_experts),
+        num_chosen=fields.whole(names.num_chosen, 1, num_experts),
         size=fields.whole(names.size, 1, MAX_FFN_SIZE),
         activation=activation,
         renormalizes=fields.flag(rule, False) if isinstance(rule, str) else rule,
@@ -280,6 +309,10 @@ def _experts(fields: Fields, family: Family, num_layers: int, activation: Activa
         has_sigmoid=bool(names.bias),
         has_expert_bias=bool(names.bias) and fields.flag(names.bias, False),
         shared_size=fields.whole(names.shared_size, 1, MAX_FFN_SIZE) if names.shared_size else 0,
+        has_bias=names.has_bias,
+        has_router_bias=names.has_bias,
+        has_router_norm=names.is_parallel,
+        has_expert_scales=names.is_parallel,
     )
 
 
@@ -328,7 +361,12 @@ def find_architecture(config: Fields) -> str:
 
 
 def refuse_quantized(config: Fields) -> None:
-    """Raise if the weights are quantised. Multimodal models may say so beside their language model's sizes."""
+    """Raise if the weights are quantised. Multimodal models may say so beside their language model's sizes.
+
+    The experts of gpt-oss are published in MXFP4, which quire reads.
+    """
+    if has_packed_experts(config):
+        return
     inner = config.get("text_config")
     nested = Fields(config.source, inner, "text_config.") if isinstance(inner, dict) else Fields(config.source, {})
     for fields in (config, nested):
@@ -339,6 +377,17 @@ def refuse_quantized(config: Fields) -> None:
                     f"{config.source}: {fields.prefix}{name} ({method} {show(value)}): quantised safetensors are not "
                     "supported; use the original model or a GGUF of it"
                 )
+
+
+def has_packed_experts(config: Fields) -> bool:
+    """Return whether the file holds the experts of gpt-oss in MXFP4, and nothing else is quantised."""
+    method = config.get("quantization_config")
+    is_mxfp4 = isinstance(method, dict) and method.get("quant_method") == "mxfp4"
+    return is_mxfp4 and config.get("quantization") is None and BY_NAME["gpt_oss"] is _find_family(config)
+
+
+def _find_family(config: Fields) -> Family | None:
+    return BY_ARCHITECTURE.get(name_architecture(config))
 
 
 def refuse_other_layers(config: Fields) -> None:
@@ -409,7 +458,7 @@ def _activation(fields: Fields, name: str) -> Activation:
 def _dtype(fields: Fields, whole: Fields, quantization: str) -> str:
     name = "dtype" if "dtype" in fields or "dtype" in whole else "torch_dtype"
     holder = fields if name in fields else whole
-    value = (holder.find_text(name) or DTYPES[quantization]).removeprefix("torch.")
+    value = (holder.find_text(name) or DTYPES.get(quantization, "bfloat16")).removeprefix("torch.")
     if value not in DTYPES.values():
         raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(DTYPES.values())}")
     return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from quire.weights.spec import QKNorm
+from quire.weights.spec import Activation, QKNorm
 
 
 class Windows(Enum):
@@ -45,6 +45,10 @@ class ExpertFields:
     num_experts: str = "num_experts"
     size: str = "moe_intermediate_size"
     renormalizes: str | bool = True  # a field, or a constant
+    num_chosen: str = "num_experts_per_tok"
+    flag: str = ""  # a field that must be true for layers to have experts
+    has_bias: bool = False  # experts and router have biases
+    is_parallel: bool = False  # experts beside the MLP, whose router has a norm and factors of the experts (Gemma 4)
     shared_size: str = ""  # of an expert that every token uses; empty: there is none
     num_dense_layers: str = (
         ""  # the first layers, whose MLP is not routed; empty: decoder_sparse_step and mlp_only_layers
@@ -80,6 +84,9 @@ class Family:
     no_rope_every: int = 0  # every n-th layer has no positions, if no_rope_layers is not given
     has_query_scaling: bool = False
     is_gemma: bool = False  # norm weights are stored minus 1, embeddings are scaled, gelu, soft caps
+    has_plain_norms: bool = False  # a Gemma whose norm weights are stored as they are
+    has_sinks: bool = False
+    activation: Activation | None = None  # None: the one the file names
     has_norm_offset: bool = False  # norm weights are stored minus 1 in the files of transformers
     has_gate: bool = False  # of the output of attention; its rows and those of the queries alternate by head
     recurrence: Recurrence = Recurrence.NONE
@@ -138,6 +145,52 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "bos_token_id": 2,
     "eos_token_id": 1,
+}
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
 _QWEN35: dict[str, Any] = {
     "vocab_size": 248_320,
@@ -532,6 +585,60 @@ FAMILIES: tuple[Family, ...] = (
         names=_SANDWICH_NORMS,
         gguf_names=_GGUF_POST_NORMS,
         nested=("Gemma3ForConditionalGeneration",),
+    ),
+    Family(
+        name="gemma4",
+        architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        model_types=("gemma4_text", "gemma4"),
+        gguf="gemma4",
+        models="Gemma 4 (E2B, E4B, 12B, 26B-A4B, 31B, text only)",
+        defaults=_GEMMA4,
+        has_post_norms=True,
+        qk_norm=QKNorm.HEAD,
+        rounds_norms_first=False,
+        windows=Windows.SOME,
+        is_gemma=True,
+        has_plain_norms=True,
+        experts=ExpertFields(num_chosen="top_k_experts", flag="enable_moe_block", is_parallel=True),
+        names={
+            **_SANDWICH_NORMS,
+            "pre_feedforward_layernorm_2": ("experts_norm",),
+            "post_feedforward_layernorm_1": ("post_dense_norm",),
+            "post_feedforward_layernorm_2": ("post_experts_norm",),
+            "router.proj": ("router",),
+            "per_layer_input_gate": ("ple_gate",),
+            "per_layer_projection": ("ple_proj",),
+            "post_per_layer_input_norm": ("ple_norm",),
+        },
+        gguf_names={
+            **_GGUF_POST_NORMS,
+            "pre_ffw_norm_2": ("experts_norm",),
+            "post_ffw_norm_1": ("post_dense_norm",),
+            "post_ffw_norm_2": ("post_experts_norm",),
+            "layer_output_scale": ("output_scale",),
+            "inp_gate": ("ple_gate",),
+            "proj": ("ple_proj",),
+            "post_norm": ("ple_norm",),
+        },
+        nested=("Gemma4ForConditionalGeneration",),
+    ),
+    Family(
+        name="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        model_types=("gpt_oss",),
+        gguf="gpt-oss",
+        models="gpt-oss 20b and 120b",
+        defaults=_GPT_OSS,
+        rounds_norms_first=False,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows=Windows.SOME,
+        full_every=2,
+        has_sinks=True,
+        activation=Activation.CLAMPED_SWIGLU,
+        experts=ExpertFields(num_experts="num_local_experts", size="intermediate_size", has_bias=True),
+        names={"mlp.router": ("router",)},
+        gguf_names={"post_attention_norm": ("mlp_norm",), "attn_sinks": ("sinks",)},
     ),
     Family(
         name="phi3",

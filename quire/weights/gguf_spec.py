@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights import gemma4
 from quire.weights.checkpoint import TensorInfo
 from quire.weights.config import (
     DTYPES,
@@ -79,7 +80,8 @@ def find_family(metadata: Mapping[str, Any], source: str) -> Family:
         )
     has_experts = bool(metadata.get(f"{name}.expert_count"))
     has_window = bool(metadata.get(f"{name}.attention.sliding_window"))
-    candidates = [row for row in FAMILIES if row.gguf == name and (row.experts is not None) == has_experts]
+    rows = [row for row in FAMILIES if row.gguf == name]
+    candidates = [row for row in rows if (row.experts is not None) == has_experts or (row.experts and row.experts.flag)]
     if not candidates:
         problem = "with experts is not supported" if has_experts else "needs expert_count, which is missing or 0"
         raise UnsupportedModel(f"{source}: architecture {name} {problem}")
@@ -99,7 +101,8 @@ def spec_from_gguf(
         raise ModelFileError(f"{source}: tensor token_embd.weight is missing")
     values = gguf_values(values, family)
     values["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    fields = Fields(source, values | _equal_sizes(values), prefix)
+    plain = gemma4.first_sizes(values) if family.name == "gemma4" else _equal_sizes(values)
+    fields = Fields(source, values | plain, prefix)
     _refuse_other_shapes(fields, family)
     shape = read_shape(fields, _KEYS)
     quantization = most_common_type(tensors)
@@ -108,7 +111,11 @@ def spec_from_gguf(
     return ModelSpec(
         family=family.name,
         architecture=family.gguf,
-        layers=_layers(fields, family, shape, tensors, read_floats),
+        layers=(
+            _gemma4_layers(fields, values, family, shape, tensors, read_floats)
+            if family.name == "gemma4"
+            else _layers(fields, family, shape, tensors, read_floats)
+        ),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         max_model_len=shape.max_model_len,
@@ -150,7 +157,7 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     rope, local_rope = _ropes(fields, family, shape, read_floats)
     windows = _windows(fields, family, shape.num_layers)
-    activation = Activation.GELU_TANH if family.is_gemma else Activation.SILU
+    activation = family.activation or (Activation.GELU_TANH if family.is_gemma else Activation.SILU)
     dense = MlpSpec(shape.ffn_size, activation, has_bias="blk.0.ffn_down.bias" in tensors)
     experts = _experts(fields, family, shape, activation)
     recurrent = read_gguf_recurrent(fields, family, shape.num_layers)
@@ -169,6 +176,7 @@ def _layers(
             has_qkv_bias=family.qkv_bias is True or f"blk.{first}.attn_q.bias" in tensors,
             has_output_bias=f"blk.{first}.attn_output.bias" in tensors,
             has_gate=family.has_gate,
+            has_sinks=family.has_sinks,
         )
         for window in dict.fromkeys(windows)
     }
@@ -186,8 +194,28 @@ def _layers(
     )
 
 
+def _gemma4_layers(
+    fields: Fields,
+    values: Mapping[str, Any],
+    family: Family,
+    shape: Shape,
+    tensors: Mapping[str, TensorInfo],
+    read_floats: ReadFloats,
+) -> tuple[LayerSpec, ...]:
+    layers = gemma4.from_gguf(
+        fields,
+        values,
+        tensors,
+        read_floats,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        experts=_experts(fields, family, shape, Activation.GELU_TANH),
+    )
+    return layers.specs(Activation.GELU_TANH)
+
+
 def _experts(fields: Fields, family: Family, shape: Shape, activation: Activation) -> ExpertsSpec | None:
-    if family.experts is None:
+    if family.experts is None or (family.experts.flag and not fields.get("expert_count")):
         return None
     num_experts = read_num_experts(fields, "expert_count", shape.num_layers)
     rule = family.experts.renormalizes
@@ -202,6 +230,10 @@ def _experts(fields: Fields, family: Family, shape: Shape, activation: Activatio
         has_sigmoid=bool(family.experts.bias),
         has_expert_bias=bool(family.experts.bias),
         shared_size=_shared_size(fields, family, shape),
+        has_bias=family.experts.has_bias,
+        has_router_bias=family.experts.has_bias,
+        has_router_norm=family.experts.is_parallel,
+        has_expert_scales=family.experts.is_parallel,
     )
 
 
@@ -325,6 +357,7 @@ def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
     return {
         "beta_fast": fields.find_real("rope.scaling.yarn_beta_fast", MIN_FACTOR, MAX_FACTOR),
         "beta_slow": fields.find_real("rope.scaling.yarn_beta_slow", MIN_FACTOR, MAX_FACTOR),
+        "truncate": family.name != "gpt_oss",  # as the model was trained; llama.cpp truncates for every model
         "attention_factor": given * grown(1) / (grown(multiplier) if multiplier else 1),
     }
 

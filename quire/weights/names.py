@@ -17,6 +17,9 @@ from quire.weights.tensors import Target, expected_tensors
 _WHOLE = (
     ("model.embed_tokens", "token_embd", "embedding"),
     ("lm_head", "output", "head"),
+    ("model.embed_tokens_per_layer", "per_layer_token_embd", "ple_embedding"),  # Gemma 4, as the next two
+    ("model.per_layer_model_projection", "per_layer_model_proj", "ple_model_proj"),
+    ("model.per_layer_projection_norm", "per_layer_proj_norm", "ple_model_norm"),
 )
 # Of each layer, after model.layers.N. and blk.N.
 _LAYER = (
@@ -33,13 +36,24 @@ _LAYER = (
     ("mlp.down_proj", "ffn_down", "down_proj"),
     ("mlp.gate", "ffn_gate_inp", "router"),
 )
+# Tensors of a layer whose names have no ending in Hugging Face's files, or another one in GGUF files.
+_BARE = {
+    "self_attn.sinks": "sinks",
+    "layer_scalar": "output_scale",
+    "router.scale": "router_norm",
+    "router.per_expert_scale": "expert_scales",
+}
+_GGUF_BARE = {"ffn_gate_inp.scale": "router_norm", "ffn_down_exps.scale": "expert_scales"}
 _EXPERTS = {f"mlp.experts.#.{name}": (f"experts.#.{name}",) for name in ("gate_proj", "up_proj", "down_proj")}
 _STACKS = {  # transformers 5 holds experts so, and some checkpoints are saved so; the names have no ending
     "mlp.experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
     "mlp.experts.down_proj": ("experts.#.down_proj",),
+    "experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
+    "experts.down_proj": ("experts.#.down_proj",),
     "feed_forward.experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
     "feed_forward.experts.down_proj": ("experts.#.down_proj",),
 }
+_WEIGHT_STACKS = {name: tuple(f"{own}.weight" for own in owns) for name, owns in _STACKS.items()}
 _GGUF_STACKS = {
     "ffn_gate_exps": ("experts.#.gate_proj",),
     "ffn_up_exps": ("experts.#.up_proj",),
@@ -55,6 +69,9 @@ _VISION_PREFIXES = (
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
     "model.multi_modal_projector.",
 )
 # Prefixes of the language model in multimodal models, in transformers 4 and 5.
@@ -76,7 +93,7 @@ def transformers_targets(names: Iterable[str], family: Family, architecture: str
     found = {}
     for name in names:
         plain = _without_prefix(name) if architecture in family.nested or family.skipped else name
-        if (target := _target(plain, whole, layer, _STACKS, _HF_LAYER)) is not None:
+        if (target := _target(plain, whole, layer, _WEIGHT_STACKS, _BARE, _HF_LAYER)) is not None:
             found[name] = target
     return found
 
@@ -85,8 +102,12 @@ def gguf_targets(names: Iterable[str], family: Family) -> dict[str, Target]:
     """Return what each tensor of a GGUF file holds. Unknown names are left out."""
     layer = {name: (own,) for _, name, own in _LAYER} | dict(family.gguf_names)
     whole = {name: own for _, name, own in _WHOLE} | {family.norm_names[1]: "norm"}
-    stacks = {f"{name}.weight": owns for name, owns in _GGUF_STACKS.items()}
-    found = {name: _target(name, whole, layer, stacks, _GGUF_LAYER) for name in names}
+    stacks = {
+        f"{name}.{ending}": tuple(f"{own}.{ending}" for own in owns)
+        for name, owns in _GGUF_STACKS.items()
+        for ending in ("weight", "bias")
+    }
+    found = {name: _target(name, whole, layer, stacks, _GGUF_BARE, _GGUF_LAYER) for name in names}
     return {name: target for name, target in found.items() if target is not None}
 
 
@@ -108,6 +129,7 @@ def _target(
     whole: Mapping[str, str],
     layer: Mapping[str, tuple[str, ...]],
     stacks: Mapping[str, tuple[str, ...]],
+    bare: Mapping[str, str],
     in_layer: re.Pattern[str],
 ) -> Target | None:
     stem, _, ending = name.rpartition(".")
@@ -118,7 +140,9 @@ def _target(
         return None
     prefix, rest = f"layers.{found[1]}.", found[2]
     if rest in stacks:
-        return Target(tuple(f"{prefix}{own.replace('#', '{}')}.weight" for own in stacks[rest]), is_stack=True)
+        return Target(tuple(f"{prefix}{own.replace('#', '{}')}" for own in stacks[rest]), is_stack=True)
+    if rest in bare:
+        return Target((f"{prefix}{bare[rest]}.weight",))
     if rest in layer:  # the name of a parameter that has no ending
         return Target((f"{prefix}{layer[rest][0]}",))
     stem, _, ending = rest.rpartition(".")
@@ -141,7 +165,9 @@ def is_left_over(name: str) -> bool:
 def find_skipped(name: str, family: Family, *, is_multimodal: bool) -> str:
     """Return the part of a model that a tensor belongs to and that quire does not run; empty: the tensor is needed."""
     part = next((part for prefix, part in family.skipped.items() if name.startswith(prefix)), "")
-    return part or ("vision tower" if is_multimodal and name.startswith(_VISION_PREFIXES) else "")
+    if part or not is_multimodal or not name.startswith(_VISION_PREFIXES):
+        return part
+    return "audio tower" if "audio" in name.split(".")[1] else "vision tower"
 
 
 def transformers_parameters(spec: ModelSpec) -> dict[str, tuple[str, ...]]:

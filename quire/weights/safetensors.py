@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
+from quire.weights import gpt_oss
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
@@ -24,6 +25,10 @@ from quire.weights.gguf_spec import most_common_type
 from quire.weights.names import find_skipped, is_left_over, transformers_targets
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
@@ -35,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 COMPARED = 1 << 20  # bytes at a time
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _KNOWN_TYPES = ("F32", "F16", "BF16")
-_ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2}
+_ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2, TensorType.MXFP4: 1}  # bytes: a part of MXFP4
 
 
 class _Shard(NamedTuple):
@@ -59,6 +64,7 @@ class SafetensorsCheckpoint:
         self._folder = ModelFolder(folder)
         self._shards: list[_Shard] = []
         self._file_tensors: dict[str, _FileTensor] = {}
+        self._experts: dict[str, gpt_oss.ExpertPart] = {}
         self._skipped: set[str] = set()  # parts of the model
         try:
             if self._folder.unsupported:
@@ -74,7 +80,10 @@ class SafetensorsCheckpoint:
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {name: place.info for name, place in self._places.items()}
+        self.tensors: Mapping[str, TensorInfo] = {
+            **{name: place.info for name, place in self._places.items()},
+            **{name: part.info for name, part in self._experts.items()},
+        }
         self.generation = self._folder.generation()
 
     @property
@@ -83,19 +92,23 @@ class SafetensorsCheckpoint:
         return tuple(shard.path for shard in self._shards)
 
     def read(self, name: str) -> RawTensor:
-        import numpy as np
-
+        if (part := self._experts.get(name)) is not None:
+            return gpt_oss.read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
         place = self._places[name]
         info = place.info
-        tensor = self._file_tensors[place.file_name]
-        if tensor.shard.buffer.closed:
-            raise ModelFileError(f"{self.path}: is closed")
-        held = np.frombuffer(tensor.shard.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset)
-        flat = place.choose(held)
+        flat = place.choose(self._read_bytes(place.file_name, place.offset, place.num_file_bytes))
         data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
         raw = RawTensor(info, data)
         family = self._folder.family
         return in_halves(raw, self.spec, str(self.path)) if family and family.is_interleaved else raw
+
+    def _read_bytes(self, file_name: str, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        import numpy as np
+
+        tensor = self._file_tensors[file_name]
+        if tensor.shard.buffer.closed:
+            raise ModelFileError(f"{self.path}: is closed")
+        return np.frombuffer(tensor.shard.buffer, np.uint8, num_bytes, tensor.offset + offset)
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()
@@ -203,6 +216,9 @@ class SafetensorsCheckpoint:
         family = self._folder.family
         if family is None:
             return {name: Place(info, name, 0) for name, info in found.items()}
+        if family.name == gpt_oss.FAMILY:
+            self._experts = gpt_oss.find_parts(found, self.spec, str(self.path))
+            found = {name: info for name, info in found.items() if not gpt_oss.is_experts(name)}
         targets = transformers_targets(found, family, self._folder.architecture)
         return place_tensors(found, targets, self.spec, str(self.path))
 
@@ -259,7 +275,9 @@ def _read_entry(shard: _Shard, name: str) -> _FileTensor:
         value, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelFileError(f"{field} is {show(entry)}: not a type, a shape and two offsets") from None
-    if value not in _KNOWN_TYPES:
+    if value == "U8" and gpt_oss.is_packed_part(name):
+        value = TensorType.MXFP4
+    elif value not in _KNOWN_TYPES:
         can = ", ".join(_KNOWN_TYPES)
         raise UnsupportedModel(f"{field} has type {show(value)}, which is not supported; these are: {can}")
     kind = TensorType(value)

@@ -158,28 +158,45 @@ class ExpertsSpec:
     num_chosen: int  # per token
     size: int  # of one expert
     activation: Activation
-    renormalizes: bool  # the weights of the chosen experts are divided by their sum
+    renormalizes: bool  # the weights of the chosen experts are divided by their sum: a softmax over the chosen
     scale: float = 1.0  # of the sum
     has_sigmoid: bool = False
     has_expert_bias: bool = False  # a bias is added to the scores for the choice, but not to the weights
     shared_size: int = 0  # of an MLP beside them whose output is multiplied by sigmoid(shared_gate(x)); 0: none
+    has_bias: bool = False  # gate, up and down of every expert
+    has_router_bias: bool = False
+    has_router_norm: bool = False  # the router reads norm(residual) * hidden_size ** -0.5, with a norm of its own
+    has_expert_scales: bool = False  # the weight of a chosen expert is multiplied by a factor of the expert
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: x + residual_scale * mixer(norm(x)), then the same with the MLP."""
+    """One layer: x + residual_scale * mixer(norm(x)), then the same with the MLP.
+
+    With `parallel_experts` the MLP is post_dense_norm(mlp(mlp_norm(x))) + post_experts_norm(experts(experts_norm(x))),
+    before its post norm (Gemma 4). With a `ple_size` a third part follows: x + ple_norm(ple_proj(a(ple_gate(x)) * e)),
+    where a is the activation, and e [ple_size] this layer's own embedding of the token (`ModelSpec.ple_size`).
+    """
 
     mixer: Mixer
     mlp: MlpSpec | ExpertsSpec
     has_pre_norms: bool = True  # of the inputs of attention and MLP
     has_post_norms: bool = False  # of their outputs, before they are added
     residual_scale: float = 1.0
+    parallel_experts: ExpertsSpec | None = None  # beside the MLP
+    has_output_scale: bool = False  # the output of the layer, residual included, is multiplied by a number
+    ple_size: int = 0  # 0: no per-layer embedding
 
     @property
     def attention(self) -> AttentionSpec:
         """The mixer, where it is known to be attention."""
         assert isinstance(self.mixer, AttentionSpec)
         return self.mixer
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The routed experts, in place of the MLP or beside it."""
+        return self.mlp if isinstance(self.mlp, ExpertsSpec) else self.parallel_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +241,16 @@ class ModelSpec:
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
+        return any(layer.experts is not None for layer in self.layers)
+
+    @property
+    def ple_size(self) -> int:
+        """Width of the per-layer embeddings; 0: there are none.
+
+        Layer i of L gets row i of (norm(ple_model_proj(x) * hidden_size ** -0.5) + ple_embedding(token) * ple_size **
+        0.5) * 2 ** -0.5 as [L, ple_size], where x is the scaled embedding of the token.
+        """
+        return self.layers[0].ple_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,13 +72,23 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     }
     if not spec.is_tied:
         expected["head.weight"] = (spec.vocab_size, spec.hidden_size)
+    if spec.ple_size:
+        width = spec.num_layers * spec.ple_size
+        expected["ple_embedding.weight"] = (spec.vocab_size, width)
+        expected["ple_model_proj.weight"] = (width, spec.hidden_size)
+        expected["ple_model_norm.weight"] = (spec.ple_size,)
     for index, layer in enumerate(spec.layers):
         expected |= {f"layers.{index}.{name}": shape for name, shape in layer_tensors(layer, spec.hidden_size).items()}
     return expected
 
 
 def layer_tensors(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    return {**_norms(layer, hidden_size), **_mixer(layer, hidden_size), **_mlp(layer, hidden_size)}
+    return {
+        **_norms(layer, hidden_size),
+        **_mixer(layer, hidden_size),
+        **_mlp(layer, hidden_size),
+        **_layer_extras(layer, hidden_size),
+    }
 
 
 def _norms(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
@@ -87,6 +97,9 @@ def _norms(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
         tensors |= {"input_norm.weight": (hidden_size,), "mlp_norm.weight": (hidden_size,)}
     if layer.has_post_norms:
         tensors |= {"post_attention_norm.weight": (hidden_size,), "post_mlp_norm.weight": (hidden_size,)}
+    if layer.parallel_experts is not None:
+        names = ("experts_norm", "post_dense_norm", "post_experts_norm")
+        tensors |= {f"{name}.weight": (hidden_size,) for name in names}
     return tensors
 
 
@@ -107,14 +120,22 @@ def _mixer(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 def _attention(attention: AttentionSpec, hidden_size: int) -> dict[str, Shape]:
     tensors: dict[str, Shape] = {}
     if attention.qk_norm is QKNorm.HEAD:
-        tensors |= {"q_norm.weight": (attention.head_size,), "k_norm.weight": (attention.head_size,)}
+        tensors["q_norm.weight"] = (attention.head_size,)
+        if attention.shared_with is None:
+            tensors["k_norm.weight"] = (attention.head_size,)
     elif attention.qk_norm is QKNorm.WIDTH:
         tensors |= {"q_norm.weight": (attention.q_size,), "k_norm.weight": (attention.kv_size,)}
-    rows = {"q_proj": attention.q_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
+    rows = {"q_proj": attention.q_size}
+    if attention.shared_with is None:
+        rows["k_proj"] = attention.kv_size
+        if not attention.is_key_value:
+            rows["v_proj"] = attention.kv_size
     if attention.has_gate:
         rows["q_gate"] = attention.q_size
     for name, size in rows.items():
         tensors |= _linear(name, size, hidden_size, has_bias=attention.has_qkv_bias)
+    if attention.has_sinks:
+        tensors["sinks.weight"] = (attention.num_heads,)
     return tensors | _linear("o_proj", hidden_size, attention.q_size, has_bias=attention.has_output_bias)
 
 
@@ -133,17 +154,37 @@ def _delta_net(net: DeltaNetSpec, hidden_size: int) -> dict[str, Shape]:
 
 
 def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    mlp = layer.mlp
+    mlp, experts = layer.mlp, layer.experts
+    tensors: dict[str, Shape] = {}
     if not isinstance(mlp, ExpertsSpec):
-        return _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
-    tensors: dict[str, Shape] = {"router.weight": (mlp.num_experts, hidden_size)}
-    if mlp.has_expert_bias:
-        tensors["expert_bias"] = (mlp.num_experts,)
-    for expert in range(mlp.num_experts):
-        tensors |= _gated(f"experts.{expert}.", mlp.size, hidden_size, has_bias=False)
-    if mlp.shared_size:
-        tensors |= _gated("shared.", mlp.shared_size, hidden_size, has_bias=False)
+        tensors |= _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
+    return tensors if experts is None else tensors | _experts(experts, hidden_size)
+
+
+def _experts(experts: ExpertsSpec, hidden_size: int) -> dict[str, Shape]:
+    tensors = _linear("router", experts.num_experts, hidden_size, has_bias=experts.has_router_bias)
+    if experts.has_router_norm:
+        tensors["router_norm.weight"] = (hidden_size,)
+    if experts.has_expert_scales:
+        tensors["expert_scales.weight"] = (experts.num_experts,)
+    if experts.has_expert_bias:
+        tensors["expert_bias"] = (experts.num_experts,)
+    for expert in range(experts.num_experts):
+        tensors |= _gated(f"experts.{expert}.", experts.size, hidden_size, has_bias=experts.has_bias)
+    if experts.shared_size:
+        tensors |= _gated("shared.", experts.shared_size, hidden_size, has_bias=False)
         tensors["shared_gate.weight"] = (1, hidden_size)
+    return tensors
+
+
+def _layer_extras(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    tensors: dict[str, Shape] = {}
+    if layer.has_output_scale:
+        tensors["output_scale.weight"] = (1,)
+    if layer.ple_size:
+        tensors |= _linear("ple_gate", layer.ple_size, hidden_size, has_bias=False)
+        tensors |= _linear("ple_proj", hidden_size, layer.ple_size, has_bias=False)
+        tensors["ple_norm.weight"] = (hidden_size,)
     return tensors
 
 
@@ -176,9 +217,10 @@ def num_weights(spec: ModelSpec) -> int:
 def num_active_weights(spec: ModelSpec) -> int:
     """Return how many weights one token is multiplied by: one embedding matrix, and of the experts the chosen ones."""
     total = num_weights(spec) - (0 if spec.is_tied else spec.vocab_size * spec.hidden_size)
+    total -= spec.vocab_size * spec.num_layers * spec.ple_size  # one row of it is added
     for layer in spec.layers:
-        if isinstance(layer.mlp, ExpertsSpec):
-            total -= 3 * (layer.mlp.num_experts - layer.mlp.num_chosen) * layer.mlp.size * spec.hidden_size
+        if (experts := layer.experts) is not None:
+            total -= 3 * (experts.num_experts - experts.num_chosen) * experts.size * spec.hidden_size
     return total
 
 
@@ -263,7 +305,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         raise UnsupportedModel(checkpoint.spec.unsupported)
     expected = expected_tensors(checkpoint.spec)
     found: Mapping[str, TensorInfo] = checkpoint.tensors
-    unexpected = [name for name in found if name not in expected]
+    unexpected = [name for name in found if name not in expected and not _is_unused(name, checkpoint.spec)]
     if checkpoint.spec.is_tied:  # some files contain the embedding twice
         unexpected = [name for name in unexpected if name != "head.weight"]
     misshapen = [
@@ -278,6 +320,16 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     ]
     if any(problems):
         raise ModelFileError(f"{checkpoint.path}: tensors {'; '.join(filter(None, problems))}")
+
+
+def _is_unused(name: str, spec: ModelSpec) -> bool:
+    """Return whether a tensor belongs to the keys or values of a layer that has none: some files contain it."""
+    parts = name.split(".")
+    if len(parts) != 4 or parts[2] not in ("k_proj", "v_proj", "k_norm") or not parts[1].isdecimal():
+        return False
+    layer = int(parts[1])
+    mixer = spec.layers[layer].mixer if layer < spec.num_layers else None
+    return isinstance(mixer, AttentionSpec) and mixer.shared_with is not None
 
 
 def _listed(what: str, names: Iterable[str]) -> str:

@@ -21,9 +21,10 @@ from quire.engine.structured.masks import Matcher
 from quire.text.grammar import json_schema_grammar
 from quire.text.reasoning import REASONING_FORMATS, Opening
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import TOOL_FORMATS, ToolFormat
+from quire.text.tool_formats import TOOL_FORMATS, Syntax, ToolFormat
 from quire.text.tool_grammars import answer_grammar
 from quire.text.tools import Tool, ToolChoice, ToolMode
+from tests.text.written_calls import START, written
 
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # docs/structured.md
 BOOLEANS = {"type": "array", "items": {"type": "boolean"}}
@@ -140,14 +141,8 @@ CALLS = {
     "a time": ('{"text": "", "at": "12:34:56.' + "1" * 30 + 'Z"}', 1),
     "the same call over and over": ('{"text": "ha"}', 40),
 }
+REASONING = {row.name: row for row in REASONING_FORMATS}
 THOUGHT = 'Hm. I "could <tool_call> ' + "ha " * 100 + "</think>\n"
-
-
-def calls(format: ToolFormat, arguments: str, count: int) -> str:
-    call = f'{{"name": "say", "{format.arguments}": {arguments}}}'
-    if format.is_list:
-        return f"{format.opening}[{', '.join([call] * count)}]"
-    return "\n".join([f"{format.opening}{format.before}{call}{format.after}{format.closing}"] * count)
 
 
 @pytest.mark.parametrize(("arguments", "count"), CALLS.values(), ids=CALLS)
@@ -156,11 +151,14 @@ def calls(format: ToolFormat, arguments: str, count: int) -> str:
 def test_masks_of_a_call_are_those_of_llguidance(
     vocabulary: Vocabulary, format: ToolFormat, mode: ToolMode, arguments: str, count: int
 ) -> None:
-    thought = (REASONING_FORMATS[0], Opening.OPEN)
+    thought, before = (REASONING_FORMATS[0], Opening.OPEN), THOUGHT
+    if format.syntax is Syntax.HARMONY:
+        thought = REASONING[format.name], Opening.FREE
+        before = f"<|channel|>analysis<|message|>{THOUGHT}<|end|>{START}"
     grammar = answer_grammar(format, (SAY,), ToolChoice(mode), None, thought, lambda _marker: None)
     assert grammar is not None
     matcher = vocabulary.grammars.compile(grammar).matcher()
-    text = THOUGHT + calls(format, arguments, 1 if format.is_single else count)
+    text = before + written(format, [("say", json.loads(arguments))] * (1 if format.is_single else count))
     compare(matcher, vocabulary.of_lark(grammar.source), vocabulary.encode(text))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tools import Tool, ToolChoice, ToolMode
 from quire.weights.config import spec_from_config
-from quire.weights.spec import GenerationDefaults
+from quire.weights.spec import GenerationDefaults, ShortConvSpec
+from tests.text.family_templates import GEMMA4, HARMONY, QWEN35
 from tests.text.tool_templates import HERMES, MISTRAL, PLAIN, THINKING
 from tests.text.vocabularies import byte_level_json
 
@@ -172,3 +174,95 @@ def test_disabled_reasoning_is_not_parsed(make: Made) -> None:
     assert text.num_thought_tokens(chat, prompt_of(text, chat), text.tokenizer.encode_plain("<think>")) == 0
     found = pieces_of(text, chat, text.tokenizer.encode_plain("Hi"))
     assert {type(piece) for piece in found} == {Words}
+
+
+# Qwen3.5, Gemma 4, gpt-oss
+
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
+
+
+def ids_of(text: ModelText, answer: str) -> list[int]:
+    """The tokens of an answer as a model writes it, with control tokens."""
+    return list(text.tokenizer.encode(answer, add_special=False))
+
+
+def shown(pieces: Sequence[object]) -> list[tuple[str, str]]:
+    """The pieces, joined by kind."""
+    found: list[tuple[str, str]] = []
+    for piece in pieces:
+        kind = type(piece).__name__
+        value = piece.name if isinstance(piece, CallStart) else str(getattr(piece, "text", ""))
+        if found and found[-1][0] == kind:
+            value = found.pop()[1] + value
+        found.append((kind, value))
+    return found
+
+
+def test_channels_of_gpt_oss(make: Made) -> None:
+    """All of its markers are special tokens, which are hidden from text unless the parser needs them."""
+    text = make(HARMONY, *HARMONY_TOKENS)
+    assert text.eos_token_ids[1:] == tuple(text.tokenizer.added[name] for name in ("<|return|>", "<|call|>"))
+    chat = ChatRequest(HI)
+    thought = "<|channel|>analysis<|message|>let me see<|end|><|start|>assistant"
+    answer = ids_of(text, f"{thought}<|channel|>final<|message|>Hello")
+    assert shown(pieces_of(text, chat, answer)) == [("Thought", "let me see"), ("Words", "Hello")]
+    num_thought = len(ids_of(text, thought.removesuffix("<|end|><|start|>assistant")))
+    assert text.num_thought_tokens(chat, prompt_of(text, chat), answer) == num_thought
+    assert text.num_thought_tokens(chat, prompt_of(text, chat), ids_of(text, "<|channel|>final<|message|>Hi")) == 0
+    tools = ChatRequest(HI, tools=TOOLS)
+    call = ids_of(text, f"{thought}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{}}<|call|>")
+    found = shown(pieces_of(text, tools, call))
+    assert found == [("Thought", "let me see"), ("CallStart", "now"), ("CallArguments", "{}")]
+    grammar = text.request(prompt_of(text, tools), GenerationParams(), chat=tools).grammar
+    assert grammar is not None
+    assert "functions.now" in grammar.source
+    shaped = text.request(prompt_of(text, chat), GenerationParams(grammar=json_object_grammar()), chat=chat).grammar
+    assert shaped is not None
+    assert "start: thought* final" in shaped.source
+    assert text.request(prompt_of(text, chat), GenerationParams(), chat=chat).grammar is None
+    messages = (*HI, Message(Role.ASSISTANT, (Part("It is"),)))
+    continued = ChatRequest(messages, add_generation_prompt=False, continue_last=True)
+    assert text.template.render(continued).endswith("<|channel|>final<|message|>It is")
+    assert shown(pieces_of(text, continued, ids_of(text, " warm"))) == [("Words", " warm")]
+
+
+def test_calls_of_gemma(make: Made) -> None:
+    special = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+    text = make(GEMMA4, *special, "<|tool_response>")
+    assert {text.tokenizer.added[name] for name in ("<turn|>", "<|tool_response>")} <= set(text.eos_token_ids)
+    tool = Tool("get", "", {"properties": {"city": {"type": "string"}}})
+    for chat, before, expected in (
+        (ChatRequest(HI, tools=(tool,)), "", []),
+        (
+            ChatRequest(HI, tools=(tool,), wants_thought=True),
+            "<|channel>thought\nhm<channel|>",
+            [("Thought", "hm")],
+        ),
+    ):
+        answer = ids_of(text, before + '<|tool_call>call:get{city:<|"|>Oslo<|"|>}<tool_call|>')
+        found = shown(pieces_of(text, chat, answer))
+        assert found == [*expected, ("CallStart", "get"), ("CallArguments", '{"city": "Oslo"}')]
+        assert text.boundaries(prompt_of(text, chat)) != ()
+
+
+def test_thinking_of_qwen35(make: Made) -> None:
+    text = make(QWEN35)
+    tool = Tool("get", "", {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
+    call = "<tool_call>\n<function=get>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    call += "</function>\n</tool_call>"
+    arguments = [("CallStart", "get"), ("CallArguments", '{"city": "Oslo", "days": 3}')]
+    on, off = (ChatRequest(HI, tools=(tool,), wants_thought=wants) for wants in (None, False))
+    assert shown(pieces_of(text, on, ids_of(text, f"hm\n</think>\n\n{call}"))) == [("Thought", "hm"), *arguments]
+    assert shown(pieces_of(text, off, ids_of(text, call))) == arguments
+    assert text.num_thought_tokens(on, prompt_of(text, on), ids_of(text, "hm\n</think>\n\nHi")) > 0
+    assert text.num_thought_tokens(off, prompt_of(text, off), ids_of(text, "Hi")) == 0
+    prompt = prompt_of(text, on)
+    (asked, answer) = text.boundaries(prompt)
+    assert text.request(prompt, GenerationParams(), chat=on).boundaries == ()  # not needed without states or windows
+    short_conv = replace(text.spec.layers[0], mixer=ShortConvSpec(3))
+    spec = replace(text.spec, layers=(short_conv, *text.spec.layers[1:]))
+    hybrid = ModelText("tiny", spec, GenerationDefaults(), text.tokenizer, text.template)
+    assert hybrid.request(prompt, GenerationParams(), chat=on).boundaries == (asked, answer)
+    assert hybrid.request(prompt, GenerationParams()).boundaries == ()
+    assert text.tokenizer.decode(prompt[answer:], skip_special=False) == "<|im_start|>assistant\n<think>\n"
+    assert text.tokenizer.decode(prompt[asked:answer], skip_special=False) == "<|im_start|>user\nHi<|im_end|>\n"

@@ -15,6 +15,7 @@ from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
+from quire.text.tools import Tool
 from quire.weights.spec import GenerationDefaults
 from tests.text.vocabularies import byte_level_json
 
@@ -69,7 +70,7 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer
 
 def test_a_parser_can_end_the_turn(tokenizer: Tokenizer) -> None:
     call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n'
-    answers = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, ("get",)), n=2)
+    answers = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, (Tool("get"),)), n=2)
     ids = tokenizer.encode(call * 4)
     position = 0
     while (delta := answers.push(0, output(ids[position]))).finish_reason is None:

@@ -504,7 +504,7 @@ class FakeActiveRequest:
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
         if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
-            parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
+            parser = CallParser(find_tool_format(None), chat.callable_tools)
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 
     async def wait_start(self) -> None:

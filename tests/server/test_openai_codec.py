@@ -880,7 +880,7 @@ def test_a_regex_in_the_wrong_field_gets_the_right_one() -> None:
 
 
 def reading() -> AnswerParser:
-    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(PROMPTED, ("get", "now")))
+    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(PROMPTED, (Tool("get"), Tool("now"))))
 
 
 PROMPT_FIELDS = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')

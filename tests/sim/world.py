@@ -710,7 +710,9 @@ class World:
                     continue  # the cache was cleared in the meantime
                 if end >= len(request.tokens):
                     continue  # at best a tail to copy, for which there may have been no free block
-                was_found = self._started.get(request.request_id, 0) >= end
+                # With states, a request may start within the block: waiting would save less than a block.
+                least = end - setup.block_size + 1 if setup.num_states or setup.num_window_blocks else end
+                was_found = self._started.get(request.request_id, 0) >= least
                 if common_length(request.tokens, owner.tokens) >= end and not was_found:
                     return True
         return False

@@ -45,7 +45,8 @@ def test_unknown_formats_are_prompted() -> None:
     assert find_tool_format(HERMES + "<function=") is PROMPTED  # a related format that writes calls differently
     assert find_tool_format("{% if tools %}{{ tools }}{% endif %}") is PROMPTED
     assert find_tool_format(PLAIN, "hermes").name == "hermes"
-    with pytest.raises(InvalidRequest, match="tool_format = 'xml' is not one of hermes, mistral, llama3, words"):
+    names = "qwen_xml, gemma4, harmony, lfm2, hermes, mistral, llama3, words"
+    with pytest.raises(InvalidRequest, match=f"tool_format = 'xml' is not one of {names}"):
         find_tool_format(PLAIN, "xml")
 
 
@@ -82,7 +83,7 @@ def as_transformers(message: Message, id_chars: int | None) -> dict[str, Any]:
     return reference
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen_xml", "harmony", "lfm2"])
 def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -127,7 +128,7 @@ def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
     template.close()
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "words"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "qwen_xml", "gemma4", "harmony", "lfm2", "words"])
 @pytest.mark.parametrize("token", [*SPECIAL, *TOOLS])
 def test_no_part_of_a_tool_can_write_a_control_token(name: str, token: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
@@ -229,7 +230,7 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
 @pytest.mark.parametrize(("name", "text", "expected"), TRANSCRIPTS, ids=lambda value: str(value)[:30])
 def test_a_transcript_parses_the_same_however_it_is_split(name: str, text: str, expected: list[Plain]) -> None:
     def make() -> AnswerParser:
-        return CallParser(FORMATS[name], ("get", "set"))
+        return CallParser(FORMATS[name], (Tool("get"), Tool("set")))
 
     assert read(make, text) == expected
     assert read(make, *text) == expected
@@ -241,7 +242,7 @@ def test_a_transcript_parses_the_same_however_it_is_split(name: str, text: str, 
 @settings(max_examples=200, deadline=None)
 def test_any_text_parses_the_same_however_it_is_split(parts: list[str]) -> None:
     def make() -> AnswerParser:
-        return CallParser(FORMATS["hermes"], ("get",))
+        return CallParser(FORMATS["hermes"], (Tool("get"),))
 
     text = "".join(parts)
     whole = read(make, text)
@@ -251,7 +252,7 @@ def test_any_text_parses_the_same_however_it_is_split(parts: list[str]) -> None:
 
 
 def test_arguments_are_streamed() -> None:
-    parser = CallParser(PROMPTED, ("get",))
+    parser = CallParser(PROMPTED, (Tool("get"),))
     assert parser.push('<tool_call>\n{"name": "get", "arguments"') == []
     (start, first) = parser.push(': {"a')
     assert isinstance(start, CallStart)
@@ -275,14 +276,14 @@ CUT: list[tuple[str, str, list[Plain]]] = [
 @pytest.mark.parametrize(("format", "text", "pieces"), CUT)
 def test_half_of_a_marker_at_a_length_cut_is_not_text(format: str, text: str, pieces: list[Plain]) -> None:
     for texts in ((text,), tuple(text)):
-        parser = CallParser(FORMATS[format], ("get",))
+        parser = CallParser(FORMATS[format], (Tool("get"),))
         found = [piece for part in texts for piece in parser.push(part)]
         assert merged([*found, *parser.finish(is_cut=True)]) == pieces
 
 
 def test_json_without_a_marker_is_kept_at_a_length_cut() -> None:
     bare = next(one for one in FORMATS.values() if one.may_be_bare)
-    parser = CallParser(bare, ("get",))
+    parser = CallParser(bare, (Tool("get"),))
     assert merged([*parser.push('{"city": "Os'), *parser.finish(is_cut=True)]) == [("words", '{"city": "Os')]
 
 
@@ -313,7 +314,7 @@ REPEATS: list[tuple[str, list[Plain], bool]] = [
 @pytest.mark.parametrize(("text", "expected", "is_over"), REPEATS, ids=range(len(REPEATS)))
 def test_a_call_that_repeats_the_one_before_ends_the_turn(text: str, expected: list[Plain], is_over: bool) -> None:
     def make() -> AnswerParser:
-        return CallParser(FORMATS["hermes"], ("get", "set"))
+        return CallParser(FORMATS["hermes"], (Tool("get"), Tool("set")))
 
     assert read(make, text) == expected
     assert read(make, *text) == expected
@@ -323,7 +324,7 @@ def test_a_call_that_repeats_the_one_before_ends_the_turn(text: str, expected: l
 
 
 def test_a_second_call_of_the_same_tool_is_held_back_until_it_differs() -> None:
-    parser = CallParser(PROMPTED, ("get",))
+    parser = CallParser(PROMPTED, (Tool("get"),))
     parser.push(called('{"a": "x", "b": 1}'))
     assert parser.push('<tool_call>\n{"name": "get", "arguments": {"a": "') == []
     assert merged(parser.push("y")) == [("call", "1", "get"), ("arguments", "1", '{"a": "y')]
@@ -332,7 +333,7 @@ def test_a_second_call_of_the_same_tool_is_held_back_until_it_differs() -> None:
 
 def test_an_endless_head_is_text() -> None:
     text = '<tool_call>{"x": "' + "<tool_call>" * 2000
-    assert read(lambda: CallParser(PROMPTED, ("get",)), text) == [("words", text)]
+    assert read(lambda: CallParser(PROMPTED, (Tool("get"),)), text) == [("words", text)]
 
 
 # Reasoning
@@ -354,7 +355,7 @@ THOUGHTS: list[tuple[Opening, str, list[Plain]]] = [
 @pytest.mark.parametrize(("opening", "text", "expected"), THOUGHTS)
 def test_reasoning_is_split_off(opening: Opening, text: str, expected: list[Plain]) -> None:
     def make() -> AnswerParser:
-        return ThoughtParser(THINK, opening, CallParser(PROMPTED, ("get",)))
+        return ThoughtParser(THINK, opening, CallParser(PROMPTED, (Tool("get"),)))
 
     assert read(make, text) == expected
     assert read(make, *text) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.text.family_templates import GEMMA4, HARMONY, LFM2, QWEN35
+
 HERMES = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -112,4 +114,13 @@ PLAIN = (
 # A template that opens the reasoning block itself.
 THINKING = PLAIN.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}") + "{# </think> #}"
 
-TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "words": PLAIN}
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "qwen_xml": QWEN35,
+    "gemma4": GEMMA4,
+    "harmony": HARMONY,
+    "lfm2": LFM2,
+    "words": PLAIN,
+}

@@ -42,6 +42,9 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
+    "Gemma4ForConditionalGeneration": gguf.MODEL_ARCH.GEMMA4,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
@@ -52,11 +55,16 @@ _LIKE_LLAMA = (
     gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.MISTRAL3,
 )  # fmt: skip
 _GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
+_BARE = re.compile(r"layers\.(\d+)\.router\.(scale|per_expert_scale)")
+_BARE_NAMES = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 _EXPERT = re.compile(r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False) -> Path:
-    """Convert. `fuses_experts`: gate and up of the experts in one tensor, an option of the converter."""
+def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False, packs_experts: bool = False) -> Path:
+    """Convert. `fuses_experts`: gate and up of the experts in one tensor, an option of the converter.
+
+    `packs_experts`: in MXFP4, which weights that were in MXFP4 before do not lose anything by.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     fields = {**config, **config.get("text_config", {})}
@@ -70,7 +78,11 @@ def write_gguf(folder: Path, path: Path, *, fuses_experts: bool = False) -> Path
         if isinstance(token_id := fields.get(f"{kind}_token_id"), int):
             writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token_id)
     for name, array in _tensors(arrays, fields, arch, fuses_experts=fuses_experts).items():
-        writer.add_tensor(name, np.ascontiguousarray(array))
+        if packs_experts and name.endswith("_exps.weight"):
+            packed = gguf.quants.quantize(np.ascontiguousarray(array), gguf.GGMLQuantizationType.MXFP4)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -207,6 +219,37 @@ def _phi_keys(fields: Mapping[str, Any]) -> Keys:
     return keys
 
 
+def _gemma4_keys(fields: Mapping[str, Any]) -> Keys:
+    is_local = [one == "sliding_attention" for one in fields["layer_types"]]
+    full = next(iter(fields["per_layer_config"].values()))
+    num_shared = fields["num_kv_shared_layers"]
+    keys: Keys = {
+        "attention.sliding_window": fields["sliding_window"],
+        "attention.sliding_window_pattern": is_local,
+        "attention.shared_kv_layers": num_shared,
+        "embedding_length_per_layer_input": fields["hidden_size_per_layer_input"],
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": fields["head_dim"],
+        "attention.value_length_swa": fields["head_dim"],
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": fields["head_dim"],
+        "final_logit_softcapping": float(fields["final_logit_softcapping"]),
+    }
+    if "num_key_value_heads" in full:
+        sizes = (full["num_key_value_heads"], fields["num_key_value_heads"])
+        keys["attention.head_count_kv"] = [sizes[one] for one in is_local]
+    if fields["use_double_wide_mlp"]:
+        size, first = fields["intermediate_size"], fields["num_hidden_layers"] - num_shared
+        keys["feed_forward_length"] = [size if i < first else 2 * size for i in range(fields["num_hidden_layers"])]
+    if fields["enable_moe_block"]:
+        keys |= {
+            "expert_used_count": fields["top_k_experts"],
+            "expert_feed_forward_length": fields["moe_intermediate_size"],
+        }
+    return keys
+
+
 _MORE_KEYS: dict[gguf.MODEL_ARCH, Callable[[Mapping[str, Any]], Keys]] = {
     gguf.MODEL_ARCH.QWEN3MOE: lambda fields: {"expert_feed_forward_length": fields["moe_intermediate_size"]},
     gguf.MODEL_ARCH.OLMO2: _olmo_keys,
@@ -218,6 +261,11 @@ _MORE_KEYS: dict[gguf.MODEL_ARCH, Callable[[Mapping[str, Any]], Keys]] = {
     gguf.MODEL_ARCH.GEMMA2: _gemma2_keys,
     gguf.MODEL_ARCH.GEMMA3: lambda fields: {"attention.sliding_window": fields["sliding_window"]},
     gguf.MODEL_ARCH.PHI3: _phi_keys,
+    gguf.MODEL_ARCH.GPT_OSS: lambda fields: {
+        "attention.sliding_window": fields["sliding_window"],
+        "expert_feed_forward_length": fields["intermediate_size"],
+    },
+    gguf.MODEL_ARCH.GEMMA4: _gemma4_keys,
     **dict.fromkeys(states.DELTA_NETS, states.delta_net_keys),
     **dict.fromkeys(states.SHORT_CONVS, states.short_conv_keys),
 }
@@ -233,7 +281,10 @@ def _tensors(arrays: Arrays, fields: Mapping[str, Any], arch: gguf.MODEL_ARCH, *
     arrays = {name: array for name, array in arrays.items() if not any(one in name for one in is_vision)}
     names = gguf.get_tensor_name_map(arch, fields["num_hidden_layers"])
     found: Arrays = {}
-    for name, array in _split(_stacked(arrays)).items():
+    for name, array in _interleaved(_split(_stacked(arrays))).items():
+        if (bare := _BARE.search(name)) is not None:
+            found[f"blk.{bare[1]}.{_BARE_NAMES[bare[2]]}"] = array
+            continue
         renamed = names.get_name(states.renamed(name), try_suffixes=(".weight", ".bias"))
         assert renamed is not None, name
         found[renamed] = _changed(name, array, fields, arch)
@@ -269,6 +320,26 @@ def _split(arrays: Arrays) -> Arrays:
     return found
 
 
+def _interleaved(arrays: Arrays) -> Arrays:
+    """Return the tensors with the experts of gpt-oss divided into gates and ups, rows first."""
+    found: Arrays = {}
+    for name, array in arrays.items():
+        if ".mlp.experts.gate_up_proj" in name:
+            whole = array if name.endswith("_bias") else array.swapaxes(1, 2)
+            ending = "bias" if name.endswith("_bias") else "weight"
+            prefix = name.split("gate_up_proj")[0]
+            found |= {f"{prefix}gate_proj.{ending}": whole[:, ::2], f"{prefix}up_proj.{ending}": whole[:, 1::2]}
+        elif name.endswith(".mlp.experts.down_proj"):
+            found[f"{name}.weight"] = array.swapaxes(1, 2)
+        elif name.endswith(".mlp.experts.down_proj_bias"):
+            found[name.replace("_bias", ".bias")] = array
+        elif name.endswith((".sinks", ".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")):
+            found[f"{name}.weight"] = array
+        else:
+            found[name] = array
+    return found
+
+
 def _changed(name: str, array: NDArray[Any], fields: Mapping[str, Any], arch: gguf.MODEL_ARCH) -> NDArray[Any]:
     if arch in states.DELTA_NETS:
         return states.changed(name, array, fields)
@@ -297,6 +368,11 @@ def _fused(arrays: Arrays) -> Arrays:
 def _rope_tables(fields: Mapping[str, Any], arch: gguf.MODEL_ARCH) -> Arrays:
     """Return the measured factors: of Llama 3 one table, of Phi 3 two."""
     rope = fields["rope_parameters"]
+    if arch is gguf.MODEL_ARCH.GEMMA4:
+        size = next(iter(fields["per_layer_config"].values()))["head_dim"]
+        num_rotated = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
+        factors = [1.0] * num_rotated + [1e30] * (size // 2 - num_rotated)
+        return {"rope_freqs.weight": np.array(factors, np.float32)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{one}.weight": np.array(rope[f"{one}_factor"], np.float32) for one in ("long", "short")}
     if rope.get("rope_type") != "llama3" or arch not in _LIKE_LLAMA:

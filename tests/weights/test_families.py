@@ -36,6 +36,10 @@ IN_GGUF: dict[str, dict[str, Any]] = {
         },
     },
     "gemma2": {"query_pre_attn_scalar": 32},
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},
 }
 # The converter does not write the window, and llama.cpp's Qwen 3 has no dense layers.

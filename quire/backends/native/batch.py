@@ -20,6 +20,9 @@ class Limits:
     block_size: int
     max_model_len: int
     vocab_size: int
+    num_window_blocks: int = 0  # 0: layers with a window use the blocks of the others
+    window: int = 0  # the largest of the layers with window blocks
+    num_states: int = 0  # 0: no layer has a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class Batch:
     first_rows: Ints  # [S + 1]
     tables: Ints  # [S, blocks]
     sampled: tuple[int, ...]  # [L]: indices of the sequences that sample
+    window_tables: Ints | None = None  # [S, blocks]; blocks behind the window are 0
+    kv_starts: Ints | None = None  # [S]; None: all 0
+    segments: Ints | None = None  # [segments, 4]: first and last row, source and target slot, see csrc/quire.h
+    first_segments: Ints | None = None  # [S + 1]
 
     @property
     def last_rows(self) -> Ints:
@@ -71,6 +78,45 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
         first_rows=np.array(first_rows, np.int32),
         tables=tables.astype(np.int32),
         sampled=tuple(index for index, piece in enumerate(slices) if piece.wants_token),
+        window_tables=_window_tables(slices, widths, limits) if limits.num_window_blocks else None,
+        kv_starts=_kv_starts(slices),
+        **_segments(slices, first_rows, limits.num_states),
+    )
+
+
+def _window_tables(slices: Sequence[SeqSlice], widths: Sequence[int], limits: Limits) -> Ints:
+    """Return tables without the blocks behind the window, whose entries may be of freed blocks."""
+    tables = np.zeros((len(slices), max(widths)), np.int64)
+    for row, (piece, width) in enumerate(zip(slices, widths, strict=True)):
+        first = max(piece.start - limits.window + 1, 0) // limits.block_size
+        _refuse(window_table=len(piece.window_table) < width)
+        tables[row, first:width] = piece.window_table[first:width]
+    _refuse(window_table=not 0 <= tables.min() <= tables.max() < limits.num_window_blocks)
+    return tables.astype(np.int32)
+
+
+def _segments(slices: Sequence[SeqSlice], first_rows: Sequence[int], num_states: int) -> dict[str, Ints]:
+    """Return the segments of all slices: a slice is divided where a snapshot of its state is stored."""
+    if not num_states:
+        return {}
+    segments: list[tuple[int, int, int, int]] = []
+    first_segments = [0]
+    for piece, first_row in zip(slices, first_rows, strict=False):
+        start, source = piece.start, piece.state_source
+        for position, slot in (*piece.snapshots, (piece.start + piece.length, piece.state_target)):
+            _refuse(snapshots=position <= start, states=not (0 <= source < num_states and 0 < slot < num_states))
+            segments.append((first_row + start - piece.start, first_row + position - piece.start, source, slot))
+            start, source = position, slot
+        first_segments.append(len(segments))
+    return {"segments": np.array(segments, np.int32), "first_segments": np.array(first_segments, np.int32)}
+
+
+def _kv_starts(slices: Sequence[SeqSlice]) -> Ints | None:
+    starts = [max(piece.kv_start, 0) for piece in slices]
+    if not any(starts):
+        return None
+    return np.array(
+        [min(start, piece.start + piece.length) for start, piece in zip(starts, slices, strict=True)], np.int32
     )
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from quire.backends import kv_division
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
-from quire.backends.kv_memory import PoolRequest
+from quire.backends.kv_division import KVMemory, MemoryRequest
+from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
 from quire.backends.native.library import Engine, load_library
-from quire.backends.native.model import NativeModel, block_bytes
+from quire.backends.native.memory import kv_costs
+from quire.backends.native.model import NativeModel
 from quire.backends.native.packing import pack_model
-from quire.backends.native.runner import NativeRunner
+from quire.backends.native.runner import MAX_CHUNK_TOKENS, NativeRunner
 from quire.backends.support import refuse_unsupported
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.spec import ModelSpec
+
+NOT_NATIVE = ("gemma4", "gpt_oss")
+
+
+def _refuse_families(spec: ModelSpec) -> None:
+    if spec.family in NOT_NATIVE:
+        raise UnsupportedModel(f"the native backend does not run {spec.family}; use --backend torch")
 
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     refuse_unsupported(spec)
+    _refuse_families(spec)
     load_library()
     if options.device not in ("auto", "cpu"):
         raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU; use --backend torch")
@@ -32,12 +44,14 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     packed = pack_model(checkpoint, num_threads, progress)
     engine = Engine(num_threads)
     try:
-        per_block = block_bytes(spec, options.block_size)
+        sizes = _pool_sizes(spec, options, max_model_len, max_num_seqs)
         model = NativeModel(
             spec,
             packed,
             engine,
-            num_blocks=PoolRequest(options, per_block, max_model_len).num_blocks_on_cpu(),
+            num_blocks=sizes.num_blocks,
+            num_window_blocks=sizes.num_window_blocks,
+            num_states=sizes.num_states,
             block_size=options.block_size,
             max_model_len=max_model_len,
             precision=options.precision,
@@ -45,4 +59,11 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     except BaseException:
         engine.close()
         raise
-    return NativeRunner(model, max_num_seqs=max_num_seqs)
+    return NativeRunner(model, max_num_seqs=sizes.max_num_seqs, max_chunk_tokens=sizes.max_chunk_tokens)
+
+
+def _pool_sizes(spec: ModelSpec, options: BackendOptions, max_model_len: int, max_num_seqs: int) -> KVMemory:
+    kv = KVSpec.of(spec).within(max_model_len)
+    costs = kv_costs(kv, options.block_size, has_window_blocks=kv_division.HAS_WINDOWS and kv.window > 0)
+    limits = (max_model_len, max_num_seqs, MAX_CHUNK_TOKENS)
+    return MemoryRequest(options, costs, *limits, has_overlap=False).divide_on_cpu()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.backends.machine import is_apple_silicon
 from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
-ABI = 6
+ABI = 7
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -39,21 +39,41 @@ class Matrix(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    _fields_ = (("parts", Matrix * 3), ("num_parts", ctypes.c_int32), ("bias", ctypes.c_void_p))
+    _fields_ = (("parts", Matrix * 4), ("num_parts", ctypes.c_int32), ("bias", ctypes.c_void_p))
 
 
 class Expert(ctypes.Structure):
     _fields_ = (("gate_up", Linear), ("down", Linear))
 
 
+class Recurrence(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "decays", "dt_bias", "norm", "rows", "matrices")),
+        ("num_taps", ctypes.c_int32),
+        ("num_channels", ctypes.c_int32),
+        ("num_key_heads", ctypes.c_int32),
+        ("num_value_heads", ctypes.c_int32),
+        ("key_size", ctypes.c_int32),
+        ("value_size", ctypes.c_int32),
+        ("is_tiled", ctypes.c_int32),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
+        ("mixer", ctypes.c_int32),
         ("qkv", Linear),
         ("o", Linear),
+        ("recurrence", Recurrence),
         ("gate_up", Linear),
         ("down", Linear),
         ("experts", ctypes.POINTER(Expert)),
         ("router", ctypes.c_void_p),
+        ("router_bias", ctypes.c_void_p),
+        ("choice_bias", ctypes.c_void_p),
+        ("expert_scales", ctypes.c_void_p),
+        ("shared", Expert),
+        ("shared_gate", ctypes.c_void_p),
         ("input_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
         ("post_attention_norm", ctypes.c_void_p),
@@ -64,16 +84,19 @@ class Layer(ctypes.Structure):
         ("sines", ctypes.c_void_p),
         ("query_scales", ctypes.c_void_p),
         ("pool", ctypes.c_void_p),
+        ("has_window_blocks", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_size", ctypes.c_int32),
         ("rotary_size", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("has_gate", ctypes.c_int32),
         ("is_norm_of_width", ctypes.c_int32),
         ("is_half_attention", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
         ("num_chosen", ctypes.c_int32),
+        ("has_sigmoid", ctypes.c_int32),
         ("renormalizes", ctypes.c_int32),
         ("experts_scale", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
@@ -116,6 +139,10 @@ class BatchArgs(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("first_rows", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
+        ("window_tables", ctypes.c_void_p),
+        ("kv_starts", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("first_segments", ctypes.c_void_p),
         ("logit_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
@@ -157,8 +184,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "quire_forward": (integer, [pointer, model, batch]),
         "quire_logits": (integer, [pointer, model, pointer, integer, pointer]),
         "quire_project": (integer, [pointer, linear, pointer, integer, integer, pointer]),
-        "quire_copy_blocks": (None, [model, pointer, integer]),
-        "quire_purge_blocks": (None, [model, pointer, integer]),
+        "quire_copy_blocks": (None, [model, integer, pointer, integer]),
+        "quire_purge_blocks": (None, [model, integer, pointer, integer]),
         "quire_block_bytes": (size, [integer, integer, integer]),
         "quire_packed_bytes": (size, [integer, integer, integer]),
         "quire_source_kind": (integer, [integer]),

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.backends.kv_spec import KVSpec
 from quire.backends.native.batch import Batch, Limits
-from quire.backends.native.library import (
-    BatchArgs,
-    Bytes,
-    Engine,
-    Floats,
-    Ints,
-    Layer,
-    Model,
-    Refine,
-    load_library,
-)
+from quire.backends.native.library import BatchArgs, Engine, Floats, Ints, Layer, Model, Refine
+from quire.backends.native.memory import Memory, PoolSizes
 from quire.backends.native.packing import PackedModel
 from quire.core.step import BlockCopy
 from quire.errors import InvariantViolation
@@ -39,24 +32,33 @@ class NativeModel:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        num_window_blocks: int = 0,
+        num_states: int = 0,
         precision: str = "balanced",
     ) -> None:
         self.spec = spec
         self.precision = precision
         self.engine = engine
-        self.limits = Limits(num_blocks, block_size, max_model_len, spec.vocab_size)
+        sizes = PoolSizes(num_blocks, num_window_blocks, num_states)
+        self.memory = Memory(KVSpec.of(spec).within(max_model_len), sizes, block_size)
+        self.limits = Limits(
+            num_blocks,
+            block_size,
+            max_model_len,
+            spec.vocab_size,
+            num_window_blocks=num_window_blocks,
+            window=self.memory.window,
+            num_states=num_states,
+        )
         self._packed = packed
         self._tables = _Tables(max_model_len)
-        self.pool = zeroed(num_blocks * block_bytes(spec, block_size))
         self.layers = (Layer * spec.num_layers)(*packed.layers)
-        at = self.pool.ctypes.data
+        self.memory.place(self.layers)
         for layer, layer_spec in zip(self.layers, spec.layers, strict=True):
-            attention = layer_spec.attention
-            _describe_attention(layer, attention, self._tables)
-            layer.is_half_attention = may_attend_in_halves(attention, precision)
+            if isinstance(attention := layer_spec.mixer, AttentionSpec):
+                _describe_attention(layer, attention, self._tables)
+                layer.is_half_attention = may_attend_in_halves(attention, precision)
             layer.residual_scale = layer_spec.residual_scale
-            layer.pool = at
-            at += num_blocks * layer_block_bytes(attention, block_size)
         self._args = _model_args(spec, packed, self.layers)
         self._args.refine = REFINED[precision]
         self._args.block_size = block_size
@@ -85,9 +87,13 @@ class NativeModel:
             positions=batch.positions.ctypes.data,
             first_rows=batch.first_rows.ctypes.data,
             tables=batch.tables.ctypes.data,
+            window_tables=_address(batch.window_tables),
+            kv_starts=_address(batch.kv_starts),
+            segments=_address(batch.segments),
+            first_segments=_address(batch.first_segments),
             logit_rows=logit_rows.ctypes.data,
             logits=logits.ctypes.data,
-            hidden=None if hidden is None else hidden.ctypes.data,
+            hidden=_address(hidden),
             is_sound=is_sound.ctypes.data,
         )
         if self.engine.library.quire_forward(self.engine.handle, ctypes.byref(self._args), ctypes.byref(args)):
@@ -104,40 +110,51 @@ class NativeModel:
         return logits
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks of the pool."""
+        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and state."""
         num_blocks = -(-len(tokens) // self.limits.block_size)
+        has_window_blocks = self.limits.num_window_blocks > 0
+        num_available = min(self.limits.num_blocks, self.limits.num_window_blocks or self.limits.num_blocks)
+        if num_blocks >= num_available or len(tokens) > self.limits.max_model_len:
+            raise ValueError(f"the pool does not hold {len(tokens)} tokens")
+        tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
         batch = Batch(
             tokens=np.array(tokens, np.int32),
             positions=np.arange(len(tokens), dtype=np.int32),
             first_rows=np.array([0, len(tokens)], np.int32),
-            tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None],
+            tables=tables,
             sampled=(),
+            window_tables=tables if has_window_blocks else None,
+            segments=np.array([[0, len(tokens), 0, 1]], np.int32) if self.limits.num_states else None,
+            first_segments=np.array([0, 1], np.int32),
         )
-        if num_blocks >= self.limits.num_blocks or len(tokens) > self.limits.max_model_len:
-            raise ValueError(f"the pool does not hold {len(tokens)} tokens")
         return self.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
 
-    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
-        if copies:
-            pairs = np.array(copies, np.int64)
-            if (pairs < 0).any() or (pairs >= self.limits.num_blocks).any():
-                raise InvariantViolation(f"{copies = } are not all within the pool's {self.limits.num_blocks} blocks")
-            pairs = pairs.astype(np.int32)
-            self.engine.library.quire_copy_blocks(ctypes.byref(self._args), pairs.ctypes.data, len(pairs))
+    def copy_blocks(self, copies: tuple[BlockCopy, ...], window_copies: tuple[BlockCopy, ...] = ()) -> None:
+        """Copy blocks. All numbers are checked before the first copy."""
+        pairs = _pairs(copies, self.limits.num_blocks)
+        window_pairs = _pairs(window_copies, self.limits.num_window_blocks)
+        for has_window_blocks, some in enumerate((pairs, window_pairs)):
+            if len(some):
+                args = (ctypes.byref(self._args), has_window_blocks, some.ctypes.data, len(some))
+                self.engine.library.quire_copy_blocks(*args)
 
-    def purge_blocks(self, blocks: list[int]) -> None:
+    def purge_blocks(self, blocks: list[int], window_blocks: Sequence[int] = ()) -> None:
         """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
-        array = np.array(blocks, np.int32)
-        self.engine.library.quire_purge_blocks(ctypes.byref(self._args), array.ctypes.data, len(array))
+        for has_window_blocks, some in enumerate((blocks, window_blocks)):
+            array = np.array(some, np.int32)
+            args = (ctypes.byref(self._args), has_window_blocks, array.ctypes.data, len(array))
+            self.engine.library.quire_purge_blocks(*args)
 
 
-def block_bytes(spec: ModelSpec, block_size: int) -> int:
-    """Return the bytes of one block in all layers."""
-    return sum(layer_block_bytes(layer.attention, block_size) for layer in spec.layers)
+def _pairs(copies: tuple[BlockCopy, ...], num_blocks: int) -> Ints:
+    pairs = np.array(copies, np.int64).reshape(-1, 2)
+    if (pairs < 0).any() or (pairs >= num_blocks).any():
+        raise InvariantViolation(f"{copies = } are not all within the pool's {num_blocks} blocks")
+    return pairs.astype(np.int32)
 
 
-def layer_block_bytes(attention: AttentionSpec, block_size: int) -> int:
-    return int(load_library().quire_block_bytes(attention.num_kv_heads, attention.head_size, block_size))
+def _address(array: NDArray[np.generic] | None) -> int | None:
+    return None if array is None else array.ctypes.data
 
 
 def may_attend_in_halves(attention: AttentionSpec, precision: str) -> bool:
@@ -146,11 +163,6 @@ def may_attend_in_halves(attention: AttentionSpec, precision: str) -> bool:
     In some models a bias adds a large value to every key. fp16 sums would then lose the differences between keys.
     """
     return precision != "exact" and not attention.has_qkv_bias
-
-
-def zeroed(num_bytes: int) -> Bytes:
-    """Allocate zeros, because masked values must still be finite. The pages are allocated at the first write."""
-    return np.zeros(num_bytes + 64, np.uint8)
 
 
 class _Tables:
@@ -177,7 +189,7 @@ class _Tables:
 def _describe_attention(layer: Layer, attention: AttentionSpec, tables: _Tables) -> None:
     layer.num_heads, layer.num_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.head_size = attention.head_size
-    layer.window = attention.window
+    layer.window, layer.has_gate = attention.window, attention.has_gate
     layer.attention_scale, layer.attention_softcap = attention.scale, attention.softcap
     layer.is_norm_of_width = attention.qk_norm is QKNorm.WIDTH
     if attention.rope is not None:

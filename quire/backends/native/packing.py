@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,13 +22,26 @@ from quire.backends.native.library import GROUP, Bytes, Expert, Floats, Layer, L
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.quants import to_float32
-from quire.weights.spec import Activation, ExpertsSpec, LayerSpec
-from quire.weights.tensors import check_tensors, expected_tensors
+from quire.weights.spec import (
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    Mixer,
+    ShortConvSpec,
+)
+from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm_offset
 
 DUMMY_STD = 0.02
 DUMMY_KIND = 1  # of random matrices: 8 bits, see csrc/quire.h
 CODE_STD = 73.9  # of bytes that are all equally frequent
 NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
+
+UNPACKED = ("router.weight", "shared_gate.weight", "conv.weight")  # matrices that stay in fp32
+ROUTER_VECTORS = {"router_bias": "router.bias", "choice_bias": "expert_bias", "expert_scales": "expert_scales.weight"}
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # numbered as in csrc/quire.h
+DELTA_NET, SHORT_CONV = 1, 2  # the same, of mixers
 
 # Types that C reads from the file's bytes, numbered as in csrc/quire.h. Other types are decoded to F32 first.
 SOURCES = {
@@ -83,11 +97,8 @@ def pack_model(checkpoint: Checkpoint, num_threads: int, progress: Progress | No
 
 def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
     prefix = f"layers.{index}."
-    layer = Layer(
-        qkv=packer.linear(prefix, ["q_proj", "k_proj", "v_proj"]),
-        o=packer.linear(prefix, ["o_proj"]),
-        activation=0 if spec.mlp.activation is Activation.SILU else 1,
-    )
+    layer = Layer(activation=ACTIVATIONS[spec.mlp.activation])
+    _add_mixer(layer, packer, spec.mixer, prefix)
     if isinstance(spec.mlp, ExpertsSpec):
         _add_experts(layer, packer, spec.mlp, prefix)
     else:
@@ -96,6 +107,33 @@ def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
         if f"{prefix}{name}.weight" in packer.arrays:
             setattr(layer, name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
     return layer
+
+
+def _add_mixer(layer: Layer, packer: _Packer, mixer: Mixer, prefix: str) -> None:
+    inputs, output = ["in_proj"], "out_proj"
+    if isinstance(mixer, AttentionSpec):
+        inputs, output = ["q_proj", "k_proj", "v_proj", *(["q_gate"] if mixer.has_gate else [])], "o_proj"
+    elif isinstance(mixer, DeltaNetSpec):
+        inputs = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
+    layer.qkv, layer.o = packer.linear(prefix, inputs), packer.linear(prefix, [output])
+    if not isinstance(mixer, AttentionSpec):
+        _add_recurrence(layer, packer, mixer, prefix)
+
+
+def _add_recurrence(layer: Layer, packer: _Packer, mixer: DeltaNetSpec | ShortConvSpec, prefix: str) -> None:
+    net = layer.recurrence
+    weight = packer.derive(f"{prefix}conv.weight", np.transpose)
+    net.weight, (net.num_taps, net.num_channels) = weight.ctypes.data, weight.shape
+    if f"{prefix}conv.bias" in packer.arrays:
+        net.bias = packer.floats(f"{prefix}conv.bias").ctypes.data
+    layer.mixer = SHORT_CONV
+    if isinstance(mixer, DeltaNetSpec):
+        layer.mixer, net.is_tiled = DELTA_NET, mixer.is_tiled
+        net.num_key_heads, net.num_value_heads = mixer.num_key_heads, mixer.num_value_heads
+        net.key_size, net.value_size = mixer.key_head_size, mixer.value_head_size
+        net.decays = packer.derive(f"{prefix}a_log", lambda log: -np.exp(log)).ctypes.data
+        net.dt_bias = packer.floats(f"{prefix}dt_bias").ctypes.data
+        net.norm = packer.floats(f"{prefix}gated_norm.weight").ctypes.data
 
 
 def _mlp(packer: _Packer, prefix: str) -> tuple[Linear, Linear]:
@@ -107,7 +145,13 @@ def _add_experts(layer: Layer, packer: _Packer, spec: ExpertsSpec, prefix: str) 
     layer.experts = ctypes.cast((Expert * spec.num_experts)(*experts), ctypes.POINTER(Expert))
     layer.router = packer.floats(f"{prefix}router.weight").ctypes.data
     layer.num_experts, layer.num_chosen = spec.num_experts, spec.num_chosen
-    layer.renormalizes, layer.experts_scale = spec.renormalizes, spec.scale
+    layer.renormalizes, layer.experts_scale, layer.has_sigmoid = spec.renormalizes, spec.scale, spec.has_sigmoid
+    for target, name in ROUTER_VECTORS.items():
+        if (whole := f"{prefix}{name}") in packer.arrays:
+            setattr(layer, target, packer.floats(whole).ctypes.data)
+    if spec.shared_size:
+        layer.shared = Expert(*_mlp(packer, f"{prefix}shared."))
+        layer.shared_gate = packer.floats(f"{prefix}shared_gate.weight").ctypes.data
 
 
 class _Packer:
@@ -143,6 +187,12 @@ class _Packer:
             linear.bias = whole.ctypes.data
         return linear
 
+    def derive(self, name: str, function: Callable[[Floats], Floats]) -> Floats:
+        """Return floats computed from those of a tensor, and keep them instead."""
+        array: Floats = np.ascontiguousarray(function(self.floats(name)), np.float32)
+        self.arrays[name] = array
+        return array
+
     def floats(self, name: str) -> Floats:
         array = self.arrays[name]
         assert array.dtype == np.float32
@@ -153,7 +203,7 @@ class _Packer:
         if is_packed(name, info.shape):
             array: Bytes | Floats = self._matrix(name)
         else:
-            offset = self._checkpoint.spec.norm_offset if name.endswith("norm.weight") else 0.0
+            offset = norm_offset(self._checkpoint.spec, name) if is_norm(name) else 0.0
             array = self._floats(name) + np.float32(offset)
         with self._lock:
             self.arrays[name] = array
@@ -164,11 +214,12 @@ class _Packer:
     def _floats(self, name: str) -> Floats:
         if isinstance(self._checkpoint, DummyCheckpoint):
             shape, spec = self._checkpoint.tensors[name].shape, self._checkpoint.spec
-            if name.endswith("router.weight"):
+            if name.endswith(UNPACKED):
                 return _random(name).standard_normal(shape, np.float32) * np.float32(DUMMY_STD)
-            value = 1 - spec.norm_offset if name.endswith("norm.weight") else 0.0
+            value = 1 - norm_offset(spec, name) if is_norm(name) else 0.0
             return np.full(shape, value, np.float32)
-        return to_float32(self._checkpoint.read(name))
+        floats = to_float32(self._checkpoint.read(name))
+        return floats.reshape(self._checkpoint.tensors[name].shape)
 
     def _packed_bytes(self, name: str) -> int:
         info = self._checkpoint.tensors[name]
@@ -193,7 +244,7 @@ class _Packer:
 
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and not name.endswith("router.weight")
+    return len(shape) == 2 and not name.endswith(UNPACKED)
 
 
 def _random(name: str) -> np.random.Generator:

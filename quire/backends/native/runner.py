@@ -18,6 +18,7 @@ from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, joi
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
+MAX_CHUNK_TOKENS = 512  # of a prompt, by default
 MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
 
 
@@ -41,7 +42,7 @@ class _Step:
 
 
 class NativeRunner:
-    def __init__(self, model: NativeModel, *, max_num_seqs: int) -> None:
+    def __init__(self, model: NativeModel, *, max_num_seqs: int, max_chunk_tokens: int = MAX_CHUNK_TOKENS) -> None:
         limits = model.limits
         self.model = model
         self._capacity = Capacity(
@@ -52,7 +53,11 @@ class NativeRunner:
             vocab_size=limits.vocab_size,
             has_overlap=False,  # computation happens inside the call
             has_costly_rows=True,
+            max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=MAX_MIXED_TOKENS,
+            window=limits.window,
+            num_window_blocks=limits.num_window_blocks,
+            num_states=limits.num_states,
         )
         self._last_samples: Ints = np.zeros(max_num_seqs, np.int32)
         self._penalties = Penalties(limits.vocab_size)
@@ -71,7 +76,7 @@ class NativeRunner:
             dtype=", ".join((self.model.spec.quantization, self.model.precision, *on_disk)),
             num_threads=self.model.engine.num_threads,
             weight_bytes=self.model.weight_bytes,
-            kv_bytes=self.model.pool.nbytes,
+            kv_bytes=self.model.memory.num_bytes,
         )
 
     def use_threads(self, num_threads: int) -> None:
@@ -86,7 +91,7 @@ class NativeRunner:
         for batch_index in plan.released:
             self._penalties.release(batch_index)
         batch = build_batch(plan.slices, self._last_samples, self.model.limits)
-        self.model.copy_blocks(plan.copies)
+        self.model.copy_blocks(plan.copies, plan.window_copies)
         hidden = None
         if any(piece.sampling.prompt_logprobs is not None for piece in plan.slices):
             hidden = np.empty((len(batch.tokens), self.model.spec.hidden_size), np.float32)
@@ -119,7 +124,9 @@ class NativeRunner:
         unsound = np.flatnonzero(~forwarded.is_sound).tolist()
         result = make_result(len(forwarded.slices), unsound, rows, forwarded.prompt_logprobs)
         for index in broken_slices(result):
-            self.model.purge_blocks(forwarded.batch.tables[index].tolist())  # ids are checked; 0 is the null block
+            windows = forwarded.batch.window_tables  # ids are checked; 0 is the null block
+            window_blocks = [] if windows is None else windows[index].tolist()
+            self.model.purge_blocks(forwarded.batch.tables[index].tolist(), window_blocks)
         return result
 
     def abandon(self) -> None:

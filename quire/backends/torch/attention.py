@@ -27,7 +27,7 @@ class ReferencePass:
         self._batch = batch
         self._store = store
         self._states = states  # None: the model has none
-        self._angles: dict[tuple[Rotary, int, int], Angles] = {}
+        self._angles: dict[tuple[Rotary, int, int, bool], Angles] = {}
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         x = F.embedding(self._batch.tokens, embedding)
@@ -40,10 +40,11 @@ class ReferencePass:
         return self._batch.positions
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if residual is not None:
             x = x + residual if scale == 1 else torch.add(residual, x * scale)
+            x = x if total_scale == 1 else x * total_scale
         return x if norm is None else norm(x), x
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -56,7 +57,7 @@ class ReferencePass:
         return self._attend(qkv, heads)
 
     def _attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        qkv = qkv.reshape(-1, heads.num_heads + 2 * heads.num_kv_heads, heads.head_size)  # [T, H + 2K, D]
+        qkv = qkv.reshape(-1, heads.num_projected, heads.head_size)  # [T, H + 2K, D], or [T, H, D]
         if heads.norm is not None:
             qkv = heads.norm(qkv)
         if heads.rotary is not None:
@@ -64,7 +65,8 @@ class ReferencePass:
         q, kv = qkv[:, : heads.num_heads], qkv[:, heads.num_heads :]
         if heads.query_factors is not None:
             q = q * heads.query_factors[self._batch.positions].to(q.dtype)[:, None, None]
-        self._store.store(heads.index, kv, self._batch.slot_rows)
+        if not heads.is_shared:
+            self._store.store(heads.index, kv, self._batch.slot_rows)
         return attend(q, self._store, self._batch, heads)  # [T, H * D]
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
@@ -80,8 +82,8 @@ class ReferencePass:
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return gate_up.gated(x, activation, is_graph=False)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        return experts.reference(x, router(x))
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        return experts.reference(x, router(x if router_input is None else router_input))
 
     def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
         return routed + shared.reference(x)
@@ -95,11 +97,11 @@ class ReferencePass:
         return short_conv(bcx, conv, self._states, self._batch.segments)
 
     def _rotation(self, heads: Heads, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        key = (rotary, heads.num_heads, heads.num_kv_heads)
+        key = (rotary, heads.num_heads, heads.num_kv_heads, heads.is_shared)
         angles = self._angles.get(key)
         if angles is None:
-            num_rotated = heads.num_heads + heads.num_kv_heads
-            angles = rotary.angles(self._batch.positions, dtype, num_rotated, num_rotated + heads.num_kv_heads)
+            num_rotated = heads.num_heads + (0 if heads.is_shared else heads.num_kv_heads)
+            angles = rotary.angles(self._batch.positions, dtype, num_rotated, heads.num_projected)
             self._angles[key] = angles
         return angles
 

@@ -16,14 +16,23 @@ from quire.backends.torch.build import load_model, make_stores, memory_request
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
-from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls, launch, routed_calls
+from quire.backends.torch.kernel_compilation import (
+    Compiling,
+    first_calls,
+    later_calls,
+    launch,
+    routed_calls,
+    state_calls,
+)
+from quire.backends.torch.kernels.delta_net import is_supported
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
+from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.spec import OTHER, ModelSpec
+from quire.weights.spec import OTHER, DeltaNetSpec, ModelSpec
 
 STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
 MAX_GAP_S = 0.0024  # prompts in a step with up to 64 answers may delay these by about this much
@@ -47,6 +56,7 @@ def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device
         return Compiling([], [], target)
     first = first_calls(spec, dtype, block_size, torch.device("meta"))
     first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)))
+    first += state_calls(spec, dtype)
     return Compiling(first, later_calls(spec, dtype, block_size), target)
 
 
@@ -62,6 +72,7 @@ def make_cuda_runner(
     max_model_len: int,
 ) -> CudaRunner:
     clock = [time.monotonic()]
+    _refuse_delta_nets(checkpoint.spec)
     model = load_model(checkpoint, dtype, device, max_model_len, progress, FusedLinear)
     clock.append(time.monotonic())
     compiling.wait_first()
@@ -106,6 +117,15 @@ def make_cuda_runner(
         compiling=compiling,
         has_graphs=model.is_capturable,
     )
+
+
+def _refuse_delta_nets(spec: ModelSpec) -> None:
+    for layer in spec.layers:
+        if isinstance(layer.mixer, DeltaNetSpec) and not is_supported(layer.mixer):
+            sizes = layer.mixer.key_head_size, layer.mixer.value_head_size
+            raise UnsupportedModel(
+                f"no GPU kernel for delta nets with head sizes {sizes} and {layer.mixer.num_taps} taps; use --device cpu"
+            )
 
 
 def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int, graph_tokens: int) -> int:

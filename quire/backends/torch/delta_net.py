@@ -38,6 +38,7 @@ class DeltaNet:
     index: int  # of the layer
     spec: DeltaNetSpec
     conv: Tensor  # [channels, taps]
+    taps: Tensor  # [taps, channels]: the same for the kernels, which read all channels of a tap
     decay: Tensor  # [H] fp32: -exp(a_log)
     dt_bias: Tensor  # [H] fp32
     norm: RMSNorm  # of each head's output

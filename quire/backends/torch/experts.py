@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.backends.torch.layers import Linear, gated, product
+from quire.backends.torch.mxfp4 import PackedStack
 from quire.weights.spec import Activation
 
 SIGMOID_FLOOR = 1e-6  # added to a sum of sigmoids before it divides
@@ -32,20 +33,36 @@ class Experts:
 
     The weights of a row are the softmax of its logits over all experts, in fp32, at the `num_chosen` greatest logits.
     Of equal logits, the first expert's counts as greater. `renormalizes`: divide by the sum of the chosen weights.
+    `expert_scales` are factors of the weights, one per expert. Matrices may be packed.
     `has_sigmoid`: the weights are the sigmoids of the logits, and `bias` is added to them for the choice.
     """
 
-    __slots__ = ("activation", "bias", "down", "gate_up", "has_sigmoid", "num_chosen", "renormalizes", "scale")
+    __slots__ = (
+        "activation",
+        "bias",
+        "down",
+        "down_bias",
+        "expert_scales",
+        "gate_up",
+        "gate_up_bias",
+        "has_sigmoid",
+        "num_chosen",
+        "renormalizes",
+        "scale",
+    )
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | PackedStack,
+        down: Tensor | PackedStack,
         *,
         num_chosen: int,
         activation: Activation,
         renormalizes: bool,
         scale: float,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        expert_scales: Tensor | None = None,
         has_sigmoid: bool = False,
         bias: Tensor | None = None,
     ) -> None:
@@ -56,6 +73,9 @@ class Experts:
             raise ValueError(f"{num_chosen = } of {num_experts = }")
         self.gate_up = gate_up  # [N, 2F, E], gates first
         self.down = down  # [N, E, F]
+        self.gate_up_bias = gate_up_bias  # [N, 2F]
+        self.down_bias = down_bias  # [N, E]; both biases or none
+        self.expert_scales = expert_scales  # [N] fp32
         self.num_chosen = num_chosen
         self.activation = activation
         self.renormalizes = renormalizes
@@ -69,8 +89,9 @@ class Experts:
         y = x.new_zeros((*ids.shape, x.shape[1]))  # [T, K, E]
         for expert in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert).nonzero(as_tuple=True)
-            hidden = gated(product(x[row], self.gate_up[expert]), self.activation)
-            y[row, place] = product(hidden, self.down[expert])
+            biases = [None if one is None else one[expert] for one in (self.gate_up_bias, self.down_bias)]
+            hidden = gated(product(x[row], self.gate_up[expert], biases[0]), self.activation)
+            y[row, place] = product(hidden, self.down[expert], biases[1])
         return (y.float() * weights[..., None]).sum(1).to(x.dtype)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +104,8 @@ class Experts:
         if self.renormalizes:
             floor = SIGMOID_FLOOR if self.has_sigmoid else 0.0
             weights = weights / (weights.sum(-1, keepdim=True) + floor)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[ids]
         return ids, weights * self.scale
 
     def fused(self, x: Tensor, router_logits: Tensor) -> Tensor:
@@ -91,8 +114,12 @@ class Experts:
             return self.reference(x, router_logits)
         from quire.backends.torch.kernels import experts as kernels  # Triton is not installed everywhere
 
-        routing = kernels.route(router_logits, self.num_chosen, renormalizes=self.renormalizes, scale=self.scale)
-        if kernels.is_alone(len(x), len(self.down), self.num_chosen):
-            return kernels.experts_alone(x, self.gate_up, self.down, routing, self.activation)
-        shape = kernels.tiling(len(x), len(self.down), self.num_chosen, x.element_size())
-        return kernels.experts_in_tiles(x, self.gate_up, self.down, routing, self.activation, shape)
+        routing = kernels.route(
+            router_logits,
+            self.num_chosen,
+            renormalizes=self.renormalizes,
+            scale=self.scale,
+            expert_scales=self.expert_scales,
+        )
+        biases = kernels.Biases(self.gate_up_bias, self.down_bias)
+        return kernels.run_experts(x, self.gate_up, self.down, routing, self.activation, biases)

@@ -7,16 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.backends.torch.delta_net import DeltaNet, delta_net
+from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
-from quire.backends.torch.kernels.elementwise import add_norm, embed, norm, norm_columns, step_tokens
+from quire.backends.torch.kernels.convolution import short_conv
+from quire.backends.torch.kernels.delta_net import DeltaWeights, delta_net
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, norm, norm_columns, step_tokens
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Heads, Linear, RMSNorm
-from quire.backends.torch.short_conv import ShortConv, short_conv
-from quire.backends.torch.state_store import Segment, StateStore
+from quire.backends.torch.short_conv import ShortConv
+from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
 
 # T rows of the batch, H query heads, K kv heads, D head size, E hidden size, F width of the MLP
@@ -41,11 +43,9 @@ class FusedPass:
         *,
         num_merged: int,
         is_graph: bool,
-        segments: tuple[Segment, ...] = (),
     ) -> None:
         self._inputs = inputs
         self._state = state
-        self._segments = segments  # of states
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
         self._is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
@@ -60,11 +60,13 @@ class FusedPass:
         return positions.long()
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if norm is not None:
-            return add_norm(x, residual, norm.weight, norm.eps, scale)
+            return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale)
         total = x if residual is None else residual.add_(x, alpha=scale)
+        if residual is not None and total_scale != 1:
+            total.mul_(total_scale)
         return total, total
 
     def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
@@ -72,8 +74,8 @@ class FusedPass:
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         if heads.has_gate:
-            gates = qkv[:, heads.qkv_size :].sigmoid()
-            return self._rotate_and_attend(qkv[:, : heads.qkv_size].contiguous(), heads) * gates
+            out = self._rotate_and_attend(qkv[:, : heads.qkv_size], heads)
+            return gate_output(out, qkv[:, heads.qkv_size :])
         return self._rotate_and_attend(qkv, heads)
 
     def _rotate_and_attend(self, qkv: Tensor, heads: Heads) -> Tensor:
@@ -101,6 +103,8 @@ class FusedPass:
             rounds_first=rounds_first,
             query_factors=heads.query_factors,
             kept=self._kept(heads.index),
+            has_value_norm=heads.has_value_norm,
+            is_shared=heads.is_shared,
         )  # [T, H, D]
         return self._attend(q, heads)
 
@@ -161,8 +165,9 @@ class FusedPass:
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return gate_up.gated(x, activation, is_graph=self._is_graph)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        return experts.fused(x, router.project(x, is_graph=self._is_graph))
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        logits = router.project(x if router_input is None else router_input, is_graph=self._is_graph)
+        return experts.fused(x, logits)
 
     def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
         hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph)
@@ -170,9 +175,14 @@ class FusedPass:
         return routed.addcmul_(gate, shared.down_proj.project(hidden, is_graph=self._is_graph))
 
     def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
-        assert self._state.states is not None
-        return delta_net(mixed, net, self._state.states, self._segments)
+        states, work = self._state.states, self._inputs.states
+        assert states is not None
+        assert work is not None
+        weights = DeltaWeights(net.taps, net.decay, net.dt_bias, net.norm.weight, net.norm.eps)
+        return delta_net(mixed, weights, net.spec, states.conv[net.index], states.matrices[net.index], work)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
-        assert self._state.states is not None
-        return short_conv(bcx, conv, self._state.states, self._segments)
+        states, work = self._state.states, self._inputs.states
+        assert states is not None
+        assert work is not None
+        return short_conv(bcx, conv.taps, conv.bias, states.conv[conv.index], work)

@@ -33,7 +33,9 @@ from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm, norm_columns
+from quire.backends.torch.kernels.convolution import short_conv_calls
+from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
 from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import (
     PARTS,
@@ -47,8 +49,19 @@ from quire.backends.torch.kernels.linear import (
 )
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
-from quire.backends.torch.loading import NORM_DTYPE
-from quire.weights.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
+from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
+from quire.backends.torch.mxfp4 import PackedStack
+from quire.weights.checkpoint import TensorType
+from quire.weights.spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    MlpSpec,
+    ModelSpec,
+    QKNorm,
+    QueryScaling,
+    RopeSpec,
+    ShortConvSpec,
+)
 
 MAX_PROCESSES = 12
 PATIENCE_S = 60
@@ -213,14 +226,14 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
     x, weight = zeros(2, spec.hidden_size), zeros(spec.hidden_size, kind=NORM_DTYPE)
     logits, params = zeros(2, spec.vocab_size), zeros(2, NUM_PARAMS, kind=torch.float32)
     out, scratch = zeros(2, 2, kind=torch.int32), Scratch.empty(2, spec.vocab_size, device)
-    factors = dict.fromkeys(layer.residual_scale for layer in spec.layers)
+    factors = _scales(spec)
     calls: Calls = [
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=False, is_changed=False
         ),
         lambda: add_norm(x, None, weight, spec.norm_eps),
         *(partial(_add_norm, x, weight, spec.norm_eps, factor) for factor in factors),
-        lambda: embed(rows, padding, ints, zeros(2, spec.hidden_size), spec.embedding_scale),
+        *_embed_calls(spec, rows, padding, ints, zeros),
         lambda: update_tables(tables, ints[:1], ints[:1]),
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=True, is_changed=False
@@ -234,8 +247,21 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
     return calls
 
 
-def _add_norm(x: Tensor, weight: Tensor, eps: float, factor: float) -> object:
-    return add_norm(x.clone(), x.clone(), weight, eps, factor)
+def _add_norm(x: Tensor, weight: Tensor, eps: float, factors: tuple[float, float]) -> object:
+    return add_norm(x.clone(), x.clone(), weight, eps, *factors)
+
+
+def _scales(spec: ModelSpec) -> dict[tuple[float, float], None]:
+    """Return one of each kind of factors that sums of residuals have. Only whether a factor is 1 matters."""
+    scales = {(layer.residual_scale, 1.0): None for layer in spec.layers}
+    return scales | {(layer.residual_scale, 0.5): None for layer in spec.layers if layer.has_output_scale}
+
+
+def _embed_calls(spec: ModelSpec, rows: Tensor, padding: Tensor, ints: Tensor, zeros: Callable[..., Tensor]) -> Calls:
+    tables = [(zeros(2, spec.hidden_size), spec.embedding_scale)]
+    if spec.ple_size:
+        tables.append((zeros(2, spec.num_layers * spec.ple_size), spec.ple_size**0.5))
+    return [partial(embed, rows, padding, ints, table, scale) for table, scale in tables]
 
 
 def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
@@ -246,6 +272,8 @@ def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
             window=min(one.window, 1),
             rope=one.rope and RopeSpec(1.0, one.rope.rotary_size),
             query_scaling=one.query_scaling and QueryScaling(1.0, 1),
+            is_key_value=False,
+            shared_with=None if one.shared_with is None else 0,
         ): None
         for one in (layer.mixer for layer in spec.layers)
         if isinstance(one, AttentionSpec)
@@ -269,7 +297,7 @@ def _attention_calls(
     ints = zeros(16, kind=torch.int32)
     rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
     tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
-    qkv = zeros(2, (num_heads + 2 * num_kv_heads) * head_size)
+    qkv = zeros(2, qkv_rows(attention))
     layer = zeros(2, 2, num_kv_heads, block_size, head_size)
     angles = None
     if attention.rope is not None:
@@ -277,15 +305,22 @@ def _attention_calls(
     is_normed = attention.qk_norm is QKNorm.HEAD
     norm_weight = zeros(head_size, kind=NORM_DTYPE) if is_normed else None
     factors = zeros(16, kind=torch.float32) if attention.query_scaling else None
+    sinks = zeros(num_heads, kind=torch.float32) if attention.has_sinks else None
     q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
     rounds_first = is_normed and spec.rounds_norms_first
     kept = padding if may_share_rows(spec) and not (kv_division.HAS_WINDOWS and attention.window) else None
     calls: Calls = [
         partial(
-            store, spec.norm_eps if is_normed else 0.0, rounds_first=rounds_first, query_factors=factors, kept=kept
+            store,
+            spec.norm_eps if is_normed else 0.0,
+            rounds_first=rounds_first,
+            query_factors=factors,
+            has_value_norm=attention.has_value_norm,
+            is_shared=attention.shared_with is not None,
+            kept=kept,
         ),
-        partial(merge, parts, ints[:3], q, num_kv_heads),
+        partial(merge, parts, ints[:3], q, num_kv_heads, sinks),
     ]
     if attention.qk_norm is QKNorm.WIDTH:
         wide = zeros(attention.q_size, kind=NORM_DTYPE)
@@ -293,7 +328,7 @@ def _attention_calls(
         calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
     run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q)
     calls += [
-        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
+        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap, sinks=sinks)
         for tiling in tilings(head_size, dtype.itemsize)
     ]
     return calls
@@ -302,19 +337,41 @@ def _attention_calls(
 def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
     """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows."""
     calls: Calls = []
-    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
-        if isinstance(mlp, ExpertsSpec):
-            gate_up = torch.empty(mlp.num_experts, 2 * mlp.size, spec.hidden_size, dtype=dtype, device="meta")
+    is_packed = spec.quantization == TensorType.MXFP4
+
+    def meta(num_experts: int, num_outputs: int, num_inputs: int) -> Tensor | PackedStack:
+        if is_packed:
+            return PackedStack.empty(num_experts, num_outputs, num_inputs, dtype, "meta")
+        return torch.empty((num_experts, num_outputs, num_inputs), dtype=dtype, device="meta")
+
+    for experts in dict.fromkeys(layer.experts for layer in spec.layers):
+        if experts is not None:
             calls += expert_calls(
-                gate_up,
-                torch.empty(mlp.num_experts, spec.hidden_size, mlp.size, dtype=dtype, device="meta"),
-                num_chosen=mlp.num_chosen,
-                activation=mlp.activation,
-                renormalizes=mlp.renormalizes,
-                scale=mlp.scale,
+                meta(experts.num_experts, 2 * experts.size, spec.hidden_size),
+                meta(experts.num_experts, spec.hidden_size, experts.size),
+                num_chosen=experts.num_chosen,
+                activation=experts.activation,
+                renormalizes=experts.renormalizes,
+                scale=experts.scale,
                 logits_dtype=dtype,
                 max_rows=max_rows,
+                has_bias=experts.has_bias,
+                has_expert_scales=experts.has_expert_scales,
             )
+    return calls
+
+
+def state_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return launches, with shapes only, of the kernels of layers with recurrent states."""
+    calls: Calls = []
+    for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
+        if isinstance(mixer, DeltaNetSpec) and is_supported(mixer):
+            calls += delta_net_calls(mixer, dtype)
+        elif isinstance(mixer, ShortConvSpec):
+            calls += short_conv_calls(spec.hidden_size, mixer.num_taps, dtype, has_bias=mixer.has_bias)
+        elif isinstance(mixer, AttentionSpec) and mixer.has_gate:
+            out = torch.empty(2, mixer.q_size, dtype=dtype, device="meta")
+            calls.append(partial(gate_output, out, out))
     return calls
 
 
@@ -328,8 +385,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     hidden = spec.hidden_size
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
     norm_weight = meta(hidden, kind=NORM_DTYPE)
-    factors = dict.fromkeys(layer.residual_scale for layer in spec.layers)
-    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, factor) for factor in factors]
+    factors = _scales(spec)
+    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, factor) for factor, _ in factors]
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
@@ -367,14 +424,18 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
         mlp = layer.mlp
         if isinstance(layer.mixer, AttentionSpec):
             attention = layer.mixer
-            num_gates = attention.q_size if attention.has_gate else 0
-            inner[attention.q_size + 2 * attention.kv_size + num_gates, attention.has_qkv_bias] = None
+            inner[qkv_rows(attention), attention.has_qkv_bias] = None
             back[attention.q_size, attention.has_output_bias] = None
         if isinstance(mlp, MlpSpec):
             back[mlp.size, mlp.has_bias] = None
             gates[mlp] = None
-        else:
-            inner[mlp.num_experts, False] = None
+        if (experts := layer.experts) is not None:
+            inner[experts.num_experts, experts.has_router_bias] = None
+        if layer.ple_size:
+            inner[layer.ple_size, False] = None
+            back[layer.ple_size, False] = None
+    if spec.ple_size:
+        inner[spec.num_layers * spec.ple_size, False] = None
     linears = [(meta(size, hidden), bias(size, has=has)) for size, has in inner]
     backs = [(meta(hidden, size), bias(hidden, has=has)) for size, has in back]
     gated_linears = [

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # T tokens in the batch, I inputs, O outputs, H heads, D head size
 
+SWIGLU_LIMIT = 7.0  # of gpt-oss
+SWIGLU_ALPHA = 1.702
+
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [T, I] by weight [O, I] transposed.
@@ -149,12 +152,13 @@ class Angles:
 
 
 class HeadNorm:
-    """An RMS norm of queries and keys: of every head, or of all heads of a token together.
+    """An RMS norm of queries and keys: of every head, or of all heads of a token together. Values may have one as well.
 
     `rounds_first`: round to the model's type before the weight as well as after it, which is Qwen's order.
     """
 
     __slots__ = (
+        "_has_value_norm",
         "_norm",
         "_num_heads",
         "_num_normed",
@@ -167,10 +171,13 @@ class HeadNorm:
     )
 
     def __init__(
-        self, q_weight: Tensor, k_weight: Tensor, attention: AttentionSpec, eps: float, *, rounds_first: bool
+        self, q_weight: Tensor, k_weight: Tensor | None, attention: AttentionSpec, eps: float, *, rounds_first: bool
     ) -> None:
-        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        """`k_weight` is None in a layer that has no keys of its own."""
+        num_heads, num_kv_heads = attention.num_heads, 0 if k_weight is None else attention.num_kv_heads
+        k_weight = q_weight if k_weight is None else k_weight
         self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # fp32, [D] each, or [H * D] and [K * D]
+        self._has_value_norm = attention.has_value_norm
         self.is_wide = attention.qk_norm is QKNorm.WIDTH
         self.rounds_first = rounds_first
         self._num_heads, self._num_normed = num_heads, num_heads + num_kv_heads
@@ -180,7 +187,7 @@ class HeadNorm:
         self._norm = RMSNorm(torch.ones_like(q[0]), eps)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """Norm qkv [T, H + 2K, D] before rotation. The values are not changed."""
+        """Norm qkv [T, H + 2K, D] before rotation."""
         qk = qkv[:, : self._num_normed]
         if self.is_wide:
             normed = torch.cat(
@@ -189,7 +196,8 @@ class HeadNorm:
         else:
             normed = self._norm(qk if self.rounds_first else qk.float())
         normed = normed * self._weights
-        return torch.cat((normed.to(qkv.dtype), qkv[:, self._num_normed :]), 1)
+        values = qkv[:, self._num_normed :]
+        return torch.cat((normed.to(qkv.dtype), self._norm(values) if self._has_value_norm else values), 1)
 
     def _norm_wide(self, heads: Tensor) -> Tensor:
         whole = heads.float()
@@ -218,12 +226,19 @@ class Heads:
     norm: HeadNorm | None = None
     query_factors: Tensor | None = None  # [positions]: queries are multiplied by it after rotation
     sinks: Tensor | None = None  # [H]: a score per head that takes part in the softmax and has no value
+    has_value_norm: bool = False  # part of `norm`
+    is_shared: bool = False  # there are only queries: layer `index` of the cache belongs to an earlier layer
     has_gate: bool = False  # the output is multiplied by the sigmoids of gates, which follow the values
+
+    @property
+    def num_projected(self) -> int:
+        """Heads of queries, keys and values that the layer computes."""
+        return self.num_heads + (0 if self.is_shared else 2 * self.num_kv_heads)
 
     @property
     def qkv_size(self) -> int:
         """Columns of queries, keys and values, without gates."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        return self.num_projected * self.head_size
 
 
 class Pass(Protocol):
@@ -239,9 +254,11 @@ class Pass(Protocol):
         """Return the embeddings [T, E] of the step's tokens."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of scale * x + residual, and the sum for the next call. `residual` may be overwritten.
+        """Return the norm of total_scale * (scale * x + residual), and that sum for the next call.
+
+        `residual` may be overwritten.
 
         Without a residual the sum is x. Without a norm the sum is returned twice.
         """
@@ -265,8 +282,11 @@ class Pass(Protocol):
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """See `Linear.gated`."""
 
-    def route(self, x: Tensor, router: Linear, experts: Experts) -> Tensor:
-        """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row."""
+    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row.
+
+        The router reads x, or `router_input` [T, E] if it is given.
+        """
 
     def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
         """Add sigmoid(gate(x)) * MLP(x), for the x that was routed, to the output [T, E] of the routed experts."""
@@ -286,6 +306,9 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     if activation is Activation.SILU:
         return F.silu(gate).mul_(up)
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up + 1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 

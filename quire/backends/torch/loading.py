@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.backends.base import Progress
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Linear
+from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.quants import to_float32
@@ -24,8 +25,10 @@ from quire.weights.tensors import check_tensors, expected_tensors, is_norm, laye
 NORM_DTYPE = torch.float32
 IN_FP32 = (".a_log", ".dt_bias", ".expert_bias")  # like norms
 DUMMY_SEED = 0
+DUMMY_FACTOR = 0.875  # not 1, which needs fewer operations
 DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
 
+_FACTORS = ("output_scale.weight", "expert_scales.weight")
 _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 
 
@@ -46,6 +49,7 @@ class RoutedWeights:
 class AttentionWeights:
     qkv_proj: Linear  # [(H + 2K) * D, E]; with gates, H * D more rows
     o_proj: Linear  # [E, H * D]
+    sinks: Tensor | None = None  # [H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,30 @@ class ShortConvWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PleLayerWeights:
+    """A layer's part of the per-layer embeddings."""
+
+    gate: Linear  # [P, E]
+    proj: Linear  # [E, P]
+
+
+@dataclass(frozen=True, slots=True)
+class PleWeights:
+    """Per-layer embeddings of all layers."""
+
+    embedding: Tensor  # [V, layers * P]
+    proj: Linear  # [layers * P, E]
+    norm: Tensor  # [P] fp32
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     mixer: AttentionWeights | DeltaNetWeights | ShortConvWeights
     mlp: MlpWeights | RoutedWeights
     norms: dict[str, Tensor]  # fp32, by name: input_norm, q_norm
+    parallel: RoutedWeights | None = None  # experts beside the MLP
+    ple: PleLayerWeights | None = None
+    output_scale: float = 1.0  # of the layer's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +103,7 @@ class ModelWeights:
     norm: Tensor  # [E] fp32
     layers: list[LayerWeights]
     num_bytes: int
+    ple: PleWeights | None = None
 
 
 def load_weights(
@@ -96,12 +121,33 @@ def load_weights(
     layers = [_load_layer(loader, layer, f"layers.{i}.", spec.hidden_size) for i, layer in enumerate(spec.layers)]
     norm = loader.norm("norm.weight")
     head = linear(embedding) if spec.is_tied else loader.linear(["head"], has_bias=False)
-    return ModelWeights(embedding, head, norm, layers, weight_bytes(spec, dtype))
+    ple = None
+    if spec.ple_size:
+        ple = PleWeights(
+            loader.matrix("ple_embedding.weight"),
+            loader.linear(["ple_model_proj"], has_bias=False),
+            loader.norm("ple_model_norm.weight"),
+        )
+    return ModelWeights(embedding, head, norm, layers, _num_bytes(checkpoint, dtype), ple)
+
+
+def qkv_rows(attention: AttentionSpec) -> int:
+    """Return the rows of the product that gives queries, keys and values. Raw keys that are also values count twice."""
+    num_gates = attention.q_size if attention.has_gate else 0
+    return attention.q_size + (2 * attention.kv_size if attention.shared_with is None else 0) + num_gates
 
 
 def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int) -> LayerWeights:
     norms = [name for name in layer_tensors(spec, hidden_size) if is_norm(name)]
+    parallel = None if spec.parallel_experts is None else _load_experts(loader, spec.parallel_experts, prefix)
+    ple = None
+    if spec.ple_size:
+        gate, proj = (loader.linear([f"{prefix}{name}"], has_bias=False) for name in ("ple_gate", "ple_proj"))
+        ple = PleLayerWeights(gate, proj)
     return LayerWeights(
+        parallel=parallel,
+        ple=ple,
+        output_scale=float(loader.vector(f"{prefix}output_scale.weight")) if spec.has_output_scale else 1.0,
         mixer=_load_mixer(loader, spec, prefix),
         mlp=_load_mlp(loader, spec, prefix),
         norms={name.removesuffix(".weight"): loader.norm(f"{prefix}{name}") for name in norms},
@@ -111,8 +157,13 @@ def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int)
 def _load_mixer(loader: _Loader, spec: LayerSpec, prefix: str) -> AttentionWeights | DeltaNetWeights | ShortConvWeights:
     mixer = spec.mixer
     if isinstance(mixer, AttentionSpec):
-        names = ["q_proj", "k_proj", "v_proj"] + (["q_gate"] if mixer.has_gate else [])
+        names = ["q_proj"]
+        if mixer.shared_with is None:
+            names += ["k_proj", "k_proj" if mixer.is_key_value else "v_proj"]
+        if mixer.has_gate:
+            names.append("q_gate")
         return AttentionWeights(
+            sinks=loader.vector(f"{prefix}sinks.weight") if mixer.has_sinks else None,
             qkv_proj=loader.linear([f"{prefix}{name}" for name in names], has_bias=mixer.has_qkv_bias),
             o_proj=loader.linear([f"{prefix}o_proj"], has_bias=mixer.has_output_bias),
         )
@@ -140,31 +191,38 @@ def _load_mlp(loader: _Loader, spec: LayerSpec, prefix: str) -> MlpWeights | Rou
             gate_up_proj=loader.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], has_bias=mlp.has_bias),
             down_proj=loader.linear([f"{prefix}down_proj"], has_bias=mlp.has_bias),
         )
-    router = loader.linear([f"{prefix}router"], has_bias=False)
-    experts = [f"{prefix}experts.{i}." for i in range(mlp.num_experts)]
-    gate_up = loader.stack([[f"{one}gate_proj.weight", f"{one}up_proj.weight"] for one in experts])
-    down = loader.stack([[f"{one}down_proj.weight"] for one in experts])
+    return _load_experts(loader, mlp, prefix)
+
+
+def _load_experts(loader: _Loader, spec: ExpertsSpec, prefix: str) -> RoutedWeights:
+    router = loader.linear([f"{prefix}router"], has_bias=spec.has_router_bias)
+    experts = [f"{prefix}experts.{i}." for i in range(spec.num_experts)]
+    gate_up = [[f"{one}gate_proj", f"{one}up_proj"] for one in experts]
+    down = [[f"{one}down_proj"] for one in experts]
     routed = Experts(
-        gate_up,
-        down,
-        num_chosen=mlp.num_chosen,
-        activation=mlp.activation,
-        renormalizes=mlp.renormalizes,
-        scale=mlp.scale,
-        has_sigmoid=mlp.has_sigmoid,
-        bias=loader.vector(f"{prefix}expert_bias") if mlp.has_expert_bias else None,
+        loader.experts(gate_up),
+        loader.experts(down),
+        num_chosen=spec.num_chosen,
+        activation=spec.activation,
+        renormalizes=spec.renormalizes,
+        scale=spec.scale,
+        gate_up_bias=loader.biases(gate_up) if spec.has_bias else None,
+        down_bias=loader.biases(down) if spec.has_bias else None,
+        expert_scales=loader.vector(f"{prefix}expert_scales.weight") if spec.has_expert_scales else None,
+        has_sigmoid=spec.has_sigmoid,
+        bias=loader.vector(f"{prefix}expert_bias") if spec.has_expert_bias else None,
     )
-    return RoutedWeights(router, routed, _load_shared(loader, mlp, f"{prefix}shared"))
+    return RoutedWeights(router, routed, _load_shared(loader, spec, f"{prefix}shared"))
 
 
-def _load_shared(loader: _Loader, mlp: ExpertsSpec, prefix: str) -> SharedExpert | None:
-    if not mlp.shared_size:
+def _load_shared(loader: _Loader, spec: ExpertsSpec, prefix: str) -> SharedExpert | None:
+    if not spec.shared_size:
         return None
     return SharedExpert(
         gate_up_proj=loader.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], has_bias=False),
         down_proj=loader.linear([f"{prefix}.down_proj"], has_bias=False),
         gate=loader.linear([f"{prefix}_gate"], has_bias=False),
-        activation=mlp.activation,
+        activation=spec.activation,
     )
 
 
@@ -194,10 +252,43 @@ class _Loader:
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
 
-    def stack(self, groups: list[list[str]]) -> Tensor:
-        """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns]."""
-        whole = self._stack([name for group in groups for name in group])
+    def experts(self, groups: list[list[str]]) -> Tensor | PackedStack:
+        """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns].
+
+        Matrices that are all in MXFP4 stay packed.
+        """
+        names = [f"{name}.weight" for group in groups for name in group]
+        if all(self._checkpoint.tensors[name].type is TensorType.MXFP4 for name in names):
+            packed = self._packed([[f"{name}.weight" for name in group] for group in groups])
+            if packed is not None:
+                return packed
+        whole = self._stack(names)
         return whole.view(len(groups), -1, whole.shape[-1])
+
+    def biases(self, groups: list[list[str]]) -> Tensor:
+        """Load the biases of groups of matrices: [groups, rows]."""
+        return self._stack([f"{name}.bias" for group in groups for name in group]).view(len(groups), -1)
+
+    def _packed(self, groups: list[list[str]]) -> PackedStack | None:
+        """Load packed matrices, or return None if their exponents are too large to compute with."""
+        shapes = [self._checkpoint.tensors[name].shape for name in groups[0]]
+        num_rows = sum(shape[0] for shape in shapes)
+        stack = PackedStack.empty(len(groups), num_rows, shapes[0][1], self._dtype, self._device)
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            stack.invent(self._random, DUMMY_STD)
+        num_bytes = 0
+        for expert, group in enumerate(groups):
+            first = 0
+            for name in group:
+                info = self._checkpoint.tensors[name]
+                if not isinstance(self._checkpoint, DummyCheckpoint):
+                    stack.set_rows(expert, first, self._checkpoint.read(name))
+                first += info.shape[0]
+                num_bytes += info.num_bytes
+        if int(stack.exponents.max()) > MAX_EXPONENT:
+            return None
+        self._report(num_bytes)
+        return stack
 
     def norm(self, name: str) -> Tensor:
         """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and in bf16 the 1 would absorb w."""
@@ -223,13 +314,24 @@ class _Loader:
     def _invent(self, out: Tensor, name: str) -> None:
         if is_norm(name):
             out.fill_(1 - norm_offset(self._checkpoint.spec, name))
+        elif name.endswith(_FACTORS):
+            out.fill_(DUMMY_FACTOR)
         else:
             out.normal_(0, DUMMY_STD, generator=self._random)  # on the device, which makes 8 billion numbers per second
 
     def _report(self, num_bytes: int) -> None:
         self._num_done += num_bytes
         if self._progress is not None:
-            self._progress(self._num_done, self._num_bytes)
+            self._progress(min(self._num_done, self._num_bytes), self._num_bytes)  # some tensors are read twice
+
+
+def _num_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the memory of a checkpoint's weights in `dtype`, of which packed experts take less."""
+    packed = [
+        info for name, info in checkpoint.tensors.items() if ".experts." in name and info.type is TensorType.MXFP4
+    ]
+    saved = sum(math.prod(info.shape) * dtype.itemsize - info.num_bytes for info in packed)
+    return weight_bytes(checkpoint.spec, dtype) - saved
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

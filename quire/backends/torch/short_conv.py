@@ -20,6 +20,7 @@ class ShortConv:
 
     index: int  # of the layer
     weight: Tensor  # [E, P], the last tap for the token itself
+    taps: Tensor  # [P, E]: the same for the kernels
     bias: Tensor | None = None  # [E]
 
 

@@ -16,9 +16,9 @@ from quire.core.step import SeqSlice
 
 CHUNK_ROWS = 64
 DECODE_FIELDS = 2  # source slot, target slot
-# First row, number of rows, rows of the same sequence before it in this step, source slot of the sequence, slot to
-# store the state in after it (0: none).
-CHUNK_FIELDS = 5
+# First row, number of rows, rows of the same sequence before it in this step, source slot of the sequence, slot that
+# stores the state after it or after a later chunk, index of the chunk after that one.
+CHUNK_FIELDS = 6
 SEQUENCE_FIELDS = 2  # first chunk, last chunk + 1
 
 
@@ -33,7 +33,7 @@ class StateWork(NamedTuple):
 def plan_states(slices: Sequence[SeqSlice], num_decodes: int) -> StateWork:
     """Divide a step, given its slices in the order of rows: `num_decodes` of one row, then prompts."""
     decodes = [(piece.state_source, piece.state_target) for piece in slices[:num_decodes]]
-    chunks: list[tuple[int, int, int, int, int]] = []
+    chunks: list[tuple[int, int, int, int, int, int]] = []
     sequences = []
     row = num_decodes
     for piece in slices[num_decodes:]:
@@ -41,10 +41,10 @@ def plan_states(slices: Sequence[SeqSlice], num_decodes: int) -> StateWork:
         done = 0
         for position, slot in (*piece.snapshots, (piece.start + piece.length, piece.state_target)):
             end = position - piece.start
+            stored_after = len(chunks) + -(-(end - done) // CHUNK_ROWS)
             while done < end:
                 count = min(CHUNK_ROWS, end - done)
-                stored = slot if done + count == end else 0
-                chunks.append((row + done, count, done, piece.state_source, stored))
+                chunks.append((row + done, count, done, piece.state_source, slot, stored_after))
                 done += count
         sequences.append((first, len(chunks)))
         row += piece.length

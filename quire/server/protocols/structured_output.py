@@ -15,7 +15,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
 from quire.text.messages import ChatRequest
 from quire.text.schemas import SchemaNotHeld
-from quire.text.tool_grammars import ToolsTooLarge, guilty_tool, held_parameters
+from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
 from quire.text.tools import Tool
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ async def answer_in_shape(
         except InvalidRequest as error:
             if not str(error).startswith("grammar"):
                 raise
-            if isinstance(error, ToolsTooLarge):
+            if isinstance(error, ToolsNotHeld):
                 freed = _freed_of(request, [_callable_tools(request)[number] for number in error.loose])
                 if freed is None:
                     raise ApiError(Kind.INVALID, str(error).removeprefix("grammar: "), param="tools") from None

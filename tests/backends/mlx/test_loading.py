@@ -90,9 +90,12 @@ def change_config(folder: Path, **changes: Any) -> Path:
 # mlx-lm has these as well, but not as transformers 5 saves them: it ignores Gemma 2's windows, reads one rotary
 # embedding of OLMo 3, and does not know the name of Granite 4's layers.
 NOT_IN_MLX = ("gemma2", "olmo3", "granite4")
+# mlx-lm 0.32 reads the experts of gpt-oss in MXFP4 only, and not the per_layer_config of transformers 5.
+NOT_READ_BY_MLX = ("gpt_oss", "gemma4")
+IN_MLX = [name for name in FAMILIES if name.split()[0] not in (*NOT_IN_MLX, *NOT_READ_BY_MLX)]
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in NOT_IN_MLX])
+@pytest.fixture(scope="module", params=IN_MLX)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp("model"))
 

@@ -1,6 +1,7 @@
 """`transformers` with the weights as the native backend rounded them, and keys and values in fp16 as in its pool.
 
-The remaining difference is the rounding of inputs, which `exact` does to 16 bits. Routers are not rounded.
+The remaining difference is the rounding of inputs, which `exact` does to 16 bits. Routers and convolutions are not
+rounded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from torch import Tensor
 from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import floats
 from tests.backends.torch.families import Reference
+
+NOT_ROUNDED = (
+    "mlp.gate.weight",
+    "feed_forward.gate.weight",
+    "shared_expert_gate.weight",
+    "conv1d.weight",
+    "conv.weight",
+)
 
 _LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
@@ -50,9 +59,10 @@ class RoundedReference(Reference):
         from transformers.masking_utils import eager_mask
 
         super().__init__(name, folder, seed, **changes)
-        self.has_experts = any(parameter.dim() == 3 for parameter in self.model.parameters())
-        for name, parameter in self.model.named_parameters():
-            if parameter.dim() == 2 and not name.endswith("mlp.gate.weight"):
+        matrices = [(name, one) for name, one in self.model.named_parameters() if not name.endswith(NOT_ROUNDED)]
+        self.has_experts = any(parameter.dim() == 3 for _, parameter in matrices)
+        for _, parameter in matrices:
+            if parameter.dim() == 2:
                 parameter.data = _rounded(parameter.data)
             elif parameter.dim() == 3:  # of all experts
                 parameter.data = torch.stack([_rounded(one) for one in parameter.data])

@@ -300,7 +300,7 @@ def test_a_gguf_file_of_mixed_types(tmp_path: Path, num_threads: int) -> None:
     reports: list[tuple[int, int]] = []
     packed = pack_model(checkpoint, num_threads, lambda *progress: reports.append(progress))
     check_model(checkpoint, packed, checkpoint.spec)
-    kinds = [part.kind for part in packed.layers[0].qkv.parts]
+    kinds = [part.kind for part in packed.layers[0].qkv.parts[:3]]
     assert kinds == [0, 0, 1]  # Q4_0, Q4_0 and F16 side by side
     assert len(reports) == len(checkpoint.tensors)
     assert reports[-1][0] == reports[-1][1] == sum(info.num_bytes for info in checkpoint.tensors.values())

@@ -84,10 +84,10 @@ def runner(model_path: Path) -> Iterator[NativeRunner]:
 )
 def test_an_out_of_bounds_plan_changes_nothing(runner: NativeRunner, wrong: StepPlan) -> None:
     run(runner, piece(), piece(batch_index=1, block_table=[NUM_BLOCKS - 1]))
-    before = runner.model.pool.copy()
+    before = runner.model.memory.blocks.copy()
     with pytest.raises(InvariantViolation):
         runner.forward(wrong)
-    assert np.array_equal(runner.model.pool, before)
+    assert np.array_equal(runner.model.memory.blocks, before)
     runner.abandon()
     run(runner, piece())
 
@@ -127,7 +127,7 @@ def test_after_close_nothing_reaches_c(model_path: Path) -> None:
 
 def test_copies_are_whole_blocks_of_every_layer(runner: NativeRunner) -> None:
     model = runner.model
-    blocks = model.pool[:-64].reshape(model.spec.num_layers, NUM_BLOCKS, -1)
+    blocks = model.memory.blocks[:-64].reshape(model.spec.num_layers, NUM_BLOCKS, -1)
     blocks[:] = np.random.default_rng(0).integers(0, 256, blocks.shape, np.uint8)
     before = blocks.copy()
     model.copy_blocks((BlockCopy(1, 7), BlockCopy(3, NUM_BLOCKS - 1)))
@@ -139,7 +139,7 @@ def test_copies_are_whole_blocks_of_every_layer(runner: NativeRunner) -> None:
 
 def test_only_values_that_are_not_finite_are_purged(runner: NativeRunner) -> None:
     model = runner.model
-    halves = model.pool[:-64].view(np.float16).reshape(model.spec.num_layers, NUM_BLOCKS, -1)
+    halves = model.memory.blocks[:-64].view(np.float16).reshape(model.spec.num_layers, NUM_BLOCKS, -1)
     halves[:] = np.random.default_rng(0).normal(size=halves.shape).astype(np.float16)
     halves[:, :, 3], halves[:, :, 5], halves[:, :, -1], halves[:, :, 9] = np.nan, np.inf, -np.inf, 65504
     expected = halves.copy()
@@ -152,7 +152,7 @@ def test_only_values_that_are_not_finite_are_purged(runner: NativeRunner) -> Non
 def test_a_step_writes_only_its_own_positions(runner: NativeRunner) -> None:
     """Keys are [head][dimension][position], values [head][position][dimension], one after the other."""
     model, spec = runner.model, runner.model.spec
-    blocks = model.pool[:-64].view(np.float16).reshape(spec.num_layers, NUM_BLOCKS, -1)
+    blocks = model.memory.blocks[:-64].view(np.float16).reshape(spec.num_layers, NUM_BLOCKS, -1)
     blocks[:] = 7
     run(runner, piece(start=30, block_table=[4, 9]))
     written = blocks != 7
@@ -221,7 +221,7 @@ def test_a_poisoned_chunk_is_detected_before_its_prompt_ends(tmp_path: Path) -> 
     assert dict(result.failures) == {1: BROKEN}
     assert result.is_poisoned
     assert [len(tokens) for tokens in result.tokens] == [0, 0, 1]
-    halves = runner.model.pool[:-64].view(np.float16)
+    halves = runner.model.memory.blocks[:-64].view(np.float16)
     assert np.isfinite(halves).all()
     runner.close()
 

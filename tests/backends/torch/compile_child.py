@@ -15,9 +15,20 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.backends.torch.kernel_compilation import Calls, _compile, first_calls, later_calls, routed_calls
+from quire.backends.torch.kernel_compilation import (
+    Calls,
+    _compile,
+    first_calls,
+    later_calls,
+    routed_calls,
+    state_calls,
+)
+from quire.backends.torch.kernels.convolution import short_conv_calls
+from quire.backends.torch.kernels.delta_net import delta_net_calls
+from quire.backends.torch.kernels.elementwise import gate_output
 from quire.backends.torch.kernels.sampling import count
 from quire.weights.opening import open_checkpoint
+from quire.weights.spec import DeltaNetSpec
 
 BLOCK_SIZE = 32
 MAX_ROWS = 8192
@@ -32,6 +43,15 @@ def uncounted(vocab_size: int) -> Calls:
     """Return the kernels that are compiled for the first request with a penalty."""
     ints = torch.empty(16, dtype=torch.int32, device="meta")
     return [partial(count, torch.empty(2, vocab_size, dtype=torch.int32, device="meta"), ints, ints, ints, ints)]
+
+
+def of_states() -> Calls:
+    """Return the kernels of layers with recurrent states, and of gated attention, in the sizes of Qwen3.5 and LFM2."""
+    calls = short_conv_calls(2048, 3, torch.bfloat16, has_bias=False)
+    calls += delta_net_calls(DeltaNetSpec(16, 16, 128, 128, 4), torch.bfloat16)
+    calls += delta_net_calls(DeltaNetSpec(16, 32, 128, 128, 4, is_tiled=True), torch.bfloat16)
+    out = torch.empty(2, 2048, dtype=torch.bfloat16, device="meta")
+    return [*calls, partial(gate_output, out, out)]
 
 
 class Judge:
@@ -56,8 +76,10 @@ def main() -> int:
         spec = open_checkpoint(Path(folder), "dummy").spec
         calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"))
         calls += routed_calls(spec, torch.bfloat16, MAX_ROWS)
+        calls += state_calls(spec, torch.bfloat16)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
+    calls += of_states()
     judge = Judge()
     _compile([judge.judged(call) for call in calls], TARGET, launcher)
     print(f"{judge.num_compiled} compiled, {judge.num_failed} failed")

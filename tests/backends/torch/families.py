@@ -84,6 +84,13 @@ def _config(model_type: str, **settings: Any) -> Any:
     return CONFIG_MAPPING[model_type](**{**SIZES, **settings})
 
 
+def _gemma4(**settings: Any) -> Any:
+    """Heads of layers with full attention are wider."""
+    shape = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0}
+    window = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    return _config("gemma4_text", **{**shape, **window, **settings})
+
+
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MINISTRAL_ROPE = {
     "rope_type": "yarn",
@@ -130,6 +137,33 @@ MORE_FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4": lambda: _config("glm4", head_dim=32),
     "gemma2": lambda: _config("gemma2", head_dim=32, query_pre_attn_scalar=24, sliding_window=24),
     "seed_oss": lambda: _config("seed_oss", head_dim=32, mlp_bias=True),
+    "gpt_oss": lambda: _config(
+        "gpt_oss",
+        head_dim=32,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={**YARN, "truncate": False},
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma4": lambda: _gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4 with experts": lambda: _gemma4(
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=48,
+    ),
+    "gemma4 with shared layers": lambda: _gemma4(
+        num_key_value_heads=1,
+        num_hidden_layers=5,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=160,
+        hidden_size_per_layer_input=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    ),
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -192,8 +226,13 @@ class Reference:
         self.model.eval().float()
         for parameter in self.model.parameters():  # norms and biases too: ones and zeros would hide a missing one
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        if config.model_type == "gemma4_text":  # whose attention has no scale: as weights of 1 would be too sharp
+            for layer in self.model.model.layers:
+                layer.self_attn.q_norm.weight.data.mul_(0.3)
         for buffer_name, buffer in self.model.named_buffers():
-            if buffer_name.endswith(".expert_bias"):
+            if buffer_name.endswith("layer_scalar"):  # of Gemma 4
+                buffer.copy_(0.8 + 0.4 * torch.rand_like(buffer))
+            elif buffer_name.endswith(".expert_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.05)
         self.model.to(dtype).save_pretrained(folder)
         self.model.float()

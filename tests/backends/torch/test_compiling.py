@@ -59,6 +59,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 80,
     },
 }
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    **SIZES,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 5000,
+}
 # Kernels that only some families need.
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -67,6 +76,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        **SIZES,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma4": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    "gemma4 with experts": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 128,
+    },
+    "gemma4 with shared layers": {
+        **GEMMA4,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], **SIZES},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], **SIZES, "no_rope_layers": [1, 0]},
@@ -119,7 +154,10 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     blocks = {"_copy_blocks", "_update_tables"}
     layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    assert compiled == sampling | blocks | layers | experts | {"_tile_product", "_norm_columns"}
+    experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed"}
+    states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
+    states |= {"_short_decode", "_short_chunk", "_short_store"}
+    assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_norm_columns"}
 
 
 def kind(value: object) -> object:
@@ -179,6 +217,7 @@ def test_kernels_of_steps_are_compiled_in_advance(
     others = {form[0] for form in first - launches.forms}
     unused = {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
     routed = {"_route", "_sort", "_count", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
+    routed |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed"}
     assert others <= (unused | routed if spec.has_experts else unused)  # other numbers of rows have other tiles
     launches.is_run = False
     with torch.inference_mode():

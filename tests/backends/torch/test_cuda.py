@@ -42,6 +42,8 @@ def small(name: str, folder: Path, **changes: Any) -> Reference:
             kinds = getattr(config, field)
             other = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
             changes = {field: [kinds[0], other], **changes}
+    if getattr(config, "num_kv_shared_layers", 0):  # both kinds, and both kinds of layers that share with them
+        changes |= {"num_hidden_layers": config.num_hidden_layers, "layer_types": config.layer_types}
     return Reference(name, folder, **{"num_hidden_layers": 2, **changes})
 
 

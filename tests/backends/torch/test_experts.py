@@ -30,6 +30,8 @@ def make_experts(
     activation: Activation = Activation.SILU,
     renormalizes: bool = True,
     scale: float = 1.0,
+    has_bias: bool = False,
+    has_expert_scales: bool = False,
 ) -> Experts:
     """Make experts such that results are about 1."""
     torch.manual_seed(num_experts * size + width)
@@ -42,7 +44,21 @@ def make_experts(
         activation=activation,
         renormalizes=renormalizes,
         scale=scale,
+        gate_up_bias=torch.randn(num_experts, 2 * width).to(DEVICE, dtype) if has_bias else None,
+        down_bias=torch.randn(num_experts, size).to(DEVICE, dtype) if has_bias else None,
+        expert_scales=(0.5 + torch.rand(num_experts)).to(DEVICE) if has_expert_scales else None,
     )
+
+
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) * up in fp64."""
+    one, up = gate_up.double().chunk(2)
+    if activation is Activation.CLAMPED_SWIGLU:
+        one, up = one.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * one * torch.sigmoid(1.702 * one)
+    if activation is Activation.SILU:
+        return torch.nn.functional.silu(one) * up
+    return torch.nn.functional.gelu(one, approximate="tanh") * up
 
 
 def make_rows(experts: Experts, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -61,10 +77,11 @@ def exact(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
         total = sum(float(weights[n]) for n in ids) if experts.renormalizes else 1.0
         out = torch.zeros_like(row)
         for n in ids:
-            gate, up = (experts.gate_up[n].double() @ row).chunk(2)
-            is_silu = experts.activation is Activation.SILU
-            act = torch.nn.functional.silu(gate) if is_silu else torch.nn.functional.gelu(gate, approximate="tanh")
-            out += weights[n] / total * experts.scale * (experts.down[n].double() @ (act * up))
+            biases = [0.0 if one is None else one[n].double() for one in (experts.gate_up_bias, experts.down_bias)]
+            hidden = gate(experts.gate_up[n].double() @ row + biases[0], experts.activation)
+            factor = 1.0 if experts.expert_scales is None else float(experts.expert_scales[n])
+            weight = weights[n] / total * experts.scale * factor
+            out += weight * (experts.down[n].double() @ hidden + biases[1])
         rows.append(out)
     return torch.stack(rows)
 
@@ -119,6 +136,18 @@ def test_options(num_rows: int, activation: Activation, renormalizes: bool) -> N
     experts = make_experts(5, 2, 32, 16, activation=activation, renormalizes=renormalizes, scale=2.5)
     x, logits = make_rows(experts, num_rows)
     assert_near(experts.fused(x, logits), exact(experts, x, logits), FP32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("activation", list(Activation))
+def test_biases_and_factors(num_rows: int, activation: Activation) -> None:
+    experts = make_experts(5, 2, 32, 20, activation=activation, has_bias=True, has_expert_scales=True)
+    x, logits = make_rows(experts, num_rows)
+    x *= 10  # beyond the limits of the clamped activation
+    want = exact(experts, x, logits)
+    bound = 1e-5 * float(want.abs().max())
+    torch.testing.assert_close(experts.fused(x, logits).double(), want, rtol=1e-4, atol=bound)
+    torch.testing.assert_close(experts.reference(x, logits).double(), want, rtol=1e-4, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -255,6 +284,8 @@ def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
     logits[:, 0] += 0.5  # full tiles, and at least one that is not half full
     routing = kernels.route(logits, 1, renormalizes=False, scale=1.0)
     experts.renormalizes = False
+    assert isinstance(experts.gate_up, Tensor)
+    assert isinstance(experts.down, Tensor)
     got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
     assert_near(got, experts.reference(x, logits), dtype)
 

@@ -42,7 +42,7 @@ def matrices(weights: ModelWeights) -> list[Tensor]:
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         else:
             linears.append(layer.mlp.router)
-            experts += [layer.mlp.experts.gate_up, layer.mlp.experts.down]
+            experts += [one for one in (layer.mlp.experts.gate_up, layer.mlp.experts.down) if isinstance(one, Tensor)]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return [weights.embedding, *(linear.weight for linear in linears), *biases, *experts]
 

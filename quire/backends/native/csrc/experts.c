@@ -3,12 +3,14 @@
    Everything that is computed for a row depends on that row only: its scores, its choice, the products of its experts,
    and their sum in the order of choice. Rows that chose the same expert are multiplied together, so that its weights are
    read once; the products of a row are the same with any other rows. */
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
 #include "pass.h"
 
 enum { MAX_ROUTED = 512 }; /* rows routed at a time: limits the working memory */
+#define SIGMOID_FLOOR 1e-6f /* added to the sum of chosen sigmoids */
 enum { ROWS_PER_SCORE = 4 }; /* rows that share a read of the router's weights */
 
 typedef struct {
@@ -47,7 +49,22 @@ static void score_rows(expert_job *job) {
     quire_run(job->step->engine, score_unit, job, num_tiles * ceil_div(num_experts, job->experts_per_unit));
 }
 
-/* Chooses the experts with the highest scores; of equal ones, those with lower numbers. If scores are NaN, the choice is
+/* Turns logits into scores in place, writes the keys for the choice, and returns the sum of the scores. */
+static float score_logits(const quire_layer *layer, float *scores, float *keys) {
+    const int num_experts = layer->num_experts;
+    float peak, sum = 0;
+    for (int i = 0; i < num_experts && layer->router_bias; i++) scores[i] += layer->router_bias[i];
+    peak = scores[0];
+    for (int i = 1; i < num_experts; i++) peak = scores[i] > peak ? scores[i] : peak;
+    for (int i = 0; i < num_experts; i++) {
+        sum += scores[i] = layer->has_sigmoid ? 1 / (1 + expf(-scores[i])) : expf(scores[i] - peak);
+        keys[i] = scores[i] + (layer->choice_bias ? layer->choice_bias[i] : 0);
+        if (keys[i] < -FLT_MAX) keys[i] = -FLT_MAX; /* lower is for the ones that have been chosen */
+    }
+    return sum;
+}
+
+/* Chooses the experts with the highest keys; of equal ones, those with lower numbers. If scores are NaN, the choice is
    arbitrary and all weights are NaN. */
 static void choose_one(const expert_job *job, int row) {
     const quire_layer *layer = job->layer;
@@ -56,21 +73,24 @@ static void choose_one(const expert_job *job, int row) {
     float *scores = routed->scores + (size_t)row * (size_t)num_experts;
     int32_t *chosen = routed->chosen + (size_t)row * (size_t)num_chosen;
     float *weights = routed->weights + (size_t)row * (size_t)num_chosen;
-    float peak = scores[0], sum = 0;
-    for (int i = 1; i < num_experts; i++) peak = scores[i] > peak ? scores[i] : peak;
-    for (int i = 0; i < num_experts; i++) sum += scores[i] = expf(scores[i] - peak);
-    float sum_of_chosen = 0;
+    float *keys = routed->keys + (size_t)row * (size_t)num_experts;
+    const float sum = score_logits(layer, scores, keys);
+    float sum_of_chosen = layer->has_sigmoid ? SIGMOID_FLOOR : 0;
     for (int place = 0; place < num_chosen; place++) {
         int best = -1;
-        for (int i = 0; i < num_experts; i++) /* chosen ones are negative */
-            if (!(scores[i] < 0) && (best < 0 || scores[i] > scores[best])) best = i;
+        for (int i = 0; i < num_experts; i++)
+            if (keys[i] != -INFINITY && (best < 0 || keys[i] > keys[best])) best = i;
         chosen[place] = best;
         weights[place] = scores[best];
         sum_of_chosen += scores[best];
-        scores[best] = -1;
+        keys[best] = -INFINITY;
     }
-    const float factor = layer->experts_scale / (layer->renormalizes ? sum_of_chosen : sum);
-    for (int place = 0; place < num_chosen; place++) weights[place] = sum - sum == 0 ? weights[place] * factor : NAN;
+    const float divisor = layer->renormalizes ? sum_of_chosen : layer->has_sigmoid ? 1 : sum;
+    const float factor = layer->experts_scale / divisor;
+    for (int place = 0; place < num_chosen; place++) {
+        weights[place] = sum - sum == 0 ? weights[place] * factor : NAN;
+        if (layer->expert_scales) weights[place] *= layer->expert_scales[chosen[place]];
+    }
 }
 
 static void choose_unit(void *context, int unit, int thread) {
@@ -232,6 +252,30 @@ static void run_some(expert_job *job) {
     quire_run(step->engine, sum_unit, job, units);
 }
 
+static void add_shared_unit(void *context, int unit, int thread) {
+    (void)thread;
+    const expert_job *job = context;
+    const pass *step = job->step;
+    const int size = step->model->hidden_size, first = unit * ROWS_PER_UNIT;
+    for (int row = first; row < smallest(first + ROWS_PER_UNIT, step->batch->num_tokens); row++) {
+        const size_t at = (size_t)row * (size_t)size;
+        float gate;
+        step->run->dot(job->layer->shared_gate, step->normed + at, (size_t)size, 1, size, &gate, 1);
+        gate = 1 / (1 + expf(-gate));
+        for (int i = 0; i < size; i++) step->mixed[at + (size_t)i] += gate * step->inner[at + (size_t)i];
+    }
+}
+
+/* Adds the expert that all rows use to step->mixed. */
+static void run_shared(expert_job *job) {
+    pass *step = job->step;
+    const quire_expert *shared = &job->layer->shared;
+    project(step->engine, step->run, &shared->gate_up, &step->input, step->inner);
+    gate_rows(step, job->layer->activation, step->inner, shared->down.parts[0].cols, step->model->refine.down);
+    project(step->engine, step->run, &shared->down, &step->input, step->inner);
+    quire_run(step->engine, add_shared_unit, job, ceil_div(step->batch->num_tokens, ROWS_PER_UNIT));
+}
+
 void run_experts(pass *step, const quire_layer *layer) {
     const int num_tokens = step->batch->num_tokens;
     expert_job job = {.step = step, .layer = layer};
@@ -240,6 +284,7 @@ void run_experts(pass *step, const quire_layer *layer) {
         step->routed.num_rows = smallest(num_tokens - first, MAX_ROUTED);
         run_some(&job);
     }
+    if (layer->shared_gate) run_shared(&job);
 }
 
 /* Lays out the memory for the layer that needs most of it. */
@@ -260,6 +305,7 @@ size_t lay_experts(pass *step, void *base) {
     const size_t units = (size_t)experts + (size_t)(UNITS_PER_THREAD * quire_num_threads(step->engine));
     size_t used = 0;
     carve(base, &used, rows * (size_t)experts * 4, (void **)&routed->scores);
+    carve(base, &used, rows * (size_t)experts * 4, (void **)&routed->keys);
     carve(base, &used, choices * 4, (void **)&routed->chosen);
     carve(base, &used, choices * 4, (void **)&routed->weights);
     carve(base, &used, choices * 4, (void **)&routed->places);

@@ -10,14 +10,13 @@ enum { MAX_RECORDS = 1 << 24 }; /* floats for the states of pieces: 64 MiB */
 
 static size_t rounded(size_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
-static int outputs(const quire_linear *linear) {
-    int rows = 0;
-    for (int i = 0; i < linear->num_parts; i++) rows += linear->parts[i].rows;
-    return rows;
+static int qkv_size(const quire_layer *layer) { return num_outputs(&layer->qkv); }
+static int is_attention(const quire_layer *layer) { return layer->mixer == QUIRE_ATTENTION; }
+/* Returns the size of the MLP that all rows use; 0: there is none. */
+static int ffn_size(const quire_layer *layer) {
+    if (layer->num_experts) return layer->shared_gate ? layer->shared.down.parts[0].cols : 0;
+    return layer->down.parts[0].cols;
 }
-
-static int qkv_size(const quire_layer *layer) { return (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size; }
-static int ffn_size(const quire_layer *layer) { return layer->num_experts ? 0 : layer->down.parts[0].cols; }
 
 /* Matrix products */
 
@@ -52,9 +51,12 @@ void multiply_range(
         const int panels = ceil_div(part->rows, PANEL);
         const size_t size = (size_t)panel_bytes(part->kind) * (size_t)input->num_groups;
         const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
-        if (from < to)
-            run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + column + from * PANEL,
-                        (size_t)stride, smallest(to * PANEL, part->rows) - from * PANEL);
+        if (from < to) {
+            const int at = column + from * PANEL, count = smallest(to * PANEL, part->rows) - from * PANEL;
+            run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + at, (size_t)stride, count);
+            for (int row = 0; row < input->num_rows && linear->bias; row++)
+                run->add(y + (size_t)row * (size_t)stride + at, linear->bias + at, count);
+        }
         part_first += panels;
         column += part->rows;
     }
@@ -67,18 +69,13 @@ static void multiply_unit(void *context, int unit, int thread) {
         job->run, job->linear, job->input, first, last, quire_own_memory(job->engine, thread), job->y, job->stride);
 }
 
-static void add_bias(const quire_variant *run, const float *bias, int num_rows, int count, float *y) {
-    for (int row = 0; row < num_rows; row++) run->add(y + (size_t)row * (size_t)count, bias, count);
-}
-
-static void project(
+void project(
     quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y) {
     int num_panels = 0;
     for (int i = 0; i < linear->num_parts; i++) num_panels += ceil_div(linear->parts[i].rows, PANEL);
-    const int count = outputs(linear), units = num_units(ceil_div(num_panels, run->at_once), quire_num_threads(engine));
+    const int count = num_outputs(linear), units = num_units(ceil_div(num_panels, run->at_once), quire_num_threads(engine));
     product job = {engine, run, linear, input, y, count, num_panels, units};
     quire_run(engine, multiply_unit, &job, job.num_units);
-    if (linear->bias) add_bias(run, linear->bias, input->num_rows, count, y);
 }
 
 /* Rows: norms, rounding, rotation */
@@ -88,7 +85,7 @@ typedef struct {
     const quire_layer *layer;
     const float *post_norm, *weight, *source;
     float residual_scale;
-    int count;
+    int count, activation;
     size_t stride;
 } row_job;
 
@@ -144,7 +141,7 @@ static void quantize_unit(void *context, int unit, int thread) {
 
 static void gate_one(row_job *job, int row) {
     float *gate = (float *)job->source + (size_t)row * job->stride;
-    job->step->run->gate(gate, gate + job->count, job->count, job->layer->activation);
+    job->step->run->gate(gate, gate + job->count, job->count, job->activation);
     job->step->run->quantize(gate, job->count, &job->step->input, row);
 }
 
@@ -153,17 +150,16 @@ static void gate_unit(void *context, int unit, int thread) {
     each_row(context, unit, ((row_job *)context)->step->input.num_rows, gate_one);
 }
 
-/* Makes an input of rows [count]. */
-static void quantize_rows(pass *step, const float *source, int num_rows, int count, int refine) {
+void quantize_rows(pass *step, const float *source, int num_rows, int count, size_t stride, int refine) {
     set_input(&step->input, num_rows, count, refine);
-    row_job job = {.step = step, .source = source, .count = count, .stride = (size_t)count};
+    row_job job = {.step = step, .source = source, .count = count, .stride = stride};
     quire_run(step->engine, quantize_unit, &job, row_units(num_rows));
 }
 
-/* Makes an input of activation(gate) * up, from rows [2, count]. */
-static void gate_rows(pass *step, const quire_layer *layer, float *source, int count, int refine) {
+void gate_rows(pass *step, int activation, float *source, int count, int refine) {
     set_input(&step->input, step->batch->num_tokens, count, refine);
-    row_job job = {.step = step, .layer = layer, .source = source, .count = count, .stride = 2 * (size_t)count};
+    row_job job = {
+        .step = step, .activation = activation, .source = source, .count = count, .stride = 2 * (size_t)count};
     quire_run(step->engine, gate_unit, &job, row_units(step->batch->num_tokens));
 }
 
@@ -198,8 +194,15 @@ static void lay_tiles(pass *step) {
 
 static int piece_blocks(const quire_model *model) { return largest(PIECE / model->block_size, 1); }
 
-static const int32_t *table_of(const pass *step, int row) {
-    return step->batch->tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
+static const int32_t *table_of(const pass *step, const quire_layer *layer, int row) {
+    const int32_t *tables = layer->has_window_blocks ? step->batch->window_tables : step->batch->tables;
+    return tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
+}
+
+/* Returns whether the keys and values of a row are in a shared block already. */
+static int is_stored(const pass *step, const quire_layer *layer, int row) {
+    const int32_t *starts = step->batch->kv_starts;
+    return !layer->has_window_blocks && starts && step->batch->positions[row] < starts[step->sequences[row]];
 }
 
 /* Norms and rotates the heads of queries and keys. */
@@ -230,7 +233,8 @@ static void store_one(row_job *job, int row) {
     const int position = step->batch->positions[row], stride = key_stride(model->block_size);
     float *qkv = step->inner + (size_t)row * (size_t)qkv_size(layer);
     turn_heads(step, layer, position, qkv);
-    const int32_t *table = table_of(step, row);
+    if (is_stored(step, layer, row)) return;
+    const int32_t *table = table_of(step, layer, row);
     uint16_t *block = layer->pool + (size_t)table[position / model->block_size] * (block_bytes(model, layer) / 2);
     const int slot = position % model->block_size;
     for (int head = 0; head < kv_heads; head++) {
@@ -290,7 +294,7 @@ static attention_rows rows_of(const pass *step, const quire_layer *layer, const 
     return (attention_rows){
         .count = count,
         .position = position,
-        .table = table_of(step, row),
+        .table = table_of(step, layer, row),
         .q_stride = (size_t)qkv_size(layer),
         .out_stride = (size_t)(layer->num_heads * layer->head_size),
         .first_piece = first_key(shape, position) / piece,
@@ -384,6 +388,33 @@ static void attend_rows(row_job *job) {
     quire_run(step->engine, merge_unit, job, step->num_merges * kv_heads);
 }
 
+static void gate_output(row_job *job, int row) {
+    const pass *step = job->step;
+    const int count = job->layer->num_heads * job->layer->head_size, width = qkv_size(job->layer);
+    float *gate = step->inner + (size_t)row * (size_t)width + width - count;
+    step->run->gate(gate, step->mixed + (size_t)row * (size_t)count, count, QUIRE_SIGMOID);
+    step->run->quantize(gate, count, &job->step->input, row);
+}
+
+static void gate_output_unit(void *context, int unit, int thread) {
+    (void)thread;
+    each_row(context, unit, ((row_job *)context)->step->input.num_rows, gate_output);
+}
+
+/* Runs attention: from step->inner to step->input. */
+static void run_attention(pass *step, const quire_layer *layer) {
+    const int num_tokens = step->batch->num_tokens, count = layer->num_heads * layer->head_size;
+    row_job job = {.step = step, .layer = layer};
+    quire_run(step->engine, store_unit, &job, ceil_div(num_tokens, stored_per_unit(step)));
+    attend_rows(&job);
+    if (!layer->has_gate) {
+        quantize_rows(step, step->mixed, num_tokens, count, (size_t)count, step->model->refine.o);
+        return;
+    }
+    set_input(&step->input, num_tokens, count, step->model->refine.o);
+    quire_run(step->engine, gate_output_unit, &job, row_units(num_tokens));
+}
+
 /* Adds the output of the MLP before layer `index`; there is none before the first. */
 static void add_mlp(pass *step, int index, const float *weight, int refine) {
     const quire_layer *before = index ? &step->model->layers[index - 1] : NULL;
@@ -393,13 +424,10 @@ static void add_mlp(pass *step, int index, const float *weight, int refine) {
 static void run_layer(pass *step, int index) {
     const quire_model *model = step->model;
     const quire_layer *layer = &model->layers[index];
-    const int num_tokens = step->batch->num_tokens;
     add_mlp(step, index, layer->input_norm, model->refine.qkv);
     project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
-    row_job job = {.step = step, .layer = layer};
-    quire_run(step->engine, store_unit, &job, ceil_div(num_tokens, stored_per_unit(step)));
-    attend_rows(&job);
-    quantize_rows(step, step->mixed, num_tokens, layer->num_heads * layer->head_size, model->refine.o);
+    if (is_attention(layer)) run_attention(step, layer);
+    else run_recurrence(step, layer);
     project(step->engine, step->run, &layer->o, &step->input, step->mixed);
     norm_rows(step, layer->post_attention_norm, layer->residual_scale, layer->mlp_norm, model->refine.gate_up);
     if (layer->num_experts) {
@@ -407,7 +435,7 @@ static void run_layer(pass *step, int index) {
         return;
     }
     project(step->engine, step->run, &layer->gate_up, &step->input, step->inner);
-    gate_rows(step, layer, step->inner, ffn_size(layer), model->refine.down);
+    gate_rows(step, layer->activation, step->inner, ffn_size(layer), model->refine.down);
     project(step->engine, step->run, &layer->down, &step->input, step->mixed);
 }
 
@@ -458,6 +486,7 @@ static size_t lay_attention(pass *step, void *base) {
     }
     step->max_records = 0;
     for (int index = 0; index < model->num_layers && most_pieces > 1; index++) {
+        if (!is_attention(&model->layers[index])) continue;
         const size_t wanted = max_records(step, &model->layers[index], most_pieces);
         if (wanted > step->max_records) step->max_records = wanted;
     }
@@ -476,10 +505,11 @@ static widths widest(const quire_model *model) {
     widths most = {model->hidden_size, 0, model->hidden_size};
     for (int index = 0; index < model->num_layers; index++) {
         const quire_layer *layer = &model->layers[index];
-        const int heads = layer->num_heads * layer->head_size, ffn = ffn_size(layer);
+        const int heads = layer->o.parts[0].cols, ffn = ffn_size(layer);
         most.input = largest(most.input, largest(heads, ffn));
         most.inner = largest(most.inner, largest(qkv_size(layer), 2 * ffn));
         most.mixed = largest(most.mixed, heads);
+        if (layer->shared_gate) most.inner = largest(most.inner, model->hidden_size);
     }
     return most;
 }
@@ -529,7 +559,7 @@ static void judge(const pass *step) {
 static void make_logits(pass *step, const float *hidden, int num_rows, float *logits) {
     const quire_model *model = step->model;
     const int size = model->hidden_size;
-    quantize_rows(step, hidden, num_rows, size, model->refine.head);
+    quantize_rows(step, hidden, num_rows, size, (size_t)size, model->refine.head);
     project(step->engine, step->run, &model->head, &step->input, logits);
     const float cap = model->logit_softcap;
     const size_t count = (size_t)num_rows * (size_t)model->vocab_size;
@@ -557,10 +587,13 @@ static int reserve(pass *step) {
     size_t most = panel_scratch(ceil_div(widest(step->model).input, GROUP));
     for (int index = 0; index < step->model->num_layers; index++) {
         const quire_layer *layer = &step->model->layers[index];
-        const attention_shape shape = shape_of(step, layer, 0);
-        const size_t attention = step->run->attend_scratch(&shape);
+        size_t mixer = delta_scratch(layer->recurrence.key_size);
+        if (is_attention(layer)) {
+            const attention_shape shape = shape_of(step, layer, 0);
+            mixer = step->run->attend_scratch(&shape);
+        }
         const size_t expert = layer->num_experts ? panel_scratch(ceil_div(expert_size(layer), GROUP)) : 0;
-        if (attention > most) most = attention;
+        if (mixer > most) most = mixer;
         if (expert > most) most = expert;
     }
     return quire_reserve_own(step->engine, 4 * most + 64);
@@ -601,8 +634,13 @@ int quire_project(quire_engine *engine, const quire_linear *linear, const float 
     return 0;
 }
 
-void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs) {
+static int has_blocks(const quire_layer *layer, int has_window_blocks) {
+    return is_attention(layer) && layer->has_window_blocks == has_window_blocks;
+}
+
+void quire_copy_blocks(const quire_model *model, int has_window_blocks, const int32_t *pairs, int num_pairs) {
     for (int index = 0; index < model->num_layers; index++) {
+        if (!has_blocks(&model->layers[index], has_window_blocks)) continue;
         const size_t size = block_bytes(model, &model->layers[index]);
         char *pool = (char *)model->layers[index].pool;
         for (int i = 0; i < num_pairs; i++)
@@ -610,9 +648,9 @@ void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_p
     }
 }
 
-void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks) {
+void quire_purge_blocks(const quire_model *model, int has_window_blocks, const int32_t *blocks, int num_blocks) {
     for (int index = 0; index < model->num_layers; index++)
-        for (int i = 0; i < num_blocks; i++) {
+        for (int i = 0; i < num_blocks && has_blocks(&model->layers[index], has_window_blocks); i++) {
             const size_t halves = block_bytes(model, &model->layers[index]) / 2;
             uint16_t *at = model->layers[index].pool + (size_t)blocks[i] * halves;
             for (size_t j = 0; j < halves; j++)

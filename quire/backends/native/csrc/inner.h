@@ -61,6 +61,36 @@ static inline int first_key(const attention_shape *shape, int position) {
     return shape->window && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
+typedef struct { /* of a convolution over C channels */
+    const float *weight, *bias; /* [taps, C]; [C] or NULL */
+    size_t channels;
+    int num_taps, has_silu;
+    int before, after; /* from a number to the factors of its input and of its output; 0: none */
+} conv_shape;
+
+typedef struct { /* consecutive rows, and the inputs before and after them: [taps - 1, C] */
+    float *x;
+    size_t stride;
+    int count;
+    const float *old;
+    float *new;
+} conv_rows;
+
+typedef struct {
+    int key_size, value_size;
+} delta_shape;
+
+typedef struct { /* consecutive rows of one head; all pointers are to the first row */
+    int count;
+    size_t stride;
+    const float *q, *k, *decay, *beta;
+    float *v;     /* replaced by the output */
+    float *state; /* [key size, value size] */
+} delta_rows;
+
+/* Floats of scratch memory for `delta`: some columns of a state. */
+static inline size_t delta_scratch(int key_size) { return 64 * (size_t)key_size; }
+
 /* One variant of the hot loops, compiled for one instruction set. */
 typedef struct {
     const char *name;
@@ -82,13 +112,17 @@ typedef struct {
     size_t (*attend_scratch)(const attention_shape *shape);
     void (*attend)(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out);
     void (*merge)(const attention_shape *shape, const attention_rows *rows, float *out);
+    void (*convolve)(const conv_shape *shape, const conv_rows *rows, int first, int last);
+    void (*unit)(float *x, int count, float eps, float scale);
+    void (*delta)(const delta_shape *shape, const delta_rows *rows, int first, int last, float *scratch);
 } quire_variant;
 
-/* Fills a variant: the file's own products, and the functions of rows.h and attention.h as compiled there. */
+/* Fills a variant: the file's own products, and the functions of rows.h, attention.h and recurrence.h as compiled there. */
 #define VARIANT(name, is_supported, panels) \
     { \
         name, is_supported, panels, (int)LANES > (int)PANEL ? (int)LANES / (int)PANEL : 1, quantize_row, norm_row, \
-            gate_row, rotate_head, add_row, dot_rows, halve_row, attend_scratch, attend, merge_pieces \
+            gate_row, rotate_head, add_row, dot_rows, halve_row, attend_scratch, attend, merge_pieces, \
+            convolve, unit_row, delta \
     }
 
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and

@@ -3,6 +3,7 @@
 
 #include "rows.h"
 #include "attention.h"
+#include "recurrence.h"
 
 #define MAGIC_BITS 0x4b400000 /* bits of MAGIC: adding a small integer to them adds it to the float */
 

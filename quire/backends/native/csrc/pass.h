@@ -19,7 +19,7 @@ typedef struct { /* some panels of an expert's matrix */
 /* Routing of R rows to C of N experts each. A choice is one row for one expert. Choices are sorted by expert. */
 typedef struct {
     int first_row, num_rows; /* R rows of the batch */
-    float *scores;           /* [R, N] */
+    float *scores, *keys;    /* [R, N]: weights before they are divided, and the numbers that experts are chosen by */
     int32_t *chosen;         /* [R, C]: experts, in the order of their scores */
     float *weights;          /* [R, C] */
     int32_t *places;         /* [R, C]: position of the choice after sorting */
@@ -71,6 +71,22 @@ size_t lay_input(quire_input *input, void *base);
 void multiply_range(
     const quire_variant *run, const quire_linear *linear, const quire_input *input, int first, int last, float *scratch,
     float *y, int stride);
+
+static inline int num_outputs(const quire_linear *linear) {
+    int rows = 0;
+    for (int i = 0; i < linear->num_parts; i++) rows += linear->parts[i].rows;
+    return rows;
+}
+
+void project(
+    quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y);
+/* Makes an input of rows [count]. */
+void quantize_rows(pass *step, const float *source, int num_rows, int count, size_t stride, int refine);
+/* Makes an input of activation(gate) * up, from rows [2, count]. */
+void gate_rows(pass *step, int activation, float *source, int count, int refine);
+
+/* Runs the mixer of a layer with a state: from step->inner to step->input. */
+void run_recurrence(pass *step, const quire_layer *layer);
 
 /* Replaces the MLP of a layer with experts: from step->normed and step->input to step->mixed. */
 void run_experts(pass *step, const quire_layer *layer);

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 6
+#define QUIRE_ABI 7
 #define QUIRE_API __attribute__((visibility("default")))
 
 /* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F size of an MLP,
@@ -27,8 +27,8 @@ typedef struct {
     int32_t rows, cols; /* without padding */
 } quire_matrix;
 
-typedef struct { /* up to three matrices with the same input; their outputs are concatenated */
-    quire_matrix parts[3];
+typedef struct { /* up to four matrices with the same input; their outputs are concatenated */
+    quire_matrix parts[4];
     int32_t num_parts;
     const float *bias; /* for all outputs, or NULL */
 } quire_linear;
@@ -37,11 +37,34 @@ typedef struct { /* an MLP that some rows choose */
     quire_linear gate_up, down;
 } quire_expert;
 
-typedef struct { /* x + residual_scale * attention(norm(x)), then the same with the MLP */
-    quire_linear qkv, o;
+enum quire_mixer { QUIRE_ATTENTION = 0, QUIRE_DELTA_NET = 1, QUIRE_SHORT_CONV = 2 };
+enum quire_activation { QUIRE_SILU = 0, QUIRE_GELU = 1, QUIRE_SIGMOID = 2 };
+
+/* A causal convolution of C channels, and for a delta net the heads that follow it: queries, keys, values. The state of a
+   sequence is in a slot; slot 0 holds zeros. */
+typedef struct {
+    const float *weight, *bias;     /* [taps, C], the last tap for the row itself; [C] or NULL */
+    const float *decays, *dt_bias;  /* [value heads]: -exp(a_log) */
+    const float *norm;              /* [value size]: of the outputs */
+    float *rows;                    /* [slots][taps - 1][C]: inputs of the convolution, oldest first */
+    float *matrices;                /* [slots][value heads][key size][value size] */
+    int32_t num_taps, num_channels;
+    int32_t num_key_heads, num_value_heads, key_size, value_size;
+    int32_t is_tiled; /* the key head of value head h is h % key heads, else consecutive value heads share one */
+} quire_recurrence;
+
+typedef struct { /* x + residual_scale * mixer(norm(x)), then the same with the MLP */
+    int32_t mixer;
+    quire_linear qkv, o; /* of attention: queries, keys, values and gates. Of a delta net: queries, keys and values; z; b;
+                            a. Of a short convolution: b, c, x. And the product after the mixer */
+    quire_recurrence recurrence; /* unused by attention */
     quire_linear gate_up, down;                       /* unused if the layer has experts */
     const quire_expert *experts;                      /* [N], all of the same size, or NULL */
-    const float *router;                              /* [N, E] */
+    const float *router, *router_bias;                /* [N, E]; [N] or NULL */
+    const float *choice_bias, *expert_scales;         /* [N] or NULL: added to the scores for the choice; factors of the
+                                                         weights */
+    quire_expert shared;                              /* beside the experts, times sigmoid(shared gate); unused without */
+    const float *shared_gate;                         /* [E], or NULL: no shared expert */
     const float *input_norm, *mlp_norm;               /* [E] or NULL: of the inputs of attention and MLP */
     const float *post_attention_norm, *post_mlp_norm; /* [E] or NULL: of their outputs */
     const float *q_norm, *k_norm; /* [D], one for all heads; or [H, D] and [K, D], of all heads together; or NULL */
@@ -49,13 +72,16 @@ typedef struct { /* x + residual_scale * attention(norm(x)), then the same with 
     const float *query_scales;    /* [max context]: factors of the queries by position, or NULL */
     uint16_t *pool;               /* the KV pool: [blocks][K][...] fp16; keys of a head [D][key stride], values
                                      [block size][D] */
+    int32_t has_window_blocks;    /* the pool's blocks are numbered by `window_tables`, not by `tables` */
     int32_t num_heads, num_kv_heads, head_size;
     int32_t rotary_size;       /* leading dimensions of a head that are rotated; 0: none */
     int32_t window;            /* tokens that a token sees, including itself; 0: all before it */
+    int32_t has_gate;          /* the output is multiplied by sigmoid(gate) */
     int32_t is_norm_of_width;  /* q_norm and k_norm are of all heads together */
     int32_t is_half_attention; /* whether attention may multiply in fp16 if that is faster on this machine */
-    int32_t activation;        /* of the gate: 0 silu, 1 gelu (tanh) */
+    int32_t activation;        /* of the MLP's gate */
     int32_t num_experts, num_chosen; /* N, and experts per row; 0: none */
+    int32_t has_sigmoid;             /* scores are sigmoids of the router's logits, not their softmax */
     int32_t renormalizes;            /* the weights of the chosen experts are divided by their sum */
     float experts_scale;             /* of the weighted sum of the experts */
     float attention_scale, attention_softcap; /* softcap 0: none */
@@ -74,12 +100,22 @@ typedef struct {
     int32_t block_size;
 } quire_model;
 
+typedef struct { /* rows of a sequence, from the state of one slot to the state of another, which may be the same */
+    int32_t first_row, last_row, source, target;
+} quire_segment;
+
 typedef struct {
     int32_t num_tokens, num_seqs, num_logits, table_stride;
     const int32_t *tokens;     /* [T] */
     const int32_t *positions;  /* [T] */
     const int32_t *first_rows; /* [S + 1]: first row of each sequence */
     const int32_t *tables;     /* [S, table stride]: block numbers */
+    const int32_t *window_tables; /* [S, table stride]: the same for layers with window blocks. Blocks wholly behind the
+                                     window of a sequence's first row are not read. NULL: no layer has any */
+    const int32_t *kv_starts;  /* [S]: positions before this are in their blocks already and are not written there, except
+                                  in window blocks; or NULL */
+    const quire_segment *segments;  /* in order; NULL: no layer has a state */
+    const int32_t *first_segments;  /* [S + 1]: first segment of each sequence */
     const int32_t *logit_rows; /* [L]: rows of the batch */
     float *logits;             /* [L, V] */
     float *hidden;             /* [T, E]: the last hidden states, or NULL */
@@ -104,10 +140,10 @@ QUIRE_API int quire_logits(
     quire_engine *engine, const quire_model *model, const float *hidden, int num_rows, float *logits);
 QUIRE_API int quire_project(
     quire_engine *engine, const quire_linear *linear, const float *x, int num_rows, int refine, float *y);
-/* `pairs` [n, 2]: source, destination */
-QUIRE_API void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs);
+/* In the layers with or without window blocks. `pairs` [n, 2]: source, destination */
+QUIRE_API void quire_copy_blocks(const quire_model *model, int has_window_blocks, const int32_t *pairs, int num_pairs);
 /* Sets values that are not finite to 0. */
-QUIRE_API void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks);
+QUIRE_API void quire_purge_blocks(const quire_model *model, int has_window_blocks, const int32_t *blocks, int num_blocks);
 QUIRE_API size_t quire_block_bytes(int num_kv_heads, int head_size, int block_size); /* in one layer */
 
 /* Packs the bytes of a file. `out` has quire_packed_bytes(kind, rows, cols) bytes. */

@@ -31,7 +31,8 @@ static inline vec sigmoid(vec x) {
 }
 
 static inline vec activate(vec x, int activation) {
-    if (activation == 0) return mul(x, sigmoid(x));
+    if (activation == QUIRE_SILU) return mul(x, sigmoid(x));
+    if (activation == QUIRE_SIGMOID) return sigmoid(x);
     /* gelu with tanh: x / 2 * (1 + tanh(z)) equals x * sigmoid(2 z) */
     vec cube = mul(mul(x, x), x);
     return mul(x, sigmoid(mul(fill(1.5957691216f), mul_add(cube, fill(0.044715f), x))));

@@ -2,6 +2,7 @@
 #define QUIRE_PORTABLE
 #include "rows.h"
 #include "attention.h"
+#include "recurrence.h"
 
 static inline float scale_at(const uint8_t *group, int at) {
     uint16_t half;

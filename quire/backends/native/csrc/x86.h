@@ -22,6 +22,7 @@
 
 #include "rows.h"
 #include "attention.h"
+#include "recurrence.h"
 
 enum { AT_ONCE = LANES / PANEL }; /* panels in a vector */
 enum { REFINED_TOGETHER = 4 }; /* input rows whose refined groups are computed side by side */

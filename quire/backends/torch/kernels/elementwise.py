@@ -40,11 +40,13 @@ def _norm(
     out,
     eps,
     factor,
+    total_factor,
     stride_part,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    HAS_TOTAL_FACTOR: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     is_in = column < E
@@ -59,6 +61,8 @@ def _norm(
         if HAS_FACTOR:
             value = (value * factor).to(out.dtype.element_ty).to(tl.float32)
         value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
+        if HAS_TOTAL_FACTOR:
+            value = value.to(out.dtype.element_ty).to(tl.float32) * total_factor
         rounded = value.to(out.dtype.element_ty)  # the norm uses the rounded value that the next layers read
         tl.store(residual + place, rounded, mask=is_in)
         value = rounded.to(tl.float32)
@@ -92,6 +96,17 @@ def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.const
     tl.store(out + row * F + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=is_in)
 
 
+@triton.jit
+def _gate_output(out, gate, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    num_blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < F
+    value = tl.load(out + row * F + column, mask=is_in, other=0.0).to(tl.float32)
+    factor = tl.sigmoid(tl.load(gate + row * stride + column, mask=is_in, other=0.0).to(tl.float32))
+    tl.store(out + row * F + column, (value * factor).to(out.dtype.element_ty), mask=is_in)
+
+
 @cache  # Triton's helpers take microseconds of host time, and every layer of a step calls this
 def _row_shape(size: int) -> tuple[int, int]:
     """Return the padded width and the warps of a program that processes a row: at most 16 elements per thread."""
@@ -116,20 +131,26 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float = 1.0
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float = 1.0, total_factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of factor * x + residual, and the sum, which overwrites `residual`.
+    """Return the norm of total_factor * (factor * x + residual), and that sum, which overwrites `residual`.
 
     Without a residual the sum is x.
 
     x is [T, E], or, with a residual, fp32 parts [parts, T, E].
     """
     total = x if residual is None else residual
-    return _normed(x, residual, weight, eps, total.dtype, factor), total
+    return _normed(x, residual, weight, eps, total.dtype, factor, total_factor), total
 
 
 def _normed(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, factor: float = 1.0
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    factor: float = 1.0,
+    total_factor: float = 1.0,
 ) -> Tensor:
     """Launch the norm kernel. `weight` [E] is fp32, whatever the model's dtype."""
     num_rows, size = x.shape[-2:]
@@ -137,8 +158,9 @@ def _normed(
     out = x.new_empty((num_rows, size), dtype=dtype)
     width, num_warps = _row_shape(size)
     _norm[(num_rows,)](
-        x, residual, weight, out, eps, factor, num_rows * size,
-        E=size, BLOCK=width, PARTS=num_parts, HAS_FACTOR=factor != 1, num_warps=num_warps,
+        x, residual, weight, out, eps, factor, total_factor, num_rows * size,
+        E=size, BLOCK=width, PARTS=num_parts, HAS_FACTOR=factor != 1, HAS_TOTAL_FACTOR=total_factor != 1,
+        num_warps=num_warps,
     )  # fmt: skip
     return out
 
@@ -164,5 +186,14 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     out = gate_up.new_empty((num_rows, size))
     _gated[(num_rows * -(-size // GATED_BLOCK),)](
         gate_up, out, F=size, BLOCK=GATED_BLOCK, IS_SILU=activation is Activation.SILU, num_warps=4
+    )
+    return out
+
+
+def gate_output(out: Tensor, gate: Tensor) -> Tensor:
+    """Multiply out [T, F] by the sigmoids of gate [T, F], whose rows may be parts of longer rows. Returns `out`."""
+    num_rows, size = out.shape
+    _gate_output[(num_rows * -(-size // GATED_BLOCK),)](
+        out, gate, gate.stride(0), F=size, BLOCK=GATED_BLOCK, num_warps=4
     )
     return out

@@ -25,7 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.backends.torch.kernels.linear import _activated
+from quire.backends.torch.kernels import packed_experts
+from quire.backends.torch.kernels.linear import KINDS, _gated_value
+from quire.backends.torch.kernels.packed_experts import PackedTiling, packed_tiling
+from quire.backends.torch.mxfp4 import PackedStack
 from quire.weights.spec import Activation
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
@@ -67,7 +70,7 @@ class SortedSlots(NamedTuple):
 
 @triton.jit
 def _route(
-    logits, ids, weights, scale,
+    logits, expert_scales, ids, weights, scale,
     N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -90,8 +93,11 @@ def _route(
     top = tl.sum(tl.where(slot == 0, chosen, 0.0), 0)
     weight = tl.where(slot < K, tl.exp(chosen - top), 0.0)
     total = tl.sum(weight, 0) if RENORMALIZES else tl.sum(tl.exp(logit - top), 0)
+    weight = weight / total * scale
+    if expert_scales is not None:
+        weight *= tl.load(expert_scales + expert)
     tl.store(ids + row * K + slot, expert, mask=slot < K)
-    tl.store(weights + row * K + slot, weight / total * scale, mask=slot < K)
+    tl.store(weights + row * K + slot, weight, mask=slot < K)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -148,9 +154,9 @@ def _load(at, i, IN: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    x, weight, order, out, expert, first, end, strip,
+    x, weight, bias, order, out, expert, first, end, strip,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_BULK: tl.constexpr,
+    INPUTS: tl.constexpr, IS_GATED: tl.constexpr, KIND: tl.constexpr, IS_BULK: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to ROWS rows by a strip of their expert's matrix."""
     place = first + tl.arange(0, ROWS)
@@ -182,10 +188,14 @@ def _multiply(
         x_at += INPUTS
         w_at += INPUTS
     dtype: tl.constexpr = out.dtype.element_ty
+    if bias is not None:
+        b_at = bias + expert * (2 * OUT if IS_GATED else OUT) + column % OUT
+        total += tl.load(b_at).to(tl.float32)[None, :]
+        if IS_GATED:
+            up += tl.load(b_at + OUT).to(tl.float32)[None, :]
     target = slot
     if IS_GATED:
-        gate = total.to(dtype).to(tl.float32)  # rounded as when stored
-        total = _activated(gate, IS_SILU) * up.to(dtype).to(tl.float32)
+        total = _gated_value(total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), KIND)  # as when stored
         target = place
     is_in = is_row[:, None] & (column < OUT)[None, :]
     tl.store(out + target[:, None].to(tl.int64) * OUT + column[None, :], total.to(dtype), mask=is_in)
@@ -193,10 +203,10 @@ def _multiply(
 
 @triton.jit
 def _grouped_product(
-    x, weight, order, tiles, out,
+    x, weight, bias, order, tiles, out,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_BULK: tl.constexpr,
+    IS_GATED: tl.constexpr, KIND: tl.constexpr, IS_BULK: tl.constexpr,
 ):  # fmt: skip
     num_strips: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
     program = tl.program_id(0)
@@ -209,13 +219,13 @@ def _grouped_product(
     end = tl.load(tiles + 3 + 3 * tile)
     if ROWS == 128 and end - first <= 64:  # an expert's last tile is often less than half full
         _multiply(
-            x, weight, order, out, expert, first, end, strip,
-            IN, OUT, K, 64, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK,
+            x, weight, bias, order, out, expert, first, end, strip,
+            IN, OUT, K, 64, OUTPUTS, INPUTS, IS_GATED, KIND, IS_BULK,
         )  # fmt: skip
     else:
         _multiply(
-            x, weight, order, out, expert, first, end, strip,
-            IN, OUT, K, ROWS, OUTPUTS, INPUTS, IS_GATED, IS_SILU, IS_BULK,
+            x, weight, bias, order, out, expert, first, end, strip,
+            IN, OUT, K, ROWS, OUTPUTS, INPUTS, IS_GATED, KIND, IS_BULK,
         )  # fmt: skip
 
 
@@ -233,8 +243,8 @@ def _weighted_sum(y, weights, out, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _gated_alone(
-    x, weight, ids, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, IS_SILU: tl.constexpr,
+    x, weight, bias, ids, out,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     # A program computes one gate and its up: small programs keep the most loads in flight.
     column, slot = tl.program_id(0), tl.program_id(1)
@@ -252,13 +262,16 @@ def _gated_alone(
             value = tl.load(x_at + i, mask=i < E, other=0.0)
         total += w.to(tl.float32) * value.to(tl.float32)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
-    gate, up = tl.split(tl.sum(total, 1).to(dtype).to(tl.float32))  # rounded as when stored
-    tl.store(out + slot.to(tl.int64) * F + column, (_activated(gate, IS_SILU) * up).to(dtype))
+    y = tl.sum(total, 1)
+    if bias is not None:
+        y += tl.load(bias + expert * (2 * F) + column + tl.arange(0, 2) * F).to(tl.float32)
+    gate, up = tl.split(y.to(dtype).to(tl.float32))  # rounded as when stored
+    tl.store(out + slot.to(tl.int64) * F + column, _gated_value(gate, up, KIND).to(dtype))
 
 
 @triton.jit
 def _down_alone(
-    x, weight, ids, weights, out,
+    x, weight, bias, ids, weights, out,
     E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     # A program computes one output of all experts of a row.
@@ -279,7 +292,10 @@ def _down_alone(
             value = tl.load(x_at[:, None] + i[None, :], mask=is_in, other=0.0)
         total += w.to(tl.float32) * value.to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
-    y = tl.sum(total, 1).to(dtype).to(tl.float32)
+    y = tl.sum(total, 1)
+    if bias is not None:
+        y += tl.load(bias + expert * E + column).to(tl.float32)
+    y = y.to(dtype).to(tl.float32)
     y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0), 0)
     tl.store(out + row * E + column, y.to(dtype))
 
@@ -315,14 +331,16 @@ def max_tiles(num_rows: int, num_experts: int, num_chosen: int, tile_rows: int) 
     return num_used + (num_slots - num_used) // tile_rows
 
 
-def route(logits: Tensor, num_chosen: int, *, renormalizes: bool, scale: float) -> Routing:
+def route(
+    logits: Tensor, num_chosen: int, *, renormalizes: bool, scale: float, expert_scales: Tensor | None = None
+) -> Routing:
     """Choose experts by the logits [T, N] of the router. Of equal logits, the first is chosen first."""
     num_rows, num_experts = logits.shape
     ids = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=logits.device)
     _route[(num_rows,)](
-        logits, ids, weights, scale, N=num_experts, K=num_chosen, BLOCK=_padded(num_experts), SLOTS=_padded(num_chosen),
-        RENORMALIZES=renormalizes, num_warps=1,
+        logits, expert_scales, ids, weights, scale, N=num_experts, K=num_chosen, BLOCK=_padded(num_experts),
+        SLOTS=_padded(num_chosen), RENORMALIZES=renormalizes, num_warps=1,
     )  # fmt: skip
     return Routing(ids, weights)
 
@@ -349,12 +367,19 @@ def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, slots: SortedSlots, num_chosen: int, rows: int, tile: Tile, activation: Activation | None
+    x: Tensor,
+    weight: Tensor,
+    slots: SortedSlots,
+    num_chosen: int,
+    rows: int,
+    tile: Tile,
+    activation: Activation | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply each slot's row by its expert's matrix.
 
     With an activation: x [T, E] and weight [N, 2F, E] give [S, F], in the order of the experts. Without: x is that, and
-    weight [N, E, F] gives [S, E] in the order of the slots.
+    weight [N, E, F] gives [S, E] in the order of the slots. The bias [N, 2F] or [N, E] is added.
     """
     num_outputs, num_inputs = weight.shape[1:]
     if activation is not None:
@@ -364,9 +389,9 @@ def grouped_product(
     is_bulk = tile.is_bulk and num_inputs % tile.inputs == 0
     matrix = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.outputs, tile.inputs]) if is_bulk else weight
     _grouped_product[(num_programs,)](
-        x, matrix, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
+        x, matrix, bias, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
         ROWS=rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, GROUP=GROUP,
-        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU, IS_BULK=is_bulk,
+        IS_GATED=activation is not None, KIND=KINDS[activation] if activation else 0, IS_BULK=is_bulk,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
@@ -382,38 +407,110 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def experts_alone(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, activation: Activation) -> Tensor:
+class Biases(NamedTuple):
+    """Biases of the experts, or None."""
+
+    gate_up: Tensor | None = None  # [N, 2F]
+    down: Tensor | None = None  # [N, E]
+
+
+def run_experts(
+    x: Tensor,
+    gate_up: Tensor | PackedStack,
+    down: Tensor | PackedStack,
+    routing: Routing,
+    activation: Activation,
+    biases: Biases = Biases(),  # noqa: B008
+) -> Tensor:
+    """Return the experts' output [T, E] of rows x [T, E], with the kernels for this number of rows."""
+    num_rows, num_experts, num_chosen = len(x), len(down), routing.ids.shape[1]
+    is_few = is_alone(num_rows, num_experts, num_chosen)
+    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        if is_few:
+            return _packed_alone(x, gate_up, down, routing, activation, biases)
+        return packed_in_tiles(
+            x, gate_up, down, routing, activation,
+            packed_tiling(num_rows, num_experts, num_chosen, x.element_size()), biases,
+        )  # fmt: skip
+    assert isinstance(gate_up, Tensor), "either both matrices are packed or none"
+    assert isinstance(down, Tensor), "either both matrices are packed or none"
+    if is_few:
+        return experts_alone(x, gate_up, down, routing, activation, biases)
+    shape = tiling(num_rows, num_experts, num_chosen, x.element_size())
+    return experts_in_tiles(x, gate_up, down, routing, activation, shape, biases)
+
+
+def experts_alone(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    activation: Activation,
+    biases: Biases = Biases(),  # noqa: B008
+) -> Tensor:
     """Return the experts' output [T, E] of a few rows x [T, E], which read their experts independently."""
     num_rows, size = x.shape
     num_chosen, width = routing.ids.shape[1], down.shape[2]
     gated = x.new_empty((num_rows * num_chosen, width))
     _gated_alone[(width, num_rows * num_chosen)](
-        x, gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, INPUTS=1024,
-        IS_SILU=activation is Activation.SILU, num_warps=2,
+        x, gate_up, biases.gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, INPUTS=1024,
+        KIND=KINDS[activation], num_warps=2,
     )  # fmt: skip
     out = torch.empty_like(x)
     slots = _padded(num_chosen)
     _down_alone[(size, num_rows)](
-        gated, down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=slots,
+        gated, down, biases.down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=slots,
         INPUTS=min(max(1024 // slots, 128), 512), num_warps=2 if width <= 4096 else 4,
     )  # fmt: skip
     return out
 
 
 def experts_in_tiles(
-    x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, activation: Activation, shape: Tiling
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    activation: Activation,
+    shape: Tiling,
+    biases: Biases = Biases(),  # noqa: B008
 ) -> Tensor:
     """Return the experts' output [T, E] of rows x [T, E], sorted by expert."""
     num_chosen = routing.ids.shape[1]
     slots = sort_slots(routing.ids, len(gate_up), shape.rows)
-    gated = grouped_product(x, gate_up, slots, num_chosen, shape.rows, shape.gate_up, activation)
-    y = grouped_product(gated, down, slots, num_chosen, shape.rows, shape.down, None)
+    gated = grouped_product(x, gate_up, slots, num_chosen, shape.rows, shape.gate_up, activation, biases.gate_up)
+    y = grouped_product(gated, down, slots, num_chosen, shape.rows, shape.down, None, biases.down)
+    return weighted_sum(y, routing.weights)
+
+
+def _packed_alone(
+    x: Tensor, gate_up: PackedStack, down: PackedStack, routing: Routing, activation: Activation, biases: Biases
+) -> Tensor:
+    gated = packed_experts.gated_alone(x, gate_up, biases.gate_up, routing.ids, KINDS[activation])
+    num_slots = _padded(routing.ids.shape[1])
+    return packed_experts.down_alone(gated, down, biases.down, routing.ids, routing.weights, num_slots)
+
+
+def packed_in_tiles(
+    x: Tensor,
+    gate_up: PackedStack,
+    down: PackedStack,
+    routing: Routing,
+    activation: Activation,
+    shape: PackedTiling,
+    biases: Biases = Biases(),  # noqa: B008
+) -> Tensor:
+    """Like `experts_in_tiles`, of packed matrices."""
+    slots = sort_slots(routing.ids, len(gate_up), shape.rows)
+    multiply = partial(packed_experts.packed_product, num_chosen=routing.ids.shape[1], rows=shape.rows)
+    sorted_ = (slots.order, slots.tiles, slots.max_tiles)
+    gated = multiply(x, gate_up, biases.gate_up, *sorted_, tile=shape.gate_up, kind=KINDS[activation])
+    y = multiply(gated, down, biases.down, *sorted_, tile=shape.down, kind=None)
     return weighted_sum(y, routing.weights)
 
 
 def expert_calls(
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedStack,
+    down: Tensor | PackedStack,
     *,
     num_chosen: int,
     activation: Activation,
@@ -421,6 +518,8 @@ def expert_calls(
     scale: float,
     logits_dtype: torch.dtype,
     max_rows: int,
+    has_bias: bool = False,
+    has_expert_scales: bool = False,
 ) -> list[Callable[[], object]]:
     """Return launches of every kernel that `Experts.fused` uses for 1 to `max_rows` rows.
 
@@ -431,11 +530,13 @@ def expert_calls(
         return torch.empty(shape, dtype=kind, device="meta")
 
     num_experts, size, width = down.shape
-    choose = partial(route, num_chosen=num_chosen, renormalizes=renormalizes, scale=scale)
+    biases = Biases(meta(num_experts, 2 * width), meta(num_experts, size)) if has_bias else Biases()
+    scales = meta(num_experts, kind=torch.float32) if has_expert_scales else None
+    choose = partial(route, num_chosen=num_chosen, renormalizes=renormalizes, scale=scale, expert_scales=scales)
     chosen = Routing(meta(1, num_chosen, kind=torch.int32), meta(1, num_chosen, kind=torch.float32))
     calls: list[Callable[[], object]] = [
         partial(choose, meta(1, num_experts, kind=logits_dtype)),
-        partial(experts_alone, meta(1, size), gate_up, down, chosen, activation),
+        partial(run_experts, meta(1, size), gate_up, down, chosen, activation, biases),
         partial(weighted_sum, meta(num_chosen, size), chosen.weights),
     ]
     for least in (1, SHORT + 1, 2 * SHORT + 1, LONG + 1):
@@ -444,13 +545,20 @@ def expert_calls(
             calls.append(partial(sort_slots, ids, num_experts, 16))
     ints = meta(16, kind=torch.int32)
     slots = SortedSlots(ints[:num_chosen], ints, 1)
-    shapes = {
-        tiling(rows, num_experts, num_chosen, down.itemsize)
-        for rows in range(2, max_rows + 1)
-        if not is_alone(rows, num_experts, num_chosen)
-    }
-    for rows, gated_tile, down_tile in sorted(shapes):
-        product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=rows)
-        calls.append(partial(product, meta(1, size), gate_up, tile=gated_tile, activation=activation))
-        calls.append(partial(product, meta(num_chosen, width), down, tile=down_tile, activation=None))
+    rows = [one for one in range(2, max_rows + 1) if not is_alone(one, num_experts, num_chosen)]
+    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        packed = {packed_tiling(one, num_experts, num_chosen, down.itemsize) for one in rows}
+        for shape in sorted(packed):
+            run = partial(packed_experts.packed_product, num_chosen=num_chosen, rows=shape.rows)
+            inputs = (*slots,)
+            kind = KINDS[activation]
+            calls.append(partial(run, meta(1, size), gate_up, biases.gate_up, *inputs, tile=shape.gate_up, kind=kind))
+            calls.append(partial(run, meta(num_chosen, width), down, biases.down, *inputs, tile=shape.down, kind=None))
+        return calls
+    for tile_rows, *tiles in sorted({tiling(one, num_experts, num_chosen, down.itemsize) for one in rows}):
+        product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=tile_rows)
+        calls.append(
+            partial(product, meta(1, size), gate_up, tile=tiles[0], activation=activation, bias=biases.gate_up)
+        )
+        calls.append(partial(product, meta(num_chosen, width), down, tile=tiles[1], activation=None, bias=biases.down))
     return calls

@@ -28,6 +28,9 @@ THIN = 2048  # outputs: up to this number there are too few tiles, and the sum i
 PARTS = 4
 
 
+KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+
+
 class Strip(NamedTuple):
     """The part of the matrix that a program reads at a time."""
 
@@ -42,6 +45,18 @@ def _activated(gate, IS_SILU: tl.constexpr):
     if not IS_SILU:  # gelu with tanh, see elementwise.py
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate * tl.sigmoid(inner)
+
+
+@triton.jit
+def _gated_value(gate, up, KIND: tl.constexpr):
+    """Return activation(gate) * up. KIND: see KINDS."""
+    if KIND == 2:  # comparisons keep NaN, which the minimum of two numbers does not
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        value = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    else:
+        value = _activated(gate, KIND == 0) * up
+    return value
 
 
 @triton.jit

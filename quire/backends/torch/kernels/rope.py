@@ -2,7 +2,8 @@
 
 The heads of a row are side by side: queries, keys, values. A block of the cache holds the keys of all heads, then the
 values. Head H + i of a row is therefore head i of a block, key or value, and a program processes a few heads of any
-kind: for values the norm is 1 and the angle 0. All tensors are contiguous.
+kind: for values the norm is 1 and the angle 0. All tensors are contiguous, but the rows of qkv may be parts of longer
+rows: gates follow in some models.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
 @triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
     qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
-    eps, max_blocks,
+    eps, max_blocks, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -53,7 +55,7 @@ def _rope_store(
     in_pair, in_rest = is_head & (pair < HALF), is_head & (rest < D)
 
     # All loads come before the first sum, so that they overlap.
-    source = qkv + (row * (H + 2 * K) + head) * D
+    source = qkv + row * stride + head * D
     x1 = tl.load(source + pair, mask=in_pair, other=0.0).to(tl.float32)  # [HEADS, R / 2]
     x2 = tl.load(source + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)  # [HEADS, D - R]: not rotated
@@ -71,6 +73,9 @@ def _rope_store(
         x1 = tl.where(turns, _times(x1 * scale, w1, dtype, ROUNDS_FIRST), x1)
         x2 = tl.where(turns, _times(x2 * scale, w2, dtype, ROUNDS_FIRST), x2)
         x3 = tl.where(turns, _times(x3 * scale, w3, dtype, ROUNDS_FIRST), x3)
+        if HAS_VALUE_NORM:
+            factor = tl.where(turns, 1.0, scale)
+            x1, x2, x3 = x1 * factor, x2 * factor, x3 * factor
     y1, y2, y3 = x1, x2, x3
     if cosines is not None:
         y1 = x1 * cosine - x2 * sine
@@ -112,7 +117,7 @@ def _tiling(num_heads: int, head_size: int, half: int) -> Tiling:
 
 
 def rope_store(
-    qkv: Tensor,  # [T, (H + 2K) * D]
+    qkv: Tensor,  # [T, (H + 2K) * D]: rows may be apart
     positions: Tensor,  # [T] int32
     batch_indices: Tensor,  # [T] int32: rows of `tables`; -1: a padding row
     tables: Tensor,  # [batch_indices, most blocks] int32
@@ -127,17 +132,22 @@ def rope_store(
     rounds_first: bool = False,  # round to the type of qkv before the weight of a norm as well as after it
     query_factors: Tensor | None = None,  # [P] fp32: queries are multiplied by it
     kept: Tensor | None = None,  # [T] int32; -1: the row's keys are in a shared block already, and are not stored
+    has_value_norm: bool = False,  # values are normed without a weight
+    is_shared: bool = False,  # qkv holds queries only, and `layer` is not changed
 ) -> Tensor:
     """Norm and rotate queries and keys. Return the queries [T, H, D]; store keys and values in `layer`."""
     num_rows = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_size = layer.shape
+    num_kv_heads = 0 if is_shared else num_kv_heads
     half = head_size // 2 if cosines is None else cosines.shape[1]
     tiling = _tiling(num_heads + 2 * num_kv_heads, head_size, half)
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
         qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
-        eps, tables.stride(0), H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
+        eps, tables.stride(0), qkv.stride(0),
+        H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
+        HAS_VALUE_NORM=has_value_norm,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return q

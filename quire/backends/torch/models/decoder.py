@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec
 from quire.backends.torch.delta_net import DeltaNet
+from quire.backends.torch.gemma4 import ParallelExperts, PerLayerEmbeddings, PleLayer
 from quire.backends.torch.layers import HeadNorm, Heads, Linear, Pass, RMSNorm, Rotary, query_factors, softcap
 from quire.backends.torch.loading import (
     AttentionWeights,
@@ -53,7 +54,7 @@ Mixer = Attention | DeltaNetMixer | ShortConvMixer
 
 class DecoderLayer:
     def __init__(
-        self, spec: LayerSpec, weights: LayerWeights, mixer: Mixer, norm_eps: float, *, earlier_scale: float
+        self, spec: LayerSpec, weights: LayerWeights, mixer: Mixer, norm_eps: float, *, earlier: tuple[float, float]
     ) -> None:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(weights.norms[name], norm_eps) if name in weights.norms else None
@@ -63,17 +64,28 @@ class DecoderLayer:
         self.input_norm, self.mlp_norm = norm("input_norm"), norm("mlp_norm")
         self.post_attention_norm, self.post_mlp_norm = norm("post_attention_norm"), norm("post_mlp_norm")
         self.mlp_weights = weights.mlp
-        self._earlier_scale = earlier_scale  # of the output of the layer before
+        self.parallel = None
+        if weights.parallel is not None:
+            self.parallel = ParallelExperts(weights.parallel, weights.norms, norm_eps)
+        self.ple = None if weights.ple is None else PleLayer(spec, weights.ple, weights.norms, norm_eps)
+        self._earlier = earlier  # scales of the output of the layer before, and of its sum with the residual
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: Pass, ple_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output, which the next norm adds to the residual, and the residual. x and residual: [T, E]."""
-        x, residual = step.add_norm(x, residual, self.input_norm, self._earlier_scale)
+        x, residual = step.add_norm(x, residual, self.input_norm, *self._earlier)
         x = self.mixer(x, step)
         if self.post_attention_norm is not None:
             x = step.norm(x, self.post_attention_norm)
         x, residual = step.add_norm(x, residual, self.mlp_norm, self.spec.residual_scale)
         x = self.mlp(x, step)
-        return x if self.post_mlp_norm is None else step.norm(x, self.post_mlp_norm), residual
+        if self.parallel is not None:
+            x = self.parallel(x, residual, step)
+        x = x if self.post_mlp_norm is None else step.norm(x, self.post_mlp_norm)
+        if self.ple is None or ple_input is None:
+            return x, residual
+        return self.ple(x, residual, ple_input, step)
 
     def mlp(self, x: Tensor, step: Pass) -> Tensor:
         weights = self.mlp_weights
@@ -104,23 +116,28 @@ class DecoderModel:
         self._rotaries: dict[tuple[RopeSpec, int], Rotary] = {}
         self._factors: dict[AttentionSpec, Tensor] = {}
         self._max_model_len = max_model_len
-        scales = [1.0, *(layer.residual_scale for layer in spec.layers)]
+        self.ple = None
+        if weights.ple is not None:
+            self.ple = PerLayerEmbeddings(weights.ple, spec)
+        scales = [(spec.layers[index].residual_scale, layer.output_scale) for index, layer in enumerate(weights.layers)]
+        self._last_scales = scales[-1]
         self.layers = [
             DecoderLayer(
                 layer,
                 weights.layers[index],
                 self._mixer(index, weights.layers[index]),
                 spec.norm_eps,
-                earlier_scale=scales[index],
+                earlier=scales[index - 1] if index else (1.0, 1.0),
             )
             for index, layer in enumerate(spec.layers)
         ]
 
     def forward(self, step: Pass) -> Tensor:
         x, residual = step.embed(self.embedding, self.spec.embedding_scale), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, step)
-        return step.add_norm(x, residual, self.norm, self.spec.layers[-1].residual_scale)[0]
+        ple_inputs = None if self.ple is None else self.ple.inputs(x, step)
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, step, None if ple_inputs is None else ple_inputs[index])
+        return step.add_norm(x, residual, self.norm, *self._last_scales)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         if self.spec.logit_scale != 1:
@@ -135,15 +152,17 @@ class DecoderModel:
         spec, mixer = self.spec.layers[index].mixer, weights.mixer
         if isinstance(mixer, AttentionWeights):
             assert isinstance(spec, AttentionSpec)
-            return Attention(mixer, self._heads(index, spec, weights))
+            return Attention(mixer, self._heads(index, spec, weights, mixer))
         if isinstance(mixer, ShortConvWeights):
-            return ShortConvMixer(mixer.in_proj, ShortConv(index, mixer.conv, mixer.conv_bias), mixer.out_proj)
+            conv = ShortConv(index, mixer.conv, mixer.conv.t().contiguous(), mixer.conv_bias)
+            return ShortConvMixer(mixer.in_proj, conv, mixer.out_proj)
         assert isinstance(mixer, DeltaNetWeights)
         assert isinstance(spec, DeltaNetSpec)
         net = DeltaNet(
             index=index,
             spec=spec,
             conv=mixer.conv,
+            taps=mixer.conv.t().contiguous(),
             decay=-mixer.a_log.exp(),
             dt_bias=mixer.dt_bias,
             norm=RMSNorm(weights.norms["gated_norm"], self.spec.norm_eps),
@@ -151,13 +170,13 @@ class DecoderModel:
         )
         return DeltaNetMixer(mixer.in_proj, net, mixer.out_proj)
 
-    def _heads(self, index: int, attention: AttentionSpec, weights: LayerWeights) -> Heads:
+    def _heads(self, index: int, attention: AttentionSpec, weights: LayerWeights, mixer: AttentionWeights) -> Heads:
         norm = None
         if "q_norm" in weights.norms:
-            q_norm, k_norm = weights.norms["q_norm"], weights.norms["k_norm"]
+            q_norm, k_norm = weights.norms["q_norm"], weights.norms.get("k_norm")
             norm = HeadNorm(q_norm, k_norm, attention, self.spec.norm_eps, rounds_first=self.spec.rounds_norms_first)
         return Heads(
-            index=index,
+            index=index if attention.shared_with is None else attention.shared_with,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
@@ -167,6 +186,9 @@ class DecoderModel:
             rotary=self._rotary(attention),
             norm=norm,
             query_factors=self._query_factors(attention),
+            sinks=mixer.sinks,
+            has_value_norm=attention.has_value_norm,
+            is_shared=attention.shared_with is not None,
             has_gate=attention.has_gate,
         )
 

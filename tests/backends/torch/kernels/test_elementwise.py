@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
 
@@ -113,6 +113,17 @@ def test_gated(size: int, activation: Activation, dtype: torch.dtype) -> None:
     assert out.shape == (4, size)
     assert_rounded(out, exact)
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 2048])
+def test_gate_output(size: int, dtype: torch.dtype) -> None:
+    """The gates are columns of a wider tensor, after queries, keys and values."""
+    torch.manual_seed(size)
+    projected, out = randn(4, size + 48, dtype=dtype) * 3, randn(4, size, dtype=dtype)
+    exact = out.double() * projected[:, 48:].double().sigmoid()
+    assert gate_output(out, projected[:, 48:]) is out
+    assert_rounded(out, exact)
 
 
 @pytest.mark.parametrize("activation", list(Activation))

@@ -145,6 +145,14 @@ def test_a_norm_is_rounded_as_its_family_does(rounds_first: bool, num_roundings:
     assert num_roundings - 0.9 < error < 1.01 * num_roundings
 
 
+def test_rows_may_be_parts_of_longer_rows() -> None:
+    """Of gated attention, the gates follow the values."""
+    case, other = (random_case(SHAPES[0], torch.float32, has_norms=True) for _ in range(2))
+    other.qkv = torch.cat((other.qkv, torch.full_like(other.qkv, torch.nan)), 1)[:, : other.qkv.shape[1]]
+    assert torch.equal(case.run(16), other.run(16))
+    assert torch.equal(case.layer, other.layer)
+
+
 def test_a_batch_of_padding_writes_nothing() -> None:
     case = random_case(SHAPES[0], torch.float32, True)
     before = case.layer.clone()

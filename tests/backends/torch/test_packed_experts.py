@@ -1,0 +1,178 @@
+"""Experts in MXFP4: decoding, and products of packed matrices compared with those of the decoded ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.torch.experts import Experts
+from quire.backends.torch.kernels import experts as kernels
+from quire.backends.torch.kernels.experts import expert_calls
+from quire.backends.torch.kernels.packed_experts import PackedTiling, packed_tiling
+from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
+from quire.weights.quants import to_float32
+from quire.weights.spec import Activation
+from tests.backends.torch.kernels.device import DEVICE
+from tests.backends.torch.test_compiling import Launches
+from tests.backends.torch.test_experts import BF16, DOT_DTYPES, FP32, assert_near, exact, make_rows
+
+# N experts, E hidden size, F width of an expert
+
+
+def random_stack(shape: tuple[int, int, int], dtype: torch.dtype, exponents: tuple[int, int]) -> PackedStack:
+    stack = PackedStack.empty(*shape, dtype, DEVICE)
+    stack.codes.copy_(torch.randint(0, 256, stack.codes.shape, dtype=torch.uint8))
+    stack.exponents.copy_(torch.randint(*exponents, stack.exponents.shape, dtype=torch.uint8))
+    return stack
+
+
+def make_packed(
+    num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype = FP32, *, has_bias: bool = True
+) -> Experts:
+    """Make experts such that results are about 1."""
+    torch.manual_seed(num_experts * size + width)
+    return Experts(
+        random_stack((num_experts, 2 * width, size), dtype, (120, 124)),
+        random_stack((num_experts, size, width), dtype, (120, 124)),
+        num_chosen=num_chosen,
+        activation=Activation.CLAMPED_SWIGLU if has_bias else Activation.SILU,
+        renormalizes=True,
+        scale=1.0,
+        gate_up_bias=torch.randn(num_experts, 2 * width).to(DEVICE, dtype) if has_bias else None,
+        down_bias=torch.randn(num_experts, size).to(DEVICE, dtype) if has_bias else None,
+    )
+
+
+def decoded(experts: Experts) -> Experts:
+    def dense(stack: Tensor | PackedStack) -> Tensor:
+        return torch.stack([stack[n] for n in range(len(stack))])
+
+    return Experts(
+        dense(experts.gate_up),
+        dense(experts.down),
+        num_chosen=experts.num_chosen,
+        activation=experts.activation,
+        renormalizes=experts.renormalizes,
+        scale=experts.scale,
+        gate_up_bias=experts.gate_up_bias,
+        down_bias=experts.down_bias,
+    )
+
+
+def test_decoding_equals_that_of_files() -> None:
+    """With every code and every exponent that is computed with."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (64, 4, 17), dtype=np.uint8)
+    blocks[..., 0] = np.arange(256).reshape(64, 4) % (MAX_EXPONENT + 1)
+    blocks[0, 0, 1:] = range(0, 256, 16)
+    info = TensorInfo("w", TensorType.MXFP4, (64, 128), blocks.size)
+    raw = RawTensor(info, blocks.reshape(64, -1))
+    stack = PackedStack.empty(2, 70, 128, FP32, "cpu")
+    stack.set_rows(1, 5, raw)
+    assert torch.equal(stack[1][5:69], torch.from_numpy(to_float32(raw)))
+    assert stack.nbytes == 2 * 70 * 4 * 17
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_chosen", "size", "width"),
+    [(1, 4, 1, 64, 32), (1, 16, 4, 96, 160), (2, 24, 3, 32, 64), (1, 4, 3, 1152, 1088)],
+)
+def test_few_rows(num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype) -> None:
+    experts = make_packed(num_experts, num_chosen, size, width, dtype)
+    x, logits = make_rows(experts, num_rows)
+    want = exact(experts, x, logits)
+    scale = max(float(want.abs().max()), 1.0)
+    for got in (experts.fused(x, logits), experts.reference(x, logits)):
+        assert_near(got / scale, want / scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_chosen", "size", "width"),
+    [(5, 8, 2, 64, 32), (33, 4, 3, 96, 160), (70, 5, 4, 32, 64)],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_rows(
+    num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    experts = make_packed(num_experts, num_chosen, size, width, dtype, has_bias=has_bias)
+    x, logits = make_rows(experts, num_rows)
+    want = exact(experts, x, logits)
+    scale = max(float(want.abs().max()), 1.0)
+    assert_near(experts.fused(x, logits) / scale, want / scale, dtype)
+    assert_near(experts.reference(x, logits) / scale, want / scale, dtype)
+
+
+@pytest.mark.parametrize("exponent", [30, 90, MAX_EXPONENT])
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_extreme_exponents(exponent: int, num_rows: int) -> None:
+    """Weights near the ends of the range, and inputs that bring the products back to 1."""
+    experts = make_packed(4, 2, 64, 32, has_bias=False)
+    assert isinstance(experts.gate_up, PackedStack)
+    experts.gate_up.exponents.fill_(exponent)
+    x, logits = make_rows(experts, num_rows)
+    x *= 2.0 ** min(122 - exponent, 30)
+    want = exact(experts, x, logits)
+    torch.testing.assert_close(experts.fused(x, logits).double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+SHAPES = [
+    (shape, dtype)
+    for dtype in (FP32, BF16)
+    for shape in sorted({packed_tiling(num_rows, 4, 2, dtype.itemsize) for num_rows in range(5, 300)})
+]
+
+
+@pytest.mark.parametrize("padding", [0, 32])
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+def test_every_tiling(shape: PackedTiling, dtype: torch.dtype, padding: int) -> None:
+    """Test tiles for large batches on small matrices, with inputs that are whole tiles and that are not."""
+    dtype = dtype if DEVICE == "cuda" else FP32
+    size, width = 2 * shape.gate_up.num_bytes + padding, 2 * shape.down.num_bytes + padding
+    packed = make_packed(2, 1, size, width, dtype)
+    x, logits = make_rows(packed, 6 if padding else 150)
+    routing = kernels.route(logits, 1, renormalizes=True, scale=1.0)
+    assert isinstance(packed.gate_up, PackedStack)
+    assert isinstance(packed.down, PackedStack)
+    biases = kernels.Biases(packed.gate_up_bias, packed.down_bias)
+    got = kernels.packed_in_tiles(x, packed.gate_up, packed.down, routing, packed.activation, shape, biases)
+    want = decoded(packed).reference(x, logits)
+    scale = max(float(want.abs().max()), 1.0)
+    assert_near(got / scale, want / scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dtype) -> None:
+    experts = make_packed(8, 2, 32, 64, dtype)
+    x, logits = make_rows(experts, 24)
+    whole = experts.fused(x, logits)
+    assert torch.equal(experts.fused(x[7:17].clone(), logits[7:17].clone()), whole[7:17])
+    assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = (PackedStack.empty(*shape, dtype, "meta") for shape in ((32, 128, 128), (32, 128, 64)))
+    biases = torch.empty(32, 128, dtype=dtype, device="meta"), torch.empty(32, 128, dtype=dtype, device="meta")
+    settings = {"num_chosen": 4, "activation": Activation.CLAMPED_SWIGLU, "renormalizes": True, "scale": 1.0}
+    launches = Launches(monkeypatch, is_run=False)
+    for call in expert_calls(gate_up, down, **settings, logits_dtype=dtype, max_rows=600, has_bias=True):  # type: ignore[arg-type]
+        call()
+    ahead, launches.forms = launches.forms, set()
+    experts = Experts(gate_up, down, **settings, gate_up_bias=biases[0], down_bias=biases[1])  # type: ignore[arg-type]
+    for num_rows in (1, 2, 3, 17, 96, 97, 256, 257, 384, 385, 600):
+        experts.fused(
+            torch.empty(num_rows, 128, dtype=dtype, device="meta"),
+            torch.empty(num_rows, 32, dtype=dtype, device="meta"),
+        )
+    assert launches.forms == ahead
+
+
+def test_shapes_must_match() -> None:
+    with pytest.raises(ValueError, match="do not match"):
+        PackedStack(torch.zeros(1, 2, 17, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.uint8), FP32)
