@@ -54,8 +54,6 @@ class Planner:
             raise InvalidRequest(f"{max_mixed_tokens = } is less than 1")
         self._cache = cache
         self._hybrid = cache.hybrid
-        if self._hybrid is not None:
-            self._hybrid.reserve(running.max_num_seqs, max_chunk_tokens)
         self._policy = policy
         self._ledger: Ledger = policy.ledger
         self._running = running

@@ -47,6 +47,8 @@ class Scheduler:
         if max_model_len is not None and max_model_len < 2:
             raise InvalidRequest(f"{max_model_len = } is less than 2: one prompt token and one output token")
         self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
+        if cache.hybrid is not None:
+            cache.hybrid.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
         self._observe = observe
         self._requests: dict[int, Request] = {}  # running and waiting requests by id
         self.requests = MappingProxyType(self._requests)  # read-only view

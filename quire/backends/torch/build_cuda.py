@@ -124,7 +124,8 @@ def _refuse_delta_nets(spec: ModelSpec) -> None:
         if isinstance(layer.mixer, DeltaNetSpec) and not is_supported(layer.mixer):
             sizes = layer.mixer.key_head_size, layer.mixer.value_head_size
             raise UnsupportedModel(
-                f"no GPU kernel for delta nets with head sizes {sizes} and {layer.mixer.num_taps} taps; use --device cpu"
+                f"delta nets with head sizes {sizes} and {layer.mixer.num_taps} taps have no GPU kernel:"
+                " use --device cpu"
             )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from quire.backends import kv_division
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel
+from quire.backends.torch.state_store import StateStore
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
@@ -38,15 +38,15 @@ def fused_runner(
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, device, linear=FusedLinear)
         model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
-        kv_spec = model.kv_spec.within(checkpoint.spec.max_model_len)
-        num_window_blocks = num_blocks if kv_division.HAS_WINDOWS else 0
-        store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_window_blocks)
+        kv_spec = model.kv_spec
+        store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_blocks if kv_spec.window else 0)
+        states = StateStore(kv_spec, 1 + 4 * max_num_seqs, dtype, device) if kv_spec.has_states else None
         return CudaRunner(
             model,
             store,
+            states=states,
             max_num_seqs=max_num_seqs,
             max_model_len=checkpoint.spec.max_model_len,
-            max_chunk_tokens=512 if store.windows else 8192,  # the blocks of a chunk must fit
             max_graph_tokens=max_graph_tokens,
         )
 

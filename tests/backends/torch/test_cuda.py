@@ -15,7 +15,7 @@ from quire.backends.torch import attention_work as work
 from quire.backends.torch import cuda, fused_linear, graphs, inputs
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import SeqSlice, StepPlan
-from tests.backends.torch.families import FAMILIES, MORE_FAMILIES, Reference
+from tests.backends.torch.families import EVERY_FAMILY, MORE_FAMILIES, STATE_FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig, same_rows
@@ -36,7 +36,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def small(name: str, folder: Path, **changes: Any) -> Reference:
     """Make a model of two layers, one with a window if the family has windows: the interpreter is slow."""
-    config = FAMILIES[name]()
+    config = EVERY_FAMILY[name]()
     for field in ("layer_types", "no_rope_layers"):
         if getattr(config, field, None):
             kinds = getattr(config, field)
@@ -66,7 +66,7 @@ def prepare(rig: FusedRig) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama tied", "qwen2", "qwen3", "gemma3", "phi3", "mistral with a window", *MORE_FAMILIES]
+    "name", ["llama tied", "qwen2", "qwen3", "gemma3", "phi3", "mistral with a window", *MORE_FAMILIES, *STATE_FAMILIES]
 )
 def test_families_agree_with_transformers(name: str, tmp_path: Path) -> None:
     reference = small(name, tmp_path)
