@@ -118,7 +118,10 @@ def serve(
     max_chunk_tokens: MaxChunkTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
-    num_blocks: Annotated[int | None, Opt(help="Number of blocks of the KV cache, instead of --kv-memory.")] = None,
+    num_blocks: Annotated[
+        int | None,
+        Opt(help="Number of blocks of the KV cache, instead of --kv-memory. Window blocks and states are added."),
+    ] = None,
     kv_memory: options.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
     backend: options.BackendOption = "auto",
@@ -261,6 +264,10 @@ def announce(startup: Startup) -> None:
     threads = f", {facts.num_threads} thread{'' if facts.num_threads == 1 else 's'}" if facts.device == "cpu" else ""
     key = "YOUR_KEY" if config.has_keys else "none"
     tokens = f"{num_blocks * capacity.block_size:,} tokens in {num_blocks:,} blocks of {capacity.block_size}"
+    if facts.window_bytes:
+        tokens += f", {reported_size(facts.window_bytes)} of it for {capacity.num_window_blocks - 1:,} window blocks"
+    if facts.state_bytes:
+        tokens += f", {reported_size(facts.state_bytes)} of it for {capacity.num_states - 1:,} states"
     lines = [
         f"quire serves {startup.model} at {config.url}",
         "",

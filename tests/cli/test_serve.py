@@ -189,6 +189,15 @@ def test_the_start_prints_the_reason_for_the_cache_size(
     assert f"KV cache 3.0 GiB: 32,000 tokens in 1,000 blocks of 32 ({why})\n" in capsys.readouterr().out
 
 
+def test_the_start_prints_window_blocks_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig(kv_memory=3 << 30)),))
+    facts = RunnerFacts("torch", "cpu", "float32", 2, 5 << 20, 3 << 30, window_bytes=1 << 30, state_bytes=1 << 29)
+    capacity = Capacity(1001, 32, 8, 2048, 100, window=64, num_window_blocks=201, num_states=33)
+    announce(Startup(config, "model", Ready(capacity, 2048, facts, {}), {"all": 1.0}, None))
+    expected = "blocks of 32, 1.0 GiB of it for 200 window blocks, 512 MiB of it for 32 states (--kv-memory)"
+    assert expected in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
