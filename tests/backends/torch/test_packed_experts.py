@@ -107,7 +107,7 @@ def test_many_rows(
     assert_near(experts.reference(x, logits) / scale, want / scale, dtype)
 
 
-@pytest.mark.parametrize("exponent", [30, 90, MAX_EXPONENT])
+@pytest.mark.parametrize("exponent", [90, 110, MAX_EXPONENT])
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_extreme_exponents(exponent: int, num_rows: int) -> None:
     """Weights near the ends of the range, and inputs that bring the products back to 1."""
@@ -115,7 +115,7 @@ def test_extreme_exponents(exponent: int, num_rows: int) -> None:
     assert isinstance(experts.gate_up, PackedStack)
     experts.gate_up.exponents.fill_(exponent)
     x, logits = make_rows(experts, num_rows)
-    x *= 2.0 ** min(122 - exponent, 30)
+    x *= 2.0 ** min(122 - exponent, 20)
     want = exact(experts, x, logits)
     torch.testing.assert_close(experts.fused(x, logits).double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 

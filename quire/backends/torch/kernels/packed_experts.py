@@ -23,7 +23,9 @@ from quire.backends.torch.mxfp4 import PackedStack
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
-ALONE_BYTES = 512  # of a row, per step of a program for a single row of the batch
+ALONE_BYTES = 512  # of an output, per step of a program for few rows of the batch
+ALONE_PAIRS = 2  # gates and their ups per program
+ALONE_WARPS = (2, 2)  # of the two kernels for few rows
 
 
 class PackedTile(NamedTuple):
@@ -140,8 +142,8 @@ def _packed_product(
 
 
 @triton.jit
-def _dot_packed(x_at, c_at, e_at, is_real, IN: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr):
-    """Return the sums [R] of R rows of codes times inputs at x_at [R, 1] or [1, 1].
+def _dot_packed(x_at, c_at, e_at, is_real, is_x, IN: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr):
+    """Return the sums [R] of R rows of codes times inputs at x_at, which is [R, 1] or [1, 1], as the mask `is_x`.
 
     The exponent multiplies the sum of a group, so inputs are multiplied by 2 ** 96 against underflow.
     """
@@ -149,12 +151,12 @@ def _dot_packed(x_at, c_at, e_at, is_real, IN: tl.constexpr, R: tl.constexpr, BY
     for start in tl.static_range(0, IN // 2, BYTES):
         byte = start + tl.arange(0, BYTES)
         group = start // 16 + tl.arange(0, BYTES // 16)
-        is_in = is_real & (byte < IN // 2)[None, :]
+        is_in, is_x_in = is_real & (byte < IN // 2)[None, :], is_x & (byte < IN // 2)[None, :]
         column = (byte // 16 * 32 + byte % 16)[None, :]
         code = tl.load(c_at + byte[None, :], mask=is_in, other=0, eviction_policy="evict_first").to(tl.uint32)
         exponent = tl.load(e_at + group[None, :], mask=is_real & (group < IN // 32)[None, :], other=0)
-        x1 = tl.load(x_at + column, mask=is_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
-        x2 = tl.load(x_at + 16 + column, mask=is_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
+        x1 = tl.load(x_at + column, mask=is_x_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
+        x2 = tl.load(x_at + 16 + column, mask=is_x_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
         value = _unscaled(code << 28) * x1 + _unscaled(code << 24) * x2
         value = tl.sum(value.reshape((R, BYTES // 16, 16)), 2)
         total += value * ((exponent.to(tl.uint32) + 30) << 23).to(tl.float32, bitcast=True)
@@ -172,11 +174,11 @@ def _gated_alone_packed(
     o = tl.arange(0, 2 * PAIRS)
     column = tl.program_id(0) * PAIRS + o // 2
     row = expert * (2 * F) + tl.minimum(column, F - 1) + o % 2 * F
-    x_at = x + (slot // K).to(tl.int64) * E + tl.zeros((2 * PAIRS, 1), tl.int32)
-    is_real = (column < F)[:, None]
+    x_at = x + (slot // K).to(tl.int64) * E + tl.zeros((1, 1), tl.int32)
     y = _dot_packed(
-        x_at, codes + row[:, None] * (E // 2), exponents + row[:, None] * (E // 32), is_real, E, 2 * PAIRS, BYTES
-    )
+        x_at, codes + row[:, None] * (E // 2), exponents + row[:, None] * (E // 32), (column < F)[:, None],
+        tl.full((1, 1), True, tl.int1), E, 2 * PAIRS, BYTES,
+    )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + row).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -198,7 +200,7 @@ def _down_alone_packed(
     place = expert * E + column
     y = _dot_packed(
         x + (row * K + k)[:, None] * F, codes + place[:, None] * (F // 2), exponents + place[:, None] * (F // 32),
-        (k < K)[:, None], F, SLOTS, BYTES,
+        (k < K)[:, None], (k < K)[:, None], F, SLOTS, BYTES,
     )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + place).to(tl.float32)
@@ -251,11 +253,11 @@ def packed_product(
 def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
-    pairs = 2
+    pairs = ALONE_PAIRS
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_packed[(-(-width // pairs), num_rows * num_chosen)](
         x, weight.codes, weight.exponents, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=pairs,
-        BYTES=_alone_bytes(size), KIND=kind, num_warps=2,
+        BYTES=_alone_bytes(size), KIND=kind, num_warps=ALONE_WARPS[0],
     )  # fmt: skip
     return out
 
@@ -268,11 +270,10 @@ def down_alone(
     out = x.new_empty((num_rows, size))
     _down_alone_packed[(size, num_rows)](
         x, weight.codes, weight.exponents, bias, ids, weights, out, E=size, F=width, K=num_chosen, SLOTS=num_slots,
-        BYTES=_alone_bytes(width), num_warps=2,
+        BYTES=_alone_bytes(width), num_warps=ALONE_WARPS[1],
     )  # fmt: skip
     return out
 
 
-@cache
 def _alone_bytes(num_inputs: int) -> int:
     return min(int(triton.next_power_of_2(num_inputs // 2)), ALONE_BYTES)
