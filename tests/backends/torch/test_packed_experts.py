@@ -180,7 +180,7 @@ def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest
         call()
     ahead, launches.forms = launches.forms, set()
     experts = Experts(gate_up, down, **settings, gate_up_bias=biases[0], down_bias=biases[1])  # type: ignore[arg-type]
-    for num_rows in (1, 2, 3, 17, 96, 97, 192, 193, 600, 1279, 1280, 1400):
+    for num_rows in (1, 2, 3, 17, 96, 97, 192, 193, 300, 600, 1279, 1280, 1400):
         experts.fused(
             torch.empty(num_rows, 128, dtype=dtype, device="meta"),
             torch.empty(num_rows, 32, dtype=dtype, device="meta"),
