@@ -39,6 +39,7 @@ typedef struct { /* one KV head of a layer */
     int window;
     int piece_blocks; /* blocks of a piece of the context */
     int is_half; /* arithmetic may be fp16 if that is faster */
+    const float *sinks; /* [heads], or NULL: logits of keys without a value */
     const uint16_t *layer; /* the layer's blocks, starting at this head's keys */
     size_t block_halves, values_at;
 } attention_shape;
