@@ -16,6 +16,7 @@ from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import floats
 from tests.backends.torch.families import Reference
 
+AMPLIFICATION = 8.0  # of rounding errors by Gemma 4, whose scores are not divided by the root of the head size
 NOT_ROUNDED = (
     *("mlp.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight", "conv1d.weight", "conv.weight"),
     *("router.weight", "router.proj.weight", "_bias"),
@@ -58,6 +59,7 @@ class RoundedReference(Reference):
         from transformers.masking_utils import eager_mask
 
         super().__init__(name, folder, seed, **changes)
+        self.amplification = AMPLIFICATION if name.startswith("gemma4") else 1.0
         matrices = [(name, one) for name, one in self.model.named_parameters() if not name.endswith(NOT_ROUNDED)]
         self.has_experts = any(parameter.dim() == 3 for _, parameter in matrices)
         is_transposed = self.model.config.model_type == "gpt_oss"

@@ -67,6 +67,7 @@ def check(reference: RoundedReference, prompt: list[int], *answers: Answer, boun
 
 def check_rows(reference: RoundedReference, found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
     """Compare distributions. A router may choose another expert where two have almost the same score, in a few rows."""
+    bound *= reference.amplification
     difference = (found - expected).abs()
     is_close = difference.amax(1) < bound
     num_far = int((~is_close).sum())
@@ -101,7 +102,8 @@ def test_attention_in_halves(in_halves: Pair, chunk: int) -> None:
     reference, rig = in_halves
     rig.reset(max_chunk_tokens=chunk)
     prompt = random_prompt(11, HEAD)
-    check(reference, prompt, rig.answer(prompt, 12), bound=HALF_BOUND)
+    # If an early token has another expert, all later ones change a little.
+    check(reference, prompt, rig.answer(prompt, 12), bound=HALF_BOUND * (2 if reference.has_experts else 1))
 
 
 @pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])
