@@ -1,7 +1,7 @@
 """Packs a checkpoint's weights into 4 and 8 bits, in the layout of csrc/pack.c.
 
-Types whose groups of 32 are a scale and small integers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0 and TQ2_0 in 4 bits,
-Q8_0, Q5_0, IQ4_NL, IQ4_XS and MXFP4 in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
+Types whose groups of 32 are a scale and small numbers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0, TQ2_0 and MXFP4 in 4
+bits, Q8_0, Q5_0, IQ4_NL and IQ4_XS in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
 (Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Routers stay in fp32: rounded scores would
 choose other experts. Matrices are packed in parallel: the library releases the interpreter lock.
 """
