@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quire.backends.native.batch import Batch
-from quire.backends.native.build import NOT_NATIVE
 from quire.backends.native.library import Engine, Floats
 from quire.backends.native.model import NativeModel, may_attend_in_halves
 from quire.backends.native.packing import pack_model
@@ -48,7 +47,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, 160) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name.split()[0] not in NOT_NATIVE])
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
     reference = RoundedReference(request.param, folder)

@@ -182,7 +182,9 @@ def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
 # Through the scheduler
 
 
-@pytest.mark.parametrize("name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "olmo3"])
+@pytest.mark.parametrize(
+    "name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers"]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prefixes, snapshots, forks, preemption and cancellation: each answer has the bits of the request alone."""
