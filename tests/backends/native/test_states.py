@@ -29,6 +29,7 @@ from tests.backends.torch.rig import Rig
 
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 1, 33, 5, 96))]
 NUM_BLOCKS, NUM_STATES = 24, 17
+WINDOW_FAMILIES = ("mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers")
 MANY = 10_000  # more slots than any pool has
 SETTINGS: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8}
 
