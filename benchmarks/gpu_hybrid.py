@@ -37,6 +37,7 @@ def resend(machine: Machine, scale: Scale, repeats: int) -> None:
     """Send one prompt twice, then a next turn that appends tokens."""
     length, added = (100, 16) if scale.is_quick else (6000, 200)
     firsts, seconds, thirds = [], [], []
+    num_cached = num_left = 0
     for seed in range(repeats + 1):
         rng = Random(seed)
         prompt = random_prompt(rng, scale, length)
@@ -44,6 +45,7 @@ def resend(machine: Machine, scale: Scale, repeats: int) -> None:
         second_ms, num_cached, answer = send(machine, prompt)
         turn = prompt + answer + random_prompt(rng, scale, added)
         third_ms, num_found, _ = send(machine, turn)
+        num_left = len(turn) - num_found
         if seed:  # the first round captures graphs and fills caches of the allocator
             firsts.append(first_ms)
             seconds.append(second_ms)
@@ -51,7 +53,7 @@ def resend(machine: Machine, scale: Scale, repeats: int) -> None:
     first, second, third = map(statistics.median, (firsts, seconds, thirds))
     print(
         f"  {length:,} tokens: first {first:.1f} ms; again {second:.2f} ms, {first / second:.1f} times faster,"
-        f" {num_cached:,} reused; + {added} tokens {third:.2f} ms, {len(turn) - num_found} of {len(turn):,} computed",
+        f" {num_cached:,} reused; + {added} tokens {third:.2f} ms, {num_left} of {length + 1 + added:,} computed",
         flush=True,
     )
 

@@ -54,6 +54,11 @@ def place_points(
     return points
 
 
+def choose_boundaries(boundaries: Sequence[int]) -> tuple[int, ...]:
+    """Of all positions where messages start: the end of the system text, the last message, and the answer."""
+    return (*boundaries[:1], *boundaries[1:][-2:])
+
+
 def add_point(points: list[int], point: int) -> None:
     """Insert a branch point that was found while the prompt is computed."""
     at = bisect_left(points, point)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.backends.base import Runner
+from quire.core.placement import choose_boundaries
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -95,7 +96,7 @@ class Engine:
         prompt = self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
         block_size = self.scheduler.cache.block_size
-        points = {*boundaries, *(pin.num_tokens // block_size * block_size for pin in pins)}
+        points = {*choose_boundaries(boundaries), *(pin.num_tokens // block_size * block_size for pin in pins)}
         request = Request(
             request_id,
             prompt,

@@ -17,7 +17,7 @@ from quire.core.block import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.ledger import StepCost
-from quire.core.placement import ALL_PLACES, Place
+from quire.core.placement import ALL_PLACES, Place, choose_boundaries
 from quire.core.policy import NS_PER_S, make_policy
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -125,11 +125,18 @@ class SimConfig:
         )
 
     def boundaries(self, one: TraceRequest) -> tuple[int, ...]:
-        """Positions in a prompt after which snapshots are stored: ends of messages, or every `interval` tokens."""
-        found = set(accumulate(count for _, count in one.shared)) if Place.MESSAGE in self.places else set()
+        """Positions in a prompt after which snapshots are stored: those that the engine chooses, or every `interval`.
+
+        Messages start where shared parts end. A part of a few tokens is the header of the message after it.
+        """
+        found: list[int] = []
+        for end in accumulate(count for _, count in one.shared):
+            if not found or end - found[-1] >= self.block_size // 2:
+                found.append(end)
+        chosen = set(choose_boundaries(found)) if Place.MESSAGE in self.places else set()
         if self.interval:
-            found.update(range(self.interval, one.prompt_tokens, self.interval))
-        return tuple(sorted(found))
+            chosen.update(range(self.interval, one.prompt_tokens, self.interval))
+        return tuple(sorted(chosen))
 
 
 class Outcome(StrEnum):

@@ -41,7 +41,7 @@ def test_a_model_with_windows(tmp_path: Path, tiny_model: Path) -> None:
         metrics = server.get("/metrics").body.decode()
         assert "quire:window_blocks{" in metrics
         assert "quire:recurrent_states{" not in metrics
-        assert "with 399 window blocks" in "".join(server.stdout)
+        assert "399 window blocks" in "".join(server.stdout)
 
 
 def test_a_model_with_states(tmp_path: Path, tiny_model: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_model_with_states(tmp_path: Path, tiny_model: Path) -> None:
         assert watched["states"]["cached"] == stats["states"]["num_cached"]
         metrics = server.get("/metrics").body.decode()
         assert "quire:recurrent_states{" in metrics
-        assert "recurrent states\n" in "".join(server.stdout)
+        assert " states (" in "".join(server.stdout)
 
 
 def test_a_model_without_them(tiny_model: Path) -> None:

@@ -13,22 +13,14 @@ from quire.backends.native.model import NativeModel
 from quire.backends.native.packing import pack_model
 from quire.backends.native.runner import MAX_CHUNK_TOKENS, NativeRunner
 from quire.backends.support import refuse_unsupported
-from quire.errors import InvalidRequest, UnsupportedModel
+from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
-
-NOT_NATIVE = ("gemma4", "gpt_oss")
-
-
-def _refuse_families(spec: ModelSpec) -> None:
-    if spec.family in NOT_NATIVE:
-        raise UnsupportedModel(f"the native backend does not run {spec.family}; use --backend torch")
 
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     refuse_unsupported(spec)
-    _refuse_families(spec)
     load_library()
     if options.device not in ("auto", "cpu"):
         raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU; use --backend torch")

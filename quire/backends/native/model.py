@@ -172,12 +172,19 @@ class _Tables:
         self._max_model_len = max_model_len
         self._angles: dict[RopeSpec, tuple[Floats, Floats]] = {}
         self._scales: dict[QueryScaling, Floats] = {}
+        self._ones: dict[int, Floats] = {}
 
     def angles(self, rope: RopeSpec) -> tuple[Floats, Floats]:
         """Return cosines and sines, [max context, rotary size / 2] each."""
         if rope not in self._angles:
             self._angles[rope] = _angles(rope, self._max_model_len)
         return self._angles[rope]
+
+    def ones(self, size: int) -> Floats:
+        """Return the weights of a norm that has none."""
+        if size not in self._ones:
+            self._ones[size] = np.ones(size, np.float32)
+        return self._ones[size]
 
     def query_scales(self, scaling: QueryScaling) -> Floats:
         if scaling not in self._scales:
@@ -190,6 +197,9 @@ def _describe_attention(layer: Layer, attention: AttentionSpec, tables: _Tables)
     layer.num_heads, layer.num_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.head_size = attention.head_size
     layer.window, layer.has_gate = attention.window, attention.has_gate
+    layer.is_key_value, layer.is_shared = attention.is_key_value, attention.shared_with is not None
+    if attention.has_value_norm:
+        layer.v_norm = tables.ones(attention.head_size).ctypes.data
     layer.attention_scale, layer.attention_softcap = attention.scale, attention.softcap
     layer.is_norm_of_width = attention.qk_norm is QKNorm.WIDTH
     if attention.rope is not None:
@@ -213,6 +223,12 @@ def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer
         norm=packed.norm.ctypes.data,
         embedding=packed.embedding,
         head=packed.head,
+        ple_embedding=packed.ple_embedding,
+        ple_proj=packed.ple_proj,
+        ple_norm=_address(packed.ple_norm),
+        ple_size=spec.ple_size,
+        ple_scale=spec.ple_size**0.5,
+        ple_proj_scale=spec.hidden_size**-0.5,
     )
 
 

@@ -1,7 +1,7 @@
 """Packs a checkpoint's weights into 4 and 8 bits, in the layout of csrc/pack.c.
 
-Types whose groups of 32 are a scale and small integers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0 and TQ2_0 in 4 bits,
-Q8_0, Q5_0, IQ4_NL, IQ4_XS and MXFP4 in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
+Types whose groups of 32 are a scale and small numbers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0, TQ2_0 and MXFP4 in 4
+bits, Q8_0, Q5_0, IQ4_NL and IQ4_XS in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
 (Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Routers stay in fp32: rounded scores would
 choose other experts. Matrices are packed in parallel: the library releases the interpreter lock.
 """
@@ -29,6 +29,7 @@ from quire.weights.spec import (
     ExpertsSpec,
     LayerSpec,
     Mixer,
+    MlpSpec,
     ShortConvSpec,
 )
 from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm_offset
@@ -36,11 +37,15 @@ from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm
 DUMMY_STD = 0.02
 DUMMY_KIND = 1  # of random matrices: 8 bits, see csrc/quire.h
 CODE_STD = 73.9  # of bytes that are all equally frequent
-NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
+FACTORS = ("expert_scales.weight", "output_scale.weight")
+VECTORS = (  # of a layer, or of some layers
+    *("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm", "sinks"),
+    *("post_dense_norm", "post_experts_norm", "experts_norm", "ple_norm"),
+)
 
 UNPACKED = ("router.weight", "shared_gate.weight", "conv.weight")  # matrices that stay in fp32
 ROUTER_VECTORS = {"router_bias": "router.bias", "choice_bias": "expert_bias", "expert_scales": "expert_scales.weight"}
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # numbered as in csrc/quire.h
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 3}  # as in csrc/quire.h
 DELTA_NET, SHORT_CONV = 1, 2  # the same, of mixers
 
 # Types that C reads from the file's bytes, numbered as in csrc/quire.h. Other types are decoded to F32 first.
@@ -76,6 +81,9 @@ class PackedModel:
     head: Linear
     arrays: list[Bytes | Floats] = field(default_factory=list)
     has_experts_on_disk: bool = False
+    ple_embedding: Linear = field(default_factory=Linear)
+    ple_proj: Linear = field(default_factory=Linear)
+    ple_norm: Floats | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -92,32 +100,47 @@ def pack_model(checkpoint: Checkpoint, num_threads: int, progress: Progress | No
     head = embedding if spec.is_tied else packer.linear("", ["head"])
     layers = [_layer(packer, layer, index) for index, layer in enumerate(spec.layers)]
     arrays = list(packer.arrays.values())
-    return PackedModel(layers, packer.floats("norm.weight"), embedding, head, arrays, packer.experts.is_file)
+    packed = PackedModel(layers, packer.floats("norm.weight"), embedding, head, arrays, packer.experts.is_file)
+    if spec.ple_size:
+        packed.ple_embedding = packer.linear("", ["ple_embedding"])
+        packed.ple_proj = packer.linear("", ["ple_model_proj"])
+        packed.ple_norm = packer.floats("ple_model_norm.weight")
+    return packed
 
 
 def _layer(packer: _Packer, spec: LayerSpec, index: int) -> Layer:
     prefix = f"layers.{index}."
     layer = Layer(activation=ACTIVATIONS[spec.mlp.activation])
     _add_mixer(layer, packer, spec.mixer, prefix)
-    if isinstance(spec.mlp, ExpertsSpec):
-        _add_experts(layer, packer, spec.mlp, prefix)
-    else:
+    if spec.experts is not None:
+        _add_experts(layer, packer, spec.experts, prefix)
+    if isinstance(spec.mlp, MlpSpec):
         layer.gate_up, layer.down = _mlp(packer, prefix)
-    for name in NORMS:
+    if spec.ple_size:
+        layer.ple_gate, layer.ple_proj = packer.linear(prefix, ["ple_gate"]), packer.linear(prefix, ["ple_proj"])
+    for name in VECTORS:
         if f"{prefix}{name}.weight" in packer.arrays:
             setattr(layer, name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
+    layer.output_scale = float(packer.floats(f"{prefix}output_scale.weight")[0]) if spec.has_output_scale else 1.0
     return layer
 
 
 def _add_mixer(layer: Layer, packer: _Packer, mixer: Mixer, prefix: str) -> None:
     inputs, output = ["in_proj"], "out_proj"
     if isinstance(mixer, AttentionSpec):
-        inputs, output = ["q_proj", "k_proj", "v_proj", *(["q_gate"] if mixer.has_gate else [])], "o_proj"
+        inputs, output = _attention_inputs(mixer), "o_proj"
     elif isinstance(mixer, DeltaNetSpec):
         inputs = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
     layer.qkv, layer.o = packer.linear(prefix, inputs), packer.linear(prefix, [output])
     if not isinstance(mixer, AttentionSpec):
         _add_recurrence(layer, packer, mixer, prefix)
+
+
+def _attention_inputs(attention: AttentionSpec) -> list[str]:
+    names = ["q_proj"]
+    if attention.shared_with is None:
+        names += ["k_proj"] if attention.is_key_value else ["k_proj", "v_proj"]
+    return [*names, "q_gate"] if attention.has_gate else names
 
 
 def _add_recurrence(layer: Layer, packer: _Packer, mixer: DeltaNetSpec | ShortConvSpec, prefix: str) -> None:
@@ -146,6 +169,9 @@ def _add_experts(layer: Layer, packer: _Packer, spec: ExpertsSpec, prefix: str) 
     layer.router = packer.floats(f"{prefix}router.weight").ctypes.data
     layer.num_experts, layer.num_chosen = spec.num_experts, spec.num_chosen
     layer.renormalizes, layer.experts_scale, layer.has_sigmoid = spec.renormalizes, spec.scale, spec.has_sigmoid
+    if spec.has_router_norm:
+        scale = np.float32(packer.hidden_size**-0.5)
+        layer.router_norm = packer.derive(f"{prefix}router_norm.weight", lambda weight: weight * scale).ctypes.data
     for target, name in ROUTER_VECTORS.items():
         if (whole := f"{prefix}{name}") in packer.arrays:
             setattr(layer, target, packer.floats(whole).ctypes.data)
@@ -157,6 +183,7 @@ def _add_experts(layer: Layer, packer: _Packer, spec: ExpertsSpec, prefix: str) 
 class _Packer:
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
         self.arrays: dict[str, Bytes | Floats] = {}
+        self.hidden_size = checkpoint.spec.hidden_size
         self._checkpoint = checkpoint
         self._progress = progress
         self._kinds: dict[str, int] = {}
@@ -216,7 +243,7 @@ class _Packer:
             shape, spec = self._checkpoint.tensors[name].shape, self._checkpoint.spec
             if name.endswith(UNPACKED):
                 return _random(name).standard_normal(shape, np.float32) * np.float32(DUMMY_STD)
-            value = 1 - norm_offset(spec, name) if is_norm(name) else 0.0
+            value = 1 - norm_offset(spec, name) if is_norm(name) else float(name.endswith(FACTORS))
             return np.full(shape, value, np.float32)
         floats = to_float32(self._checkpoint.read(name))
         return floats.reshape(self._checkpoint.tensors[name].shape)

@@ -276,16 +276,18 @@ def _first_keys(starts: Ints, window: int, block_size: int) -> Ints:
 
 def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes, window: int) -> Work:
     """Like `plan_work`, for the common step: only decodes, and no shared prefixes."""
-    first_keys = _first_keys(starts, window, sizes.block_size)
-    num_keys = starts + 1 - first_keys
+    ends = starts + 1
+    first_keys = _first_keys(starts, window, sizes.block_size) if window else None
+    num_keys = ends if first_keys is None else ends - first_keys
     chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
     num_chunks = -(-num_keys // chunk)
     while int(num_chunks.sum()) > sizes.max_parts:
         chunk *= 2
         num_chunks = -(-num_keys // chunk)
     rows = np.zeros((len(starts), 5), np.int32)
-    rows[:, 0], rows[:, 1], rows[:, 2] = np.arange(len(starts)), 1, batch_indices
-    rows[:, 3], rows[:, 4] = first_keys, starts + 1
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = np.arange(len(starts)), 1, batch_indices, ends
+    if first_keys is not None:
+        rows[:, 3] = first_keys
     first_parts = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
     return Work(_cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS, first_parts)

@@ -239,10 +239,11 @@ class CudaRunner:
         places = tuple([place for place, piece in enumerate(step.slices) if piece.wants_token])
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
         sizes = (2 * num_updates, num_slices, num_sampled, num_sampled, num_sampled * NUM_PARAMS)
-        total = layout.size + sum(sizes)
+        size = layout.size
+        total = size + sum(sizes)
         host = self._staging.begin(total)
         step.write(layout.carve(host))
-        pieces = np.split(host[layout.size : total], np.cumsum(sizes)[:-1])
+        pieces = np.split(host[size:total], np.cumsum(sizes)[:-1])
         pieces[0].reshape(2, -1)[:] = updates
         pieces[1][:] = step.last_rows
         pieces[2][:] = step.last_rows[list(places)]
@@ -251,7 +252,7 @@ class CudaRunner:
         special_rows = fill_params(pieces[4].view(np.float32).reshape(-1, NUM_PARAMS), rows)
         device = self._target(total, graph)
         self._staging.send(total, device)
-        tail = device[layout.size : total].split(sizes)  # type: ignore[no-untyped-call]
+        tail = device[size:total].split(sizes)  # type: ignore[no-untyped-call]
         if num_updates:
             update_tables(self._tables.whole, tail[0][:num_updates], tail[0][num_updates:])
         hidden = self._hidden(step, layout, device, graph)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,7 +86,7 @@ class StepGraphs:
     ) -> None:
         self._decode_sizes = decode_sizes  # ascending
         self._mixed_sizes = mixed_sizes  # ascending
-        self._room = room
+        self._room = cache(room)  # every step asks for it
         self._run = run
         self._is_compiled = is_compiled
         self._device = device

@@ -29,10 +29,10 @@ class Layout(NamedTuple):
 
     def holds(self, other: Layout) -> bool:
         """Whether a step of the other layout fits. Both are of one model, so both have windows and states or none."""
-        return all(mine >= theirs for mine, theirs in zip(self._counts(), other._counts(), strict=True))
-
-    def _counts(self) -> tuple[int, ...]:
-        return (*self[:3], *(self.window or ()), *(self.states or ()))
+        if self.num_rows < other.num_rows or self.num_narrow < other.num_narrow or self.num_wide < other.num_wide:
+            return False
+        mine, theirs = (*(self.window or ()), *(self.states or ())), (*(other.window or ()), *(other.states or ()))
+        return all(have >= need for have, need in zip(mine, theirs, strict=True))
 
     @property
     def size(self) -> int:
@@ -57,10 +57,17 @@ class Layout(NamedTuple):
         for length in self._lengths():
             pieces.append(flat[at : at + length])
             at += _padded(length)
-        tokens, positions, batch_indices, first_parts, narrow, wide, *others = pieces
-        items = Items(first_parts, narrow.reshape(-1, ITEM_FIELDS), wide.reshape(-1, ITEM_FIELDS))
-        inputs = StepInputs(tokens, positions, batch_indices, *items)
-        if not others:  # the common model: slices of tensors take time
+        tokens, positions, batch_indices, first_parts, narrow, wide = pieces[:6]
+        inputs = StepInputs(
+            tokens,
+            positions,
+            batch_indices,
+            first_parts,
+            narrow.reshape(-1, ITEM_FIELDS),
+            wide.reshape(-1, ITEM_FIELDS),
+        )
+        others = pieces[6:]
+        if not others:
             return inputs
         window = states = None
         if self.window is not None:
@@ -226,6 +233,7 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, division: Division)
         chosen = decodes
         ordered = tuple(slices[index] for index in decodes)
         last_rows = np.arange(len(decodes), dtype=np.int32)
+        num_rows = len(decodes)
     else:
         chosen = decodes + [index for index, piece in enumerate(slices) if piece.length > 1]
         ordered = tuple(slices[index] for index in chosen)
@@ -234,7 +242,7 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, division: Division)
             Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.batch_index)
             for place, piece in enumerate(ordered[len(decodes) :], len(decodes))
         ]
-    num_rows = int(last_rows[-1]) + 1
+        num_rows = int(last_rows[-1]) + 1
     work = plan_work(starts, batch_indices, siblings, prompts, num_rows, sizes)
     window_work = None
     if division.window_sizes is not None:

@@ -66,7 +66,7 @@ class Packed:
         """Return [rows, cols]: the value of code 0, read from the bytes as csrc/quire.h describes them."""
         num_panels, num_groups = -(-self.rows // PANEL), -(-self.cols // GROUP)
         groups = self.bytes.reshape(num_panels, num_groups, -1)
-        if self.kind == 1:
+        if self.kind != 0:
             return np.zeros((self.rows, self.cols), np.float32)
         minima = np.ascontiguousarray(groups[:, :, 144:160]).view("<f2")  # [panels, groups, 8]
         by_row = minima.transpose(0, 2, 1).reshape(-1, num_groups).repeat(GROUP, 1)

@@ -16,12 +16,10 @@ from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import floats
 from tests.backends.torch.families import Reference
 
+AMPLIFICATION = 8.0  # of rounding errors by Gemma 4, whose scores are not divided by the root of the head size
 NOT_ROUNDED = (
-    "mlp.gate.weight",
-    "feed_forward.gate.weight",
-    "shared_expert_gate.weight",
-    "conv1d.weight",
-    "conv.weight",
+    *("mlp.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight", "conv1d.weight", "conv.weight"),
+    *("router.weight", "router.proj.weight", "_bias"),
 )
 
 _LLAMA_NAMES = {
@@ -42,9 +40,11 @@ def llama_name(name: str) -> str:
 
 
 def _half_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
-    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # the one that knows soft caps
+    from transformers.models.gemma2 import modeling_gemma2  # the one that knows soft caps
+    from transformers.models.gpt_oss import modeling_gpt_oss  # the one that knows sinks
 
-    return eager_attention_forward(module, query, key.half().float(), value.half().float(), *rest, **named)
+    attend = (modeling_gpt_oss if hasattr(module, "sinks") else modeling_gemma2).eager_attention_forward
+    return attend(module, query, key.half().float(), value.half().float(), *rest, **named)
 
 
 def _rounded(matrix: Tensor) -> Tensor:
@@ -59,11 +59,15 @@ class RoundedReference(Reference):
         from transformers.masking_utils import eager_mask
 
         super().__init__(name, folder, seed, **changes)
+        self.amplification = AMPLIFICATION if name.startswith("gemma4") else 1.0
         matrices = [(name, one) for name, one in self.model.named_parameters() if not name.endswith(NOT_ROUNDED)]
         self.has_experts = any(parameter.dim() == 3 for _, parameter in matrices)
+        is_transposed = self.model.config.model_type == "gpt_oss"
         for _, parameter in matrices:
             if parameter.dim() == 2:
                 parameter.data = _rounded(parameter.data)
+            elif parameter.dim() == 3 and is_transposed:  # of all experts, inputs first
+                parameter.data = torch.stack([_rounded(one.T.contiguous()).T for one in parameter.data]).contiguous()
             elif parameter.dim() == 3:  # of all experts
                 parameter.data = torch.stack([_rounded(one) for one in parameter.data])
         AttentionInterface.register("half_cache", _half_cache)

@@ -27,6 +27,7 @@ MAKERS: dict[str, Callable[[int, int, int], Packed]] = {
     "Q4_0": lambda rows, cols, seed: coded(TensorType.Q4_0, rows, cols, seed),
     "Q4_1": lambda rows, cols, seed: coded(TensorType.Q4_1, rows, cols, seed),
     "Q8_0": lambda rows, cols, seed: coded(TensorType.Q8_0, rows, cols, seed),  # with codes of -128
+    "MXFP4": lambda rows, cols, seed: coded(TensorType.MXFP4, rows, cols, seed),
     "F32": lambda rows, cols, seed: floats(np.random.default_rng(seed).normal(0, 0.05, (rows, cols))),
 }
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quire.backends.native.batch import Batch
-from quire.backends.native.build import NOT_NATIVE
 from quire.backends.native.library import Engine, Floats
 from quire.backends.native.model import NativeModel, may_attend_in_halves
 from quire.backends.native.packing import pack_model
@@ -48,7 +47,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, 160) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name.split()[0] not in NOT_NATIVE])
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
     reference = RoundedReference(request.param, folder)
@@ -67,6 +66,7 @@ def check(reference: RoundedReference, prompt: list[int], *answers: Answer, boun
 
 def check_rows(reference: RoundedReference, found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
     """Compare distributions. A router may choose another expert where two have almost the same score, in a few rows."""
+    bound *= reference.amplification
     difference = (found - expected).abs()
     is_close = difference.amax(1) < bound
     num_far = int((~is_close).sum())
@@ -101,7 +101,8 @@ def test_attention_in_halves(in_halves: Pair, chunk: int) -> None:
     reference, rig = in_halves
     rig.reset(max_chunk_tokens=chunk)
     prompt = random_prompt(11, HEAD)
-    check(reference, prompt, rig.answer(prompt, 12), bound=HALF_BOUND)
+    # If an early token has another expert, all later ones change a little.
+    check(reference, prompt, rig.answer(prompt, 12), bound=HALF_BOUND * (2 if reference.has_experts else 1))
 
 
 @pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])

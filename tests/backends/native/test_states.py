@@ -26,9 +26,11 @@ from tests.backends.native.test_windows import logits
 from tests.backends.plans import piece, plan
 from tests.backends.torch.families import STATE_FAMILIES
 from tests.backends.torch.rig import Rig
+from tests.weights.converting import write_gguf
 
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 1, 33, 5, 96))]
 NUM_BLOCKS, NUM_STATES = 24, 17
+WINDOW_FAMILIES = ("mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers")
 MANY = 10_000  # more slots than any pool has
 SETTINGS: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8}
 
@@ -182,7 +184,9 @@ def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
 # Through the scheduler
 
 
-@pytest.mark.parametrize("name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "olmo3"])
+@pytest.mark.parametrize(
+    "name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers"]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prefixes, snapshots, forks, preemption and cancellation: each answer has the bits of the request alone."""
@@ -210,3 +214,17 @@ def test_a_prompt_is_found_again(name: str, tmp_path: Path) -> None:
     check_same(second, first)
     check(reference, PROMPTS[4], second)
     rig.engine.close()
+
+
+# Files of llama.cpp
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "gpt_oss", "gemma4 with experts"])
+def test_gguf_files(name: str, tmp_path: Path) -> None:
+    """The heads of a delta net are in another order. Heads of 32 are rounded in the same groups in any order."""
+    changes = {"linear_value_head_dim": 32} if name.startswith("qwen3_5") else {}
+    reference = RoundedReference(name, tmp_path / "m", **changes)
+    runner = open_runner(write_gguf(tmp_path / "m", tmp_path / "m.gguf"), precision="exact", **SETTINGS)
+    found = torch.log_softmax(torch.from_numpy(runner.model.logits(PROMPTS[4])), -1)
+    check_rows(reference, found, reference.logprobs(PROMPTS[4]))
+    runner.close()

@@ -154,7 +154,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     blocks = {"_copy_blocks", "_update_tables"}
     layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed"}
+    experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}
     states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
     states |= {"_short_decode", "_short_chunk", "_short_store"}
     assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_norm_columns"}
@@ -217,7 +217,7 @@ def test_kernels_of_steps_are_compiled_in_advance(
     others = {form[0] for form in first - launches.forms}
     unused = {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
     routed = {"_route", "_sort", "_count", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    routed |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed"}
+    routed |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}
     assert others <= (unused | routed if spec.has_experts else unused)  # other numbers of rows have other tiles
     launches.is_run = False
     with torch.inference_mode():

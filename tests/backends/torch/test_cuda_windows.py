@@ -11,19 +11,28 @@ from typing import Any
 import pytest
 import torch
 
+from quire.backends import kv_division
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import graphs
-from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.cuda import CudaRunner, _halves
 from quire.backends.torch.fused_linear import FusedLinear
+from quire.backends.torch.kernel_compilation import first_calls
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.core.step import BlockCopy
+from quire.core.kv_cache import KVCacheManager
+from quire.core.step import BlockCopy, StateSnapshot
+from quire.engine import composition
+from quire.engine.composition import EngineConfig, make_scheduler
+from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
+from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
+from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.window_rig import Driver, difference, random_tokens
+from tests.backends.torch.test_compiling import Launches
+from tests.backends.torch.window_rig import VOCAB, Driver, difference, random_tokens
 
 BOUND = 2e-5  # of log-probabilities in fp32
 TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -154,3 +163,77 @@ def test_window_copies(make_runner: Make) -> None:
     driver.window_copies = (BlockCopy(theirs, mine),)
     driver.step((0, 1), (1, 1))
     assert (driver.rows[0, 37] - driver.rows[1, 37]).abs().max() < 1e-6
+
+
+class WindowRig(FusedRig):
+    """The GPU runner with window blocks on the real scheduler."""
+
+    def __init__(self, runner: CudaRunner, patch: pytest.MonkeyPatch) -> None:
+        capacity = runner.capacity()
+        sizes = {"window": capacity.window, "num_window_blocks": capacity.num_window_blocks}
+
+        def make_cache(*args: Any, **settings: Any) -> KVCacheManager:
+            return KVCacheManager(*args, **{**sizes, **settings})
+
+        patch.setattr(composition, "KVCacheManager", make_cache)
+        self.config = EngineConfig(max_chunk_tokens=64)
+        self.runner = runner
+        self.engine = Engine(runner, make_scheduler(runner, self.config))
+        self.vocab_size = VOCAB
+        self.num_copies = self.num_computed = 0
+        self.engine.on_plan = self._count
+        self._num_requests = 0
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_on_the_real_scheduler(make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared prefixes, whose windows are cached or computed again, samples of one prompt, and steps in flight."""
+    monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)
+    whole = random_tokens(70, 3)
+    prompts = [whole, [*whole[:50], *random_tokens(9, 1)], [*whole[:33], 5, 6], whole]
+    alone = Driver(make_runner(is_reference=True), prompts)
+    rig = WindowRig(make_runner(num_window_blocks=40, max_graph_tokens=64 if has_graphs else 0), monkeypatch)
+    rig.reset(overlap=True, max_chunk_tokens=24)
+    for number, tokens in enumerate(prompts):
+        answer = rig.answer(tokens, 3)
+        assert answer.error is None
+        assert (answer.num_cached_tokens > 0) == (number > 0)
+        alone.tokens = [*prompts[:number], tokens + answer.tokens, *prompts[number + 1 :]]
+        alone.step((number, len(tokens)))
+        alone.step((number, 1))
+        for row, position in zip(answer.rows, (len(tokens) - 1, len(tokens)), strict=False):
+            assert float((row - alone.rows[number, position]).abs().max()) < BOUND
+    first = rig.start(whole, 3, temperature=1.0, seed=1)
+    second = rig.start(whole, 3, parent=first, temperature=1.0, seed=2, sample_index=1)
+    answers = rig.run(first, second)
+    assert float((answers[first].rows[0] - answers[second].rows[0]).abs().max()) < BOUND
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+def test_kernels_are_compiled_in_advance(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
+    runner = make_runner(num_window_blocks=30)
+    with monkeypatch.context() as patch, torch.inference_mode():
+        ahead = Launches(patch, is_run=False)
+        for call in first_calls(runner.model.spec, torch.float32, 8, torch.device("cpu")):
+            call()
+    launches = Launches(monkeypatch, is_run=True)
+    driver = Driver(runner, [random_tokens(60, 1)] * 2)
+    driver.step((0, 20))
+    driver.step((0, 1), (1, 10))
+    used = {form for form in launches.forms if form[0] in ("_rope_store", "_attend", "_update_tables")}
+    assert used <= ahead.forms
+
+
+def test_a_slice_is_cut_between_its_states() -> None:
+    """A slice of tokens [10, 20) that does not fit runs in halves, the second from the state that the first wrote."""
+    sizes = {"start": 10, "length": 10, "tokens": list(range(10)), "block_table": [1, 2, 3]}
+    whole = piece(**sizes, state_source=4, state_target=5, snapshots=(StateSnapshot(12, 6), StateSnapshot(17, 7)))
+    (((first,), _), ((second,), _)) = _halves((whole,), (0,))
+    assert (first.start, first.length, second.start, second.length) == (10, 5, 15, 5)
+    assert (first.state_source, first.state_target, first.snapshots) == (4, 5, (StateSnapshot(12, 6),))
+    assert (second.state_source, second.state_target, second.snapshots) == (5, 5, (StateSnapshot(17, 7),))
+    exact = whole._replace(snapshots=(StateSnapshot(15, 6),))
+    (((first,), _), ((second,), _)) = _halves((exact,), (0,))
+    assert (first.state_target, first.snapshots) == (6, ())
+    assert (second.state_source, second.state_target, second.snapshots) == (6, 5, ())

@@ -37,6 +37,7 @@ from quire.backends.torch.inputs import (
     arrange,
 )
 from quire.backends.torch.kernels import attention
+from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 
@@ -197,7 +198,8 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
     if layout.window is not None:
         items += [(rows + 1,), (layout.window.num_narrow, ITEM_FIELDS), (layout.window.num_wide, ITEM_FIELDS)]
     if layout.states is not None:
-        items += [(layout.states.num_decodes, 2), (layout.states.num_chunks, 5), (layout.states.num_sequences, 2)]
+        fields = DECODE_FIELDS, CHUNK_FIELDS, SEQUENCE_FIELDS
+        items += list(zip(layout.states, fields, strict=True))
     if layout.window is not None or layout.states is not None:
         items += [(rows,)]
     assert shapes == [(rows,), (rows,), (rows,), (rows + 1,), *items]
@@ -283,7 +285,8 @@ def test_windows_states_and_shared_keys() -> None:
     assert inputs.batch_indices.tolist() == [0, 1, 2, 3, *[5] * 10, *[-1] * 6]
     assert inputs.kept.tolist() == [0, 1, 2, 3, *[-1] * 3, *[5] * 7, *[-1] * 6]
     assert inputs.states.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
-    assert inputs.states.chunks.tolist() == [[4, 10, 0, 7, 8], *[[0] * 5] * 3]
+    assert inputs.states.chunks[0, :5].tolist() == [4, 10, 0, 7, 8]
+    assert not inputs.states.chunks[1:].any()
     assert inputs.states.sequences.tolist() == [[0, 1], [0, 0]]
 
 

@@ -192,8 +192,18 @@ static void merge_state(
     record[size] = high, record[size + 1] = record[size + 1] * kept + sum * added;
 }
 
-static void write_head(const attention_shape *shape, const float *record, float *out) {
-    for (int d = 0; d < shape->head_size; d++) out[d] = record[d] / record[shape->head_stride + 1];
+static void write_head(const attention_shape *shape, const float *record, int head, float *out) {
+    float sum = record[shape->head_stride + 1];
+    if (shape->sinks) {
+        const float peak = record[shape->head_stride];
+#if HAS_HALF_ARITHMETIC
+        if (shape->is_half) sum += exp2f(shape->sinks[head] * LOG2_E - peak - HEADROOM);
+        else sum += expf(shape->sinks[head] - peak);
+#else
+        sum += expf(shape->sinks[head] - peak);
+#endif
+    }
+    for (int d = 0; d < shape->head_size; d++) out[d] = record[d] / sum;
 }
 
 typedef struct { /* records of some heads of all queries */
@@ -303,7 +313,7 @@ static void attend(const attention_shape *shape, const attention_rows *rows, con
         else attend_some(shape, rows, from, rest, records, left, 0);
         for (int i = 0; i < rows->count && !rows->records; i++)
             for (int h = 0; h < left; h++)
-                write_head(shape, record_of(shape, records, i, h),
+                write_head(shape, record_of(shape, records, i, h), head + h,
                            out + (size_t)i * rows->out_stride + (size_t)((head + h) * shape->head_size));
     }
 }
@@ -320,6 +330,6 @@ static void merge_pieces(const attention_shape *shape, const attention_rows *row
                 next += (size_t)rows->count * row_stride;
                 merge_state(shape, next[stride], next[stride + 1], next, first, is_half);
             }
-            write_head(shape, first, out + (size_t)i * rows->out_stride + (size_t)(h * shape->head_size));
+            write_head(shape, first, h, out + (size_t)i * rows->out_stride + (size_t)(h * shape->head_size));
         }
 }

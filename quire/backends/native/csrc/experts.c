@@ -36,7 +36,8 @@ static void score_unit(void *context, int unit, int thread) {
     const int num_tiles = ceil_div(routed->num_rows, ROWS_PER_SCORE);
     const int row = unit % num_tiles * ROWS_PER_SCORE, count = smallest(routed->num_rows - row, ROWS_PER_SCORE);
     const int first = unit / num_tiles * job->experts_per_unit;
-    const float *x = job->step->normed + (size_t)(routed->first_row + row) * (size_t)size;
+    const float *rows = job->layer->router_norm ? job->step->scored : job->step->normed;
+    const float *x = rows + (size_t)(routed->first_row + row) * (size_t)size;
     for (int expert = first; expert < smallest(first + job->experts_per_unit, num_experts); expert++)
         job->step->run->dot(job->layer->router + (size_t)expert * (size_t)size, x, (size_t)size, count, size,
                             routed->scores + (size_t)row * (size_t)num_experts + expert, (size_t)num_experts);
@@ -285,6 +286,44 @@ void run_experts(pass *step, const quire_layer *layer) {
         run_some(&job);
     }
     if (layer->shared_gate) run_shared(&job);
+}
+
+/* Norms the output of the MLP, and makes the inputs of the router and of the experts. */
+static void divide_unit(void *context, int unit, int thread) {
+    (void)thread;
+    const expert_job *job = context;
+    const pass *step = job->step;
+    const quire_layer *layer = job->layer;
+    const int size = step->model->hidden_size, first = unit * ROWS_PER_UNIT;
+    const float eps = step->model->norm_eps;
+    for (int row = first; row < smallest(first + ROWS_PER_UNIT, step->batch->num_tokens); row++) {
+        const size_t at = (size_t)row * (size_t)size;
+        step->run->norm(step->mixed + at, NULL, layer->post_dense_norm, size, eps, step->dense + at);
+        step->run->norm(step->x + at, NULL, layer->router_norm, size, eps, step->scored + at);
+        step->run->norm(step->x + at, NULL, layer->experts_norm, size, eps, step->normed + at);
+        step->run->quantize(step->normed + at, size, &job->step->input, row);
+    }
+}
+
+static void join_unit(void *context, int unit, int thread) {
+    (void)thread;
+    const expert_job *job = context;
+    const pass *step = job->step;
+    const int size = step->model->hidden_size, first = unit * ROWS_PER_UNIT;
+    for (int row = first; row < smallest(first + ROWS_PER_UNIT, step->batch->num_tokens); row++) {
+        float *out = step->mixed + (size_t)row * (size_t)size;
+        step->run->norm(out, NULL, job->layer->post_experts_norm, size, step->model->norm_eps, out);
+        step->run->add(out, step->dense + (size_t)row * (size_t)size, size);
+    }
+}
+
+void run_parallel_experts(pass *step, const quire_layer *layer) {
+    const int num_tokens = step->batch->num_tokens, units = ceil_div(num_tokens, ROWS_PER_UNIT);
+    expert_job job = {.step = step, .layer = layer};
+    set_input(&step->input, num_tokens, step->model->hidden_size, step->model->refine.gate_up);
+    quire_run(step->engine, divide_unit, &job, units);
+    run_experts(step, layer);
+    quire_run(step->engine, join_unit, &job, units);
 }
 
 /* Lays out the memory for the layer that needs most of it. */

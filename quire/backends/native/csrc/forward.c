@@ -10,12 +10,16 @@ enum { MAX_RECORDS = 1 << 24 }; /* floats for the states of pieces: 64 MiB */
 
 static size_t rounded(size_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
-static int qkv_size(const quire_layer *layer) { return num_outputs(&layer->qkv); }
 static int is_attention(const quire_layer *layer) { return layer->mixer == QUIRE_ATTENTION; }
+/* Returns the numbers of a row for the mixer: of attention with room for values that are keys. */
+static int qkv_size(const quire_layer *layer) {
+    return num_outputs(&layer->qkv) + (layer->is_key_value ? layer->num_kv_heads * layer->head_size : 0);
+}
+static int has_dense_mlp(const quire_layer *layer) { return !layer->num_experts || layer->experts_norm; }
 /* Returns the size of the MLP that all rows use; 0: there is none. */
 static int ffn_size(const quire_layer *layer) {
-    if (layer->num_experts) return layer->shared_gate ? layer->shared.down.parts[0].cols : 0;
-    return layer->down.parts[0].cols;
+    if (has_dense_mlp(layer)) return layer->down.parts[0].cols;
+    return layer->shared_gate ? layer->shared.down.parts[0].cols : 0;
 }
 
 /* Matrix products */
@@ -69,13 +73,19 @@ static void multiply_unit(void *context, int unit, int thread) {
         job->run, job->linear, job->input, first, last, quire_own_memory(job->engine, thread), job->y, job->stride);
 }
 
-void project(
-    quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y) {
+static void project_apart(
+    quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y,
+    int stride) {
     int num_panels = 0;
     for (int i = 0; i < linear->num_parts; i++) num_panels += ceil_div(linear->parts[i].rows, PANEL);
-    const int count = num_outputs(linear), units = num_units(ceil_div(num_panels, run->at_once), quire_num_threads(engine));
-    product job = {engine, run, linear, input, y, count, num_panels, units};
+    const int units = num_units(ceil_div(num_panels, run->at_once), quire_num_threads(engine));
+    product job = {engine, run, linear, input, y, stride, num_panels, units};
     quire_run(engine, multiply_unit, &job, job.num_units);
+}
+
+void project(
+    quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y) {
+    project_apart(engine, run, linear, input, y, num_outputs(linear));
 }
 
 /* Rows: norms, rounding, rotation */
@@ -84,7 +94,7 @@ typedef struct {
     pass *step;
     const quire_layer *layer;
     const float *post_norm, *weight, *source;
-    float residual_scale;
+    float residual_scale, output_scale; /* of what is added to the stream, and of the stream */
     int count, activation;
     size_t stride;
 } row_job;
@@ -108,7 +118,12 @@ static void norm_one(row_job *job, int row) {
     float *x = step->x + at, *added = step->mixed + at, *normed = step->normed + at;
     if (job->post_norm) step->run->norm(added, NULL, job->post_norm, size, eps, added);
     if (job->residual_scale != 1) scale_row(added, size, job->residual_scale);
-    if (job->weight) {
+    if (job->output_scale != 1) {
+        step->run->add(x, added, size);
+        scale_row(x, size, job->output_scale);
+        if (job->weight) step->run->norm(x, NULL, job->weight, size, eps, normed);
+        else memcpy(normed, x, (size_t)size * sizeof *x);
+    } else if (job->weight) {
         step->run->norm(x, added, job->weight, size, eps, normed);
     } else {
         step->run->add(x, added, size);
@@ -122,11 +137,14 @@ static void norm_unit(void *context, int unit, int thread) {
     each_row(context, unit, ((row_job *)context)->step->input.num_rows, norm_one);
 }
 
-/* Adds the output of the last product to the residual stream, with `post_norm` and `residual_scale` of its layer. The
-   norm of the stream with `weight`, or the stream itself, becomes the input of the next product. */
-static void norm_rows(pass *step, const float *post_norm, float residual_scale, const float *weight, int refine) {
+/* Adds the output of the last product to the residual stream, with `post_norm` and `residual_scale` of its layer, and
+   multiplies the stream by `output_scale`. The norm of the stream with `weight`, or the stream itself, becomes the input of
+   the next product. */
+static void norm_rows(
+    pass *step, const float *post_norm, float residual_scale, float output_scale, const float *weight, int refine) {
     set_input(&step->input, step->batch->num_tokens, step->model->hidden_size, refine);
-    row_job job = {.step = step, .post_norm = post_norm, .residual_scale = residual_scale, .weight = weight};
+    row_job job = {.step = step, .post_norm = post_norm, .residual_scale = residual_scale,
+                   .output_scale = output_scale, .weight = weight};
     quire_run(step->engine, norm_unit, &job, row_units(step->batch->num_tokens));
 }
 
@@ -207,11 +225,15 @@ static int is_stored(const pass *step, const quire_layer *layer, int row) {
 
 /* Norms and rotates the heads of queries and keys. */
 static void turn_heads(const pass *step, const quire_layer *layer, int position, float *qkv) {
-    const int size = layer->head_size, heads = layer->num_heads, both = heads + layer->num_kv_heads;
+    const int size = layer->head_size, heads = layer->num_heads;
+    const int kv_heads = layer->is_shared ? 0 : layer->num_kv_heads, both = heads + kv_heads;
     const int half = layer->rotary_size / 2, is_width = layer->is_norm_of_width;
     const float eps = step->model->norm_eps;
     const size_t angle = (size_t)position * (size_t)half;
-    float *keys = qkv + heads * size;
+    float *keys = qkv + heads * size, *values = keys + kv_heads * size;
+    if (layer->is_key_value) memcpy(values, keys, (size_t)(kv_heads * size) * sizeof *keys);
+    for (int head = 0; head < kv_heads && layer->v_norm; head++)
+        step->run->norm(values + head * size, NULL, layer->v_norm, size, eps, values + head * size);
     if (layer->q_norm && is_width) {
         step->run->norm(qkv, NULL, layer->q_norm, heads * size, eps, qkv);
         step->run->norm(keys, NULL, layer->k_norm, (both - heads) * size, eps, keys);
@@ -233,7 +255,7 @@ static void store_one(row_job *job, int row) {
     const int position = step->batch->positions[row], stride = key_stride(model->block_size);
     float *qkv = step->inner + (size_t)row * (size_t)qkv_size(layer);
     turn_heads(step, layer, position, qkv);
-    if (is_stored(step, layer, row)) return;
+    if (layer->is_shared || is_stored(step, layer, row)) return;
     const int32_t *table = table_of(step, layer, row);
     uint16_t *block = layer->pool + (size_t)table[position / model->block_size] * (block_bytes(model, layer) / 2);
     const int slot = position % model->block_size;
@@ -279,6 +301,7 @@ static attention_shape shape_of(const pass *step, const quire_layer *layer, int 
         .window = layer->window,
         .piece_blocks = piece_blocks(model),
         .is_half = layer->is_half_attention,
+        .sinks = layer->sinks ? layer->sinks + kv_head * (layer->num_heads / layer->num_kv_heads) : NULL,
         .layer = layer->pool + (size_t)kv_head * head_halves(head_size, block_size),
         .block_halves = block_bytes(model, layer) / 2,
         .values_at = (size_t)head_size * (size_t)key_stride(block_size),
@@ -415,28 +438,35 @@ static void run_attention(pass *step, const quire_layer *layer) {
     quire_run(step->engine, gate_output_unit, &job, row_units(num_tokens));
 }
 
-/* Adds the output of the MLP before layer `index`; there is none before the first. */
-static void add_mlp(pass *step, int index, const float *weight, int refine) {
+/* Adds the output of the last part of the layer before layer `index`; there is none before the first. */
+static void add_layer(pass *step, int index, const float *weight, int refine) {
     const quire_layer *before = index ? &step->model->layers[index - 1] : NULL;
-    norm_rows(step, before ? before->post_mlp_norm : NULL, before ? before->residual_scale : 1, weight, refine);
+    const float *post_norm = before ? before->ple_norm ? before->ple_norm : before->post_mlp_norm : NULL;
+    const float scale = before && !before->ple_norm ? before->residual_scale : 1;
+    norm_rows(step, post_norm, scale, before ? before->output_scale : 1, weight, refine);
+}
+
+static void run_dense(pass *step, const quire_layer *layer) {
+    project(step->engine, step->run, &layer->gate_up, &step->input, step->inner);
+    gate_rows(step, layer->activation, step->inner, ffn_size(layer), step->model->refine.down);
+    project(step->engine, step->run, &layer->down, &step->input, step->mixed);
 }
 
 static void run_layer(pass *step, int index) {
     const quire_model *model = step->model;
     const quire_layer *layer = &model->layers[index];
-    add_mlp(step, index, layer->input_norm, model->refine.qkv);
-    project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
+    add_layer(step, index, layer->input_norm, model->refine.qkv);
+    project_apart(step->engine, step->run, &layer->qkv, &step->input, step->inner, qkv_size(layer));
     if (is_attention(layer)) run_attention(step, layer);
     else run_recurrence(step, layer);
     project(step->engine, step->run, &layer->o, &step->input, step->mixed);
-    norm_rows(step, layer->post_attention_norm, layer->residual_scale, layer->mlp_norm, model->refine.gate_up);
-    if (layer->num_experts) {
-        run_experts(step, layer);
-        return;
-    }
-    project(step->engine, step->run, &layer->gate_up, &step->input, step->inner);
-    gate_rows(step, layer->activation, step->inner, ffn_size(layer), model->refine.down);
-    project(step->engine, step->run, &layer->down, &step->input, step->mixed);
+    norm_rows(step, layer->post_attention_norm, layer->residual_scale, 1, layer->mlp_norm, model->refine.gate_up);
+    if (has_dense_mlp(layer)) run_dense(step, layer);
+    if (layer->experts_norm) run_parallel_experts(step, layer);
+    else if (layer->num_experts) run_experts(step, layer);
+    if (!layer->ple_norm) return;
+    norm_rows(step, layer->post_mlp_norm, layer->residual_scale, 1, NULL, model->refine.gate_up);
+    run_layer_embedding(step, index);
 }
 
 /* The whole pass */
@@ -502,16 +532,22 @@ typedef struct { /* numbers per row, in the layer that has most */
 } widths;
 
 static widths widest(const quire_model *model) {
-    widths most = {model->hidden_size, 0, model->hidden_size};
+    widths most = {model->hidden_size, 2 * model->ple_size, model->hidden_size};
     for (int index = 0; index < model->num_layers; index++) {
         const quire_layer *layer = &model->layers[index];
         const int heads = layer->o.parts[0].cols, ffn = ffn_size(layer);
-        most.input = largest(most.input, largest(heads, ffn));
+        most.input = largest(most.input, largest(largest(heads, ffn), model->ple_size));
         most.inner = largest(most.inner, largest(qkv_size(layer), 2 * ffn));
         most.mixed = largest(most.mixed, heads);
         if (layer->shared_gate) most.inner = largest(most.inner, model->hidden_size);
     }
     return most;
+}
+
+static int has_parallel_experts(const quire_model *model) {
+    for (int index = 0; index < model->num_layers; index++)
+        if (model->layers[index].experts_norm) return 1;
+    return 0;
 }
 
 /* Lays out the working memory. Without a base, only returns its size. */
@@ -530,6 +566,12 @@ static size_t lay_out(pass *step, void *base) {
     if (base) step->input = input;
     carve(base, &used, rows * 4, (void **)&step->sequences);
     carve(base, &used, rows * 4, (void **)&step->tiles);
+    if (has_parallel_experts(step->model)) {
+        carve(base, &used, rows * hidden * 4, (void **)&step->dense);
+        carve(base, &used, rows * hidden * 4, (void **)&step->scored);
+    }
+    const size_t embeddings = (size_t)step->model->num_layers * (size_t)step->model->ple_size;
+    carve(base, &used, rows * embeddings * 4, (void **)&step->embeddings);
     used += lay_attention(step, base ? (char *)base + used : NULL);
     return used + lay_experts(step, base ? (char *)base + used : NULL);
 }
@@ -585,6 +627,8 @@ static int reserve(pass *step) {
     if (!base) return -1;
     lay_out(step, base);
     size_t most = panel_scratch(ceil_div(widest(step->model).input, GROUP));
+    const size_t embeddings = (size_t)step->model->num_layers * (size_t)step->model->ple_size;
+    if (embeddings > most) most = embeddings;
     for (int index = 0; index < step->model->num_layers; index++) {
         const quire_layer *layer = &step->model->layers[index];
         size_t mixer = delta_scratch(layer->recurrence.key_size);
@@ -604,8 +648,9 @@ int quire_forward(quire_engine *engine, const quire_model *model, const quire_ba
     if (reserve(&step)) return -1;
     lay_tiles(&step);
     embed(&step);
+    if (model->ple_size) make_layer_embeddings(&step);
     for (int index = 0; index < model->num_layers; index++) run_layer(&step, index);
-    add_mlp(&step, model->num_layers, model->norm, 0);
+    add_layer(&step, model->num_layers, model->norm, 0);
     judge(&step);
     if (batch->hidden)
         memcpy(batch->hidden, step.normed, (size_t)batch->num_tokens * (size_t)model->hidden_size * sizeof(float));

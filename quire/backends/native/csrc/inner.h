@@ -39,6 +39,7 @@ typedef struct { /* one KV head of a layer */
     int window;
     int piece_blocks; /* blocks of a piece of the context */
     int is_half; /* arithmetic may be fp16 if that is faster */
+    const float *sinks; /* [heads], or NULL: logits of keys without a value */
     const uint16_t *layer; /* the layer's blocks, starting at this head's keys */
     size_t block_halves, values_at;
 } attention_shape;
@@ -128,13 +129,18 @@ typedef struct {
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
    for a changed copy of some inputs. */
 enum { SCRATCH_FLOATS = 2 * (64 + 32) + 128 };
-static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * SCRATCH_FLOATS; }
+enum { LOOKED_UP_FLOATS = 2 * 68 }; /* more for two panels of 4-bit floats as signed bytes */
+static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * (SCRATCH_FLOATS + LOOKED_UP_FLOATS); }
 
 const quire_variant *quire_variant_now(void);
 int quire_check_variant(const quire_variant *variant); /* 1: its results are correct */
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-static inline int panel_bytes(int kind) { return kind == QUIRE_Q4 ? 160 : 272; } /* bytes of one group */
+static inline int panel_bytes(int kind) { /* bytes of one group */
+    return kind == QUIRE_Q4 ? 160 : kind == QUIRE_Q8 ? 272 : 144;
+}
+/* 4-bit floats (E2M1), doubled: a sign, two bits of exponent, one of mantissa */
+static const int8_t QUIRE_FLOAT4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 static inline int num_refined(int num_groups, int refine) { return (num_groups * refine + 255) / 256; }
 
 #endif

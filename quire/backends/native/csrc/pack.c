@@ -182,7 +182,6 @@ static void read_q6_k(const uint8_t *block, int index, group_codes *out) {
 }
 
 static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static const int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
 static void look_up(const int8_t *values, group_codes *out) {
     for (int i = 0; i < GROUP; i++) out->codes[i] = values[out->codes[i]];
@@ -206,21 +205,13 @@ static void read_iq4_xs(const uint8_t *block, int index, group_codes *out) {
 }
 
 /* MXFP4: one power of two, 2^(e - 127), and 4-bit floats. As the values are doubled, the scale is halved. Powers that
-   fp16 does not hold, below 2^-24 and above 2^15, occur in no sensible file: such a group is rounded like floats. */
+   fp16 does not hold, below 2^-24 and above 2^15, occur in no sensible file: they become 0, or fp16's largest number. The
+   last one is NaN. */
 static void read_mxfp4(const uint8_t *block, int index, group_codes *out) {
     (void)index;
-    const int exponent = block[0] - 128;
-    const float scale = ldexpf(1, exponent);
     read_nibbles(block + 1, out);
-    look_up(MXFP4_VALUES, out);
-    if (exponent >= -24 && exponent <= 15) {
-        out->scale = float_to_half(scale);
-        out->minimum = 0;
-        return;
-    }
-    float x[GROUP];
-    for (int i = 0; i < GROUP; i++) x[i] = scale * (float)out->codes[i];
-    round_floats(x, out);
+    out->scale = float_to_half(block[0] == 255 ? NAN : ldexpf(1, block[0] - 128));
+    out->minimum = 0;
 }
 
 /* TQ1_0 and TQ2_0 hold -1, 0 and 1 as 0, 1 and 2 with one scale for 256: a Q4 group with the minimum -scale. */
@@ -260,7 +251,7 @@ static const source_format FORMATS[] = {
     [SOURCE_Q5_1] = {24, 32, QUIRE_Q8, read_q5_1},      [SOURCE_Q2_K] = {84, 256, QUIRE_Q8, read_q2_k},
     [SOURCE_Q3_K] = {110, 256, QUIRE_Q8, read_q3_k},    [SOURCE_Q5_K] = {176, 256, QUIRE_Q8, read_q5_k},
     [SOURCE_Q6_K] = {210, 256, QUIRE_Q8, read_q6_k},    [SOURCE_IQ4_NL] = {18, 32, QUIRE_Q8, read_iq4_nl},
-    [SOURCE_IQ4_XS] = {136, 256, QUIRE_Q8, read_iq4_xs}, [SOURCE_MXFP4] = {17, 32, QUIRE_Q8, read_mxfp4},
+    [SOURCE_IQ4_XS] = {136, 256, QUIRE_Q8, read_iq4_xs}, [SOURCE_MXFP4] = {17, 32, QUIRE_F4, read_mxfp4},
     [SOURCE_TQ1_0] = {54, 256, QUIRE_Q4, read_tq1_0},   [SOURCE_TQ2_0] = {66, 256, QUIRE_Q4, read_tq2_0},
 };
 
@@ -306,7 +297,7 @@ static void write_group(int kind, int row, const group_codes *codes, uint8_t *ou
         uint8_t pairs[16];
         for (int i = 0; i < 16; i++) pairs[i] = (uint8_t)(codes->codes[i] | codes->codes[i + 16] << 4);
         for (int step = 0; step < 4; step++) memcpy(at + step * 32, pairs + step * 4, 4);
-        memcpy(scales + 16 + 2 * row, &codes->minimum, 2);
+        if (kind == QUIRE_Q4) memcpy(scales + 16 + 2 * row, &codes->minimum, 2);
     }
     memcpy(scales + 2 * row, &codes->scale, 2);
 }
@@ -337,8 +328,9 @@ void quire_unpack(const quire_matrix *matrix, int row, float *out) {
             out[i] = half_to_float(load_half(group + 256 + 2 * place)) * (float)(int8_t)group[step * 32 + at];
         } else {
             int code = step < 4 ? group[step * 32 + at] & 15 : group[(step - 4) * 32 + at] >> 4;
-            out[i] = half_to_float(load_half(group + 128 + 2 * place)) * (float)code +
-                     half_to_float(load_half(group + 144 + 2 * place));
+            const float scale = half_to_float(load_half(group + 128 + 2 * place));
+            if (matrix->kind == QUIRE_F4) out[i] = scale * (float)QUIRE_FLOAT4_VALUES[code];
+            else out[i] = scale * (float)code + half_to_float(load_half(group + 144 + 2 * place));
         }
     }
 }

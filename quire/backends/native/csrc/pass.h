@@ -52,6 +52,8 @@ typedef struct {
     int num_parts, num_merges;
     const quire_layer *divided; /* a layer that the parts are for, or NULL */
     routing routed;
+    float *dense, *scored; /* [T, E]: output of the MLP beside experts, and input of their router */
+    float *embeddings;     /* [T, layers, P]: embeddings of each layer */
 } pass;
 
 static inline int largest(int a, int b) { return a > b ? a : b; }
@@ -88,6 +90,13 @@ void gate_rows(pass *step, int activation, float *source, int count, int refine)
 /* Runs the mixer of a layer with a state: from step->inner to step->input. */
 void run_recurrence(pass *step, const quire_layer *layer);
 
+/* Embeddings of the layers: all of them from the embeddings of the tokens, and the part of layer `index` that uses them,
+   from step->input to step->mixed. */
+void make_layer_embeddings(pass *step);
+void run_layer_embedding(pass *step, int index);
+
+/* Runs the experts beside the MLP, whose output is in step->mixed: the sum of both replaces it. */
+void run_parallel_experts(pass *step, const quire_layer *layer);
 /* Replaces the MLP of a layer with experts: from step->normed and step->input to step->mixed. */
 void run_experts(pass *step, const quire_layer *layer);
 size_t lay_experts(pass *step, void *base);

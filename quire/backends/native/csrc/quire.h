@@ -13,14 +13,15 @@
 
 enum { GROUP = 32, PANEL = 8 }; /* inputs that share a scale; rows of a matrix computed together */
 
-enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1 };
+enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1, QUIRE_F4 = 2 };
 
 /* A matrix [rows, cols] in panels of 8 rows. Rows and cols are padded with zeros to whole panels and groups. A panel
    consists of its groups in order. Each group contains, for 8 rows:
      Q4: 128 bytes of nibbles, 8 scales, 8 minima (fp16): weight = scale * nibble + minimum. 160 bytes.
      Q8: 256 bytes of int8, 8 scales (fp16): weight = scale * byte. 272 bytes.
+     F4: 128 bytes of nibbles, 8 scales (fp16): weight = scale * value of the nibble, a 4-bit float. 144 bytes.
    Bytes are in the order that dot-product instructions need: [step of 4 inputs][row][input of the step]. A byte of Q4
-   holds step s in its low nibble and step s + 4 in its high nibble, so 4 steps of bytes are 8 steps of inputs. */
+   or F4 holds step s in its low nibble and step s + 4 in its high nibble, so 4 steps of bytes are 8 steps of inputs. */
 typedef struct {
     const uint8_t *data;
     int32_t kind;
@@ -38,7 +39,7 @@ typedef struct { /* an MLP that some rows choose */
 } quire_expert;
 
 enum quire_mixer { QUIRE_ATTENTION = 0, QUIRE_DELTA_NET = 1, QUIRE_SHORT_CONV = 2 };
-enum quire_activation { QUIRE_SILU = 0, QUIRE_GELU = 1, QUIRE_SIGMOID = 2 };
+enum quire_activation { QUIRE_SILU = 0, QUIRE_GELU = 1, QUIRE_SIGMOID = 2, QUIRE_CLAMPED_SWIGLU = 3 };
 
 /* A causal convolution of C channels, and for a delta net the heads that follow it: queries, keys, values. The state of a
    sequence is in a slot; slot 0 holds zeros. */
@@ -67,6 +68,7 @@ typedef struct { /* x + residual_scale * mixer(norm(x)), then the same with the 
     const float *shared_gate;                         /* [E], or NULL: no shared expert */
     const float *input_norm, *mlp_norm;               /* [E] or NULL: of the inputs of attention and MLP */
     const float *post_attention_norm, *post_mlp_norm; /* [E] or NULL: of their outputs */
+    const float *v_norm, *sinks;  /* [D] or NULL; [H] or NULL: one more logit of each head, whose value is 0 */
     const float *q_norm, *k_norm; /* [D], one for all heads; or [H, D] and [K, D], of all heads together; or NULL */
     const float *cosines, *sines; /* [max context, rotary size / 2] */
     const float *query_scales;    /* [max context]: factors of the queries by position, or NULL */
@@ -76,6 +78,8 @@ typedef struct { /* x + residual_scale * mixer(norm(x)), then the same with the 
     int32_t num_heads, num_kv_heads, head_size;
     int32_t rotary_size;       /* leading dimensions of a head that are rotated; 0: none */
     int32_t window;            /* tokens that a token sees, including itself; 0: all before it */
+    int32_t is_key_value;      /* values are the keys before their norm and rotation: `qkv` has no values */
+    int32_t is_shared;         /* keys and values are those of another layer, in whose pool they are: `qkv` has none */
     int32_t has_gate;          /* the output is multiplied by sigmoid(gate) */
     int32_t is_norm_of_width;  /* q_norm and k_norm are of all heads together */
     int32_t is_half_attention; /* whether attention may multiply in fp16 if that is faster on this machine */
@@ -86,6 +90,13 @@ typedef struct { /* x + residual_scale * mixer(norm(x)), then the same with the 
     float experts_scale;             /* of the weighted sum of the experts */
     float attention_scale, attention_softcap; /* softcap 0: none */
     float residual_scale;
+    float output_scale; /* of the layer's output, with the residual */
+    /* Experts beside the MLP: post_dense_norm(mlp(x)) + post_experts_norm(experts(experts_norm(x))). The router reads
+       router_norm(x). NULL: experts are in place of the MLP, and the router reads their input. */
+    const float *post_dense_norm, *post_experts_norm, *experts_norm, *router_norm; /* [E] */
+    /* A third part: x + norm(proj(activation(gate(x)) * e)), where e [P] is the layer's own embedding of the token. */
+    quire_linear ple_gate, ple_proj;
+    const float *ple_norm; /* [E], or NULL: there is none */
 } quire_layer;
 
 typedef struct {
@@ -95,6 +106,11 @@ typedef struct {
     const float *norm;
     quire_linear embedding; /* one part, used as a lookup table */
     quire_linear head;
+    /* Embeddings e of all layers: (norm(proj(x) * proj scale) + embedding * scale) / sqrt(2), [layers, P] */
+    quire_linear ple_embedding, ple_proj;
+    const float *ple_norm; /* [P] */
+    int32_t ple_size;      /* P; 0: there are none */
+    float ple_scale, ple_proj_scale;
     /* share of an input's groups that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them */
     struct { int32_t qkv, o, gate_up, down, head; } refine;
     int32_t block_size;

@@ -38,15 +38,25 @@ static inline vec activate(vec x, int activation) {
     return mul(x, sigmoid(mul(fill(1.5957691216f), mul_add(cube, fill(0.044715f), x))));
 }
 
+#define SWIGLU_LIMIT 7.0f
+#define SWIGLU_ALPHA 1.702f
+/* Returns activation(gate) * up. The limits come first, so that NaN is kept. */
+static inline vec gated(vec gate, vec up, int activation) {
+    if (activation != QUIRE_CLAMPED_SWIGLU) return mul(activate(gate, activation), up);
+    gate = lowest(fill(SWIGLU_LIMIT), gate);
+    up = lowest(fill(SWIGLU_LIMIT), highest(fill(-SWIGLU_LIMIT), up));
+    return mul(mul(gate, sigmoid(mul(fill(SWIGLU_ALPHA), gate))), add(up, fill(1.0f)));
+}
+
 /* Computes activation(gate) * up in place of the gate. */
 static void gate_row(float *gate, const float *up, int count, int activation) {
     int i = 0;
-    for (; i + LANES <= count; i += LANES) store(gate + i, mul(activate(load(gate + i), activation), load(up + i)));
+    for (; i + LANES <= count; i += LANES) store(gate + i, gated(load(gate + i), load(up + i), activation));
     if (i == count) return;
     float x[LANES] = {0}, y[LANES] = {0};
     memcpy(x, gate + i, (size_t)(count - i) * sizeof *x);
     memcpy(y, up + i, (size_t)(count - i) * sizeof *y);
-    store(x, mul(activate(load(x), activation), load(y)));
+    store(x, gated(load(x), load(y), activation));
     memcpy(gate + i, x, (size_t)(count - i) * sizeof *x);
 }
 

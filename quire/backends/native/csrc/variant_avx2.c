@@ -100,15 +100,16 @@ static inline __attribute__((always_inline)) __m256i dot_unpacked(
 }
 
 #include "x86.h"
+#include "codebook.h"
 
 #if defined(__AVXVNNI__)
 static int is_supported(void) {
     return has_features(bit_FMA | bit_F16C, bit_AVX2, 0, SAVES_AVX) && has_avx_vnni();
 }
 
-const quire_variant quire_variant_avxvnni = VARIANT("avx2 vnni", is_supported, multiply_panels);
+const quire_variant quire_variant_avxvnni = VARIANT("avx2 vnni", is_supported, multiply_any);
 #else
 static int is_supported(void) { return has_features(bit_FMA | bit_F16C, bit_AVX2, 0, SAVES_AVX); }
 
-const quire_variant quire_variant_avx2 = VARIANT("avx2", is_supported, multiply_panels);
+const quire_variant quire_variant_avx2 = VARIANT("avx2", is_supported, multiply_any);
 #endif

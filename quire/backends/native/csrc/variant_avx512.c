@@ -110,10 +110,11 @@ static inline __m256 eight_scaled(const int kind, __m256i products, __m256 scale
 }
 
 #include "x86.h"
+#include "codebook.h"
 
 static int is_supported(void) {
     const unsigned extended = bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL;
     return has_features(bit_FMA | bit_F16C, extended, bit_AVX512VNNI, SAVES_AVX512);
 }
 
-const quire_variant quire_variant_avx512 = VARIANT("avx512 vnni", is_supported, multiply_panels);
+const quire_variant quire_variant_avx512 = VARIANT("avx512 vnni", is_supported, multiply_any);

@@ -170,6 +170,8 @@ static void multiply_panel(
     else multiply(w, QUIRE_Q8, x, scratch, y, stride, count);
 }
 
+#include "codebook.h"
+
 static int is_supported(void) {
 #if defined(__linux__)
     const unsigned long wanted = HWCAP_ASIMDDP | HWCAP_ASIMDHP;
@@ -179,4 +181,4 @@ static int is_supported(void) {
 #endif
 }
 
-const quire_variant quire_variant_dotprod = VARIANT("neon dotprod", is_supported, multiply_panels);
+const quire_variant quire_variant_dotprod = VARIANT("neon dotprod", is_supported, multiply_any);

@@ -89,6 +89,8 @@ static void multiply_panel(
     else multiply(w, QUIRE_Q8, x, scratch, y, stride, count);
 }
 
+#include "codebook.h"
+
 static int is_supported(void) {
 #if defined(__linux__)
     const unsigned long wanted = HWCAP_ASIMDDP | HWCAP_ASIMDHP, i8mm = 1UL << 13; /* HWCAP2_I8MM, not in old headers */
@@ -102,4 +104,4 @@ static int is_supported(void) {
 #endif
 }
 
-const quire_variant quire_variant_i8mm = VARIANT("neon i8mm", is_supported, multiply_panels);
+const quire_variant quire_variant_i8mm = VARIANT("neon i8mm", is_supported, multiply_any);

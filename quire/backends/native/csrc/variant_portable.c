@@ -57,6 +57,8 @@ static void multiply_panels(
         multiply_panel(w, kind, x, scratch, y + column, stride, count - column < PANEL ? count - column : PANEL);
 }
 
+#include "codebook.h"
+
 static int is_supported(void) { return 1; }
 
-const quire_variant quire_variant_portable = VARIANT("portable", is_supported, multiply_panels);
+const quire_variant quire_variant_portable = VARIANT("portable", is_supported, multiply_any);

@@ -68,9 +68,9 @@ static int next_random(small_problem *problem, int limit) {
 static float next_scale(small_problem *problem) { return next_random(problem, 2) ? 1.0f : 0.5f; }
 
 static void fill_problem(small_problem *problem, int kind) {
-    const int size = panel_bytes(kind), tail = kind == QUIRE_Q4 ? 128 : 256;
+    const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
     for (int i = 0; i < CHECK_PANELS * CHECK_GROUPS * size; i++) problem->w[i] = (uint8_t)next_random(problem, 256);
-    memset(problem->w, kind == QUIRE_Q4 ? 0xff : 0x80, (size_t)tail);
+    memset(problem->w, kind == QUIRE_Q8 ? 0x80 : 0xff, (size_t)tail);
     for (int g = 0; g < CHECK_PANELS * CHECK_GROUPS; g++)
         for (int at = g * size + tail; at < (g + 1) * size; at += 2) {
             const uint16_t half = float_to_half(next_scale(problem));
@@ -97,12 +97,12 @@ int quire_check_variant(const quire_variant *variant) {
         .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .q = problem.q,
         .scales = problem.scales, .sums = problem.sums, .rest = problem.rest, .rest_scales = problem.rest_scales,
         .refined = problem.refined};
-    for (int test = 0; test < 4; test++) { /* both kinds; all rows and one row */
-        const int kind = test % 2 ? QUIRE_Q8 : QUIRE_Q4;
-        float scratch[CHECK_GROUPS * SCRATCH_FLOATS];
+    for (int test = 0; test < 6; test++) { /* all kinds; all rows and one row */
+        const int kind = test % 3;
+        float scratch[CHECK_GROUPS * (SCRATCH_FLOATS + LOOKED_UP_FLOATS)];
         float computed[CHECK_ROWS * CHECK_COLUMNS], right[CHECK_ROWS * CHECK_COLUMNS];
         fill_problem(&problem, kind);
-        input.num_rows = test < 2 ? CHECK_ROWS : 1;
+        input.num_rows = test < 3 ? CHECK_ROWS : 1;
         variant->panels(problem.w, kind, &input, scratch, computed, CHECK_COLUMNS, CHECK_COLUMNS);
         quire_variant_portable.panels(problem.w, kind, &input, scratch, right, CHECK_COLUMNS, CHECK_COLUMNS);
         for (int i = 0; i < input.num_rows * CHECK_COLUMNS; i++)

@@ -1,4 +1,4 @@
-"""The gated delta net: one launch for decodes, three for prompts.
+"""The gated delta net: one launch for decodes, four for prompts.
 
 The state of a value head is a matrix S [K, V]. With key k, value v, query q, decay e = exp(g) and beta of a row:
 S = e * S; d = (v - S^T k) * beta; S = S + k d^T; the output is S^T q. A decode reads and writes its state once, and
@@ -7,9 +7,9 @@ needs no second pass over it: S^T q of the new state is e * (S^T q) + d * (k . q
 A prompt is processed in chunks of up to 64 rows. With G_i the sum of g up to row i of a chunk, all d of the chunk are
     D = U - W S,   U = X diag(beta) V,   W = X diag(beta * exp(G)) K,   X = (1 + A)^-1,
     A_ij = beta_i * (k_i . k_j) * exp(G_i - G_j) for j < i,
-where S is the state before the chunk. U and W do not depend on it: `_prepare` computes them for all chunks in
-parallel. `_pass_states` goes through the chunks of a sequence, computes D and the next state, and keeps every state
-for `_finish`, which computes the outputs of all chunks in parallel:
+where S is the state before the chunk. U and W do not depend on it: after the convolution (`_convolved`), `_prepare`
+computes them for all chunks in parallel. `_pass_states` goes through the chunks of a sequence, computes D and the next
+state, and keeps every state for `_finish`, which computes the outputs of all chunks in parallel:
     O = diag(exp(G)) Q S + P D,   P_ij = (q_i . k_j) * exp(G_i - G_j) for j <= i.
 Keys and queries stay as the convolution gives them: the factors of their L2 norms are applied to the other operand or
 to the product, in fp32. So the operands of the tensor cores are rounded once.

@@ -428,6 +428,8 @@ def run_experts(
     if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
         if is_few:
             return _packed_alone(x, gate_up, down, routing, activation, biases)
+        if packed_experts.is_expanded(num_rows, num_experts, num_chosen):
+            return _expanded_in_tiles(x, gate_up, down, routing, activation, biases)
         return packed_in_tiles(
             x, gate_up, down, routing, activation,
             packed_tiling(num_rows, num_experts, num_chosen, x.element_size()), biases,
@@ -490,6 +492,21 @@ def _packed_alone(
     return packed_experts.down_alone(gated, down, biases.down, routing.ids, routing.weights, num_slots)
 
 
+def _expanded_in_tiles(
+    x: Tensor, gate_up: PackedStack, down: PackedStack, routing: Routing, activation: Activation, biases: Biases
+) -> Tensor:
+    """Like `experts_in_tiles`. One matrix of all experts at a time is in memory."""
+    num_chosen = routing.ids.shape[1]
+    shape = tiling(len(x), len(down), num_chosen, x.element_size())
+    slots = sort_slots(routing.ids, len(down), shape.rows)
+    dense = packed_experts.expanded(gate_up)
+    gated = grouped_product(x, dense, slots, num_chosen, shape.rows, shape.gate_up, activation, biases.gate_up)
+    del dense
+    dense = packed_experts.expanded(down)
+    y = grouped_product(gated, dense, slots, num_chosen, shape.rows, shape.down, None, biases.down)
+    return weighted_sum(y, routing.weights)
+
+
 def packed_in_tiles(
     x: Tensor,
     gate_up: PackedStack,
@@ -547,14 +564,19 @@ def expert_calls(
     slots = SortedSlots(ints[:num_chosen], ints, 1)
     rows = [one for one in range(2, max_rows + 1) if not is_alone(one, num_experts, num_chosen)]
     if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
-        packed = {packed_tiling(one, num_experts, num_chosen, down.itemsize) for one in rows}
+        many = [one for one in rows if packed_experts.is_expanded(one, num_experts, num_chosen)]
+        fewer = [one for one in rows if one not in set(many)]
+        packed = {packed_tiling(one, num_experts, num_chosen, down.itemsize) for one in fewer}
         for shape in sorted(packed):
             run = partial(packed_experts.packed_product, num_chosen=num_chosen, rows=shape.rows)
             inputs = (*slots,)
             kind = KINDS[activation]
             calls.append(partial(run, meta(1, size), gate_up, biases.gate_up, *inputs, tile=shape.gate_up, kind=kind))
             calls.append(partial(run, meta(num_chosen, width), down, biases.down, *inputs, tile=shape.down, kind=None))
-        return calls
+        rows = many
+        if many:
+            calls += [partial(packed_experts.expanded, gate_up), partial(packed_experts.expanded, down)]
+        gate_up, down = (torch.empty(one.shape, dtype=down.dtype, device="meta") for one in (gate_up, down))
     for tile_rows, *tiles in sorted({tiling(one, num_experts, num_chosen, down.itemsize) for one in rows}):
         product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=tile_rows)
         calls.append(

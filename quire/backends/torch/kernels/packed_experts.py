@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,8 +23,13 @@ from quire.backends.torch.mxfp4 import PackedStack
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
+HAS_PAIRS = not triton.knobs.runtime.interpret  # the interpreter has no assembler
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
-ALONE_BYTES = 512  # of a row, per step of a program for a single row of the batch
+EXPANDED_ROWS = 160  # rows per expert from which on the experts of a layer are decoded before the products
+EXPANDED_GROUPS = 256  # per program
+ALONE_BYTES = 512  # of an output, per step of a program for few rows of the batch
+ALONE_PAIRS = 2  # gates and their ups per program
+ALONE_WARPS = (2, 2)  # of the two kernels for few rows
 
 
 class PackedTile(NamedTuple):
@@ -58,6 +64,43 @@ def _decoded(codes, exponents, dtype: tl.constexpr, R: tl.constexpr, BYTES: tl.c
 
 
 @triton.jit
+def _decoded_pairs(codes, exponents, R: tl.constexpr, BYTES: tl.constexpr):
+    """The same as `_decoded` in bf16, with two weights in each instruction: half as many instructions."""
+    scale = ((exponents.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    scale = tl.broadcast_to(scale[:, :, None], (R, BYTES // 16, 16)).reshape((R, BYTES))
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, m, s, z;
+        mov.b32 z, 0x80008000;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        shl.b32 m, a, 6;
+        shl.b32 s, a, 12;
+        and.b32 m, m, 0x01C001C0;
+        lop3.b32 m, s, z, m, 0xEA;
+        fma.rn.bf16x2 $0, m, $5, z;
+        shl.b32 m, b, 6;
+        shl.b32 s, b, 12;
+        and.b32 m, m, 0x01C001C0;
+        lop3.b32 m, s, z, m, 0xEA;
+        fma.rn.bf16x2 $1, m, $6, z;
+        shl.b32 m, a, 2;
+        shl.b32 s, a, 8;
+        and.b32 m, m, 0x01C001C0;
+        lop3.b32 m, s, z, m, 0xEA;
+        fma.rn.bf16x2 $2, m, $5, z;
+        shl.b32 m, b, 2;
+        shl.b32 s, b, 8;
+        and.b32 m, m, 0x01C001C0;
+        lop3.b32 m, s, z, m, 0xEA;
+        fma.rn.bf16x2 $3, m, $6, z;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r", [codes, scale], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
 def _load_bytes(at, i, COUNT: tl.constexpr, IS_WHOLE: tl.constexpr):
     return tl.load(at) if IS_WHOLE else tl.load(at, mask=(i < COUNT)[None, :], other=0)
 
@@ -66,7 +109,7 @@ def _load_bytes(at, i, COUNT: tl.constexpr, IS_WHOLE: tl.constexpr):
 def _multiply_packed(
     x, codes, exponents, bias, order, out, expert, first, end, strip,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BYTES: tl.constexpr, IS_GATED: tl.constexpr, KIND: tl.constexpr,
+    BYTES: tl.constexpr, IS_GATED: tl.constexpr, KIND: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to ROWS rows by a strip of their expert's matrix. The weights are the left operand of the products.
 
@@ -93,13 +136,19 @@ def _multiply_packed(
         a2 = _load_bytes(x_at + 16, start + byte, IN // 2, is_whole)
         c = _load_bytes(c_at, start + byte, IN // 2, is_whole)
         e = _load_bytes(e_at, start // 16 + group, IN // 32, is_whole)
-        low, high = _decoded(c, e, dtype, OUTPUTS, BYTES)
+        if IN_PAIRS:
+            low, high = _decoded_pairs(c, e, OUTPUTS, BYTES)
+        else:
+            low, high = _decoded(c, e, dtype, OUTPUTS, BYTES)
         total = tl.dot(low, a1.T, total, input_precision="ieee")
         total = tl.dot(high, a2.T, total, input_precision="ieee")
         if IS_GATED:
             c = _load_bytes(c_at + OUT * (IN // 2), start + byte, IN // 2, is_whole)
             e = _load_bytes(e_at + OUT * (IN // 32), start // 16 + group, IN // 32, is_whole)
-            low, high = _decoded(c, e, dtype, OUTPUTS, BYTES)
+            if IN_PAIRS:
+                low, high = _decoded_pairs(c, e, OUTPUTS, BYTES)
+            else:
+                low, high = _decoded(c, e, dtype, OUTPUTS, BYTES)
             up = tl.dot(low, a1.T, up, input_precision="ieee")
             up = tl.dot(high, a2.T, up, input_precision="ieee")
         x_at += 2 * BYTES
@@ -122,7 +171,7 @@ def _packed_product(
     x, codes, exponents, bias, order, tiles, out,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr,
-    IS_GATED: tl.constexpr, KIND: tl.constexpr,
+    IS_GATED: tl.constexpr, KIND: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     num_strips: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
     program = tl.program_id(0)
@@ -135,13 +184,13 @@ def _packed_product(
     end = tl.load(tiles + 3 + 3 * tile)
     _multiply_packed(
         x, codes, exponents, bias, order, out, expert, first, end, strip,
-        IN, OUT, K, ROWS, OUTPUTS, BYTES, IS_GATED, KIND,
+        IN, OUT, K, ROWS, OUTPUTS, BYTES, IS_GATED, KIND, IN_PAIRS,
     )  # fmt: skip
 
 
 @triton.jit
-def _dot_packed(x_at, c_at, e_at, is_real, IN: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr):
-    """Return the sums [R] of R rows of codes times inputs at x_at [R, 1] or [1, 1].
+def _dot_packed(x_at, c_at, e_at, is_real, is_x, IN: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr):
+    """Return the sums [R] of R rows of codes times inputs at x_at, which is [R, 1] or [1, 1], as the mask `is_x`.
 
     The exponent multiplies the sum of a group, so inputs are multiplied by 2 ** 96 against underflow.
     """
@@ -149,12 +198,12 @@ def _dot_packed(x_at, c_at, e_at, is_real, IN: tl.constexpr, R: tl.constexpr, BY
     for start in tl.static_range(0, IN // 2, BYTES):
         byte = start + tl.arange(0, BYTES)
         group = start // 16 + tl.arange(0, BYTES // 16)
-        is_in = is_real & (byte < IN // 2)[None, :]
+        is_in, is_x_in = is_real & (byte < IN // 2)[None, :], is_x & (byte < IN // 2)[None, :]
         column = (byte // 16 * 32 + byte % 16)[None, :]
         code = tl.load(c_at + byte[None, :], mask=is_in, other=0, eviction_policy="evict_first").to(tl.uint32)
         exponent = tl.load(e_at + group[None, :], mask=is_real & (group < IN // 32)[None, :], other=0)
-        x1 = tl.load(x_at + column, mask=is_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
-        x2 = tl.load(x_at + 16 + column, mask=is_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
+        x1 = tl.load(x_at + column, mask=is_x_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
+        x2 = tl.load(x_at + 16 + column, mask=is_x_in, other=0.0).to(tl.float32) * 79228162514264337593543950336.0
         value = _unscaled(code << 28) * x1 + _unscaled(code << 24) * x2
         value = tl.sum(value.reshape((R, BYTES // 16, 16)), 2)
         total += value * ((exponent.to(tl.uint32) + 30) << 23).to(tl.float32, bitcast=True)
@@ -172,11 +221,11 @@ def _gated_alone_packed(
     o = tl.arange(0, 2 * PAIRS)
     column = tl.program_id(0) * PAIRS + o // 2
     row = expert * (2 * F) + tl.minimum(column, F - 1) + o % 2 * F
-    x_at = x + (slot // K).to(tl.int64) * E + tl.zeros((2 * PAIRS, 1), tl.int32)
-    is_real = (column < F)[:, None]
+    x_at = x + (slot // K).to(tl.int64) * E + tl.zeros((1, 1), tl.int32)
     y = _dot_packed(
-        x_at, codes + row[:, None] * (E // 2), exponents + row[:, None] * (E // 32), is_real, E, 2 * PAIRS, BYTES
-    )
+        x_at, codes + row[:, None] * (E // 2), exponents + row[:, None] * (E // 32), (column < F)[:, None],
+        tl.full((1, 1), True, tl.int1), E, 2 * PAIRS, BYTES,
+    )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + row).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -198,7 +247,7 @@ def _down_alone_packed(
     place = expert * E + column
     y = _dot_packed(
         x + (row * K + k)[:, None] * F, codes + place[:, None] * (F // 2), exponents + place[:, None] * (F // 32),
-        (k < K)[:, None], F, SLOTS, BYTES,
+        (k < K)[:, None], (k < K)[:, None], F, SLOTS, BYTES,
     )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + place).to(tl.float32)
@@ -206,6 +255,38 @@ def _down_alone_packed(
     y = y.to(dtype).to(tl.float32)
     y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0), 0)
     tl.store(out + row * E + column, y.to(dtype))
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _expand(codes, exponents, out, num_groups, GROUPS: tl.constexpr, IN_PAIRS: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    byte = tl.arange(0, 16)[None, :]
+    is_in = group < num_groups
+    c = tl.load(codes + group * 16 + byte, mask=is_in, other=0)
+    e = tl.load(exponents + group, mask=is_in, other=0)
+    if IN_PAIRS:
+        low, high = _decoded_pairs(c, e, GROUPS, 16)
+    else:
+        low, high = _decoded(c, e, out.dtype.element_ty, GROUPS, 16)
+    target = out + group * 32 + byte
+    tl.store(target, low, mask=is_in)
+    tl.store(target + 16, high, mask=is_in)
+
+
+def expanded(stack: PackedStack) -> Tensor:
+    """Return the decoded matrices [N, O, I] of all experts."""
+    out = torch.empty(stack.shape, dtype=stack.dtype, device=stack.codes.device)
+    num_groups = stack.exponents.numel()
+    _expand[(-(-num_groups // EXPANDED_GROUPS),)](
+        stack.codes, stack.exponents, out, num_groups, GROUPS=EXPANDED_GROUPS,
+        IN_PAIRS=HAS_PAIRS and stack.dtype == torch.bfloat16, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def is_expanded(num_rows: int, num_experts: int, num_chosen: int) -> bool:
+    """Return whether many rows use an expert: decoding all of them once costs less than in every tile."""
+    return num_rows * num_chosen >= EXPANDED_ROWS * num_experts
 
 
 class PackedTiling(NamedTuple):
@@ -218,16 +299,16 @@ class PackedTiling(NamedTuple):
 
 @cache  # every layer of a step calls this
 def packed_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> PackedTiling:
-    """Return the tiles for this number of rows of the batch."""
+    """Return the tiles for this number of rows of the batch. Measured in docs/performance.md."""
     mean = num_rows * num_chosen / num_experts  # rows per expert
     if itemsize > 2:  # fp32, without tensor cores
         tile = PackedTile(outputs=32, num_bytes=16, num_warps=4, num_stages=3)
         return PackedTiling(16 if mean <= 12 else 64, tile, tile)
     if mean <= 12:
-        return PackedTiling(16, PackedTile(64, 64, 4, 4), PackedTile(64, 64, 4, 4))
-    if mean <= 48:
-        return PackedTiling(32, PackedTile(64, 64, 4, 3), PackedTile(64, 64, 4, 4))
-    return PackedTiling(128, PackedTile(64, 32, 4, 4), PackedTile(128, 32, 8, 4))
+        return PackedTiling(16, PackedTile(64, 32, 4, 3), PackedTile(64, 32, 4, 3))
+    if mean <= 24:
+        return PackedTiling(32, PackedTile(128, 32, 4, 4), PackedTile(128, 32, 4, 4))
+    return PackedTiling(64, PackedTile(128, 32, 8, 3), PackedTile(128, 32, 8, 3))
 
 
 def packed_product(
@@ -243,7 +324,8 @@ def packed_product(
     _packed_product[(num_programs,)](
         x, weight.codes, weight.exponents, bias, order, tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
         ROWS=rows, OUTPUTS=tile.outputs, BYTES=tile.num_bytes, TOGETHER=TILES_TOGETHER,
-        IS_GATED=kind is not None, KIND=kind or 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        IS_GATED=kind is not None, KIND=kind or 0, IN_PAIRS=HAS_PAIRS and x.dtype == torch.bfloat16,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
@@ -251,11 +333,11 @@ def packed_product(
 def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
-    pairs = 2
+    pairs = ALONE_PAIRS
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_packed[(-(-width // pairs), num_rows * num_chosen)](
         x, weight.codes, weight.exponents, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=pairs,
-        BYTES=_alone_bytes(size), KIND=kind, num_warps=2,
+        BYTES=_alone_bytes(size), KIND=kind, num_warps=ALONE_WARPS[0],
     )  # fmt: skip
     return out
 
@@ -268,11 +350,10 @@ def down_alone(
     out = x.new_empty((num_rows, size))
     _down_alone_packed[(size, num_rows)](
         x, weight.codes, weight.exponents, bias, ids, weights, out, E=size, F=width, K=num_chosen, SLOTS=num_slots,
-        BYTES=_alone_bytes(width), num_warps=2,
+        BYTES=_alone_bytes(width), num_warps=ALONE_WARPS[1],
     )  # fmt: skip
     return out
 
 
-@cache
 def _alone_bytes(num_inputs: int) -> int:
     return min(int(triton.next_power_of_2(num_inputs // 2)), ALONE_BYTES)
