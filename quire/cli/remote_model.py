@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.chat_model import AnswerUsage, ChatInput, Piece, Take
@@ -91,7 +91,7 @@ class RemoteModel:
 
         found = self._server.get("/v1/cache/stats")
         try:
-            names = [field.name for field in fields(CacheStats) if field.type == "int"]
+            names = [field.name for field in fields(CacheStats) if field.type == "int" and field.default is MISSING]
             counts: dict[str, Any] = {name: _whole(found[name]) for name in names}
             return replace(CacheStats.none(), **counts)
         except (KeyError, TypeError, ValueError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli import options
+from quire.cli import options, sim_states
 from quire.core.policy import POLICIES
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, MissingExtra
@@ -28,6 +28,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = SimConfig()
+_Trace = Annotated[
+    str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
+]
+_SchedulingPolicy = Annotated[
+    list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
+]
+_NumBlocks = Annotated[
+    list[int] | None, typer.Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
+]
+_Machine = Annotated[str, typer.Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")]
+_Scenario = Annotated[
+    str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
+]
+_MaxNumBatchedTokens = Annotated[int, typer.Option(help="Maximum number of tokens in one step.")]
+_MaxChunkTokens = Annotated[int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")]
 _MaxMixedTokens = Annotated[
     int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
 ]
@@ -45,49 +60,42 @@ OLD_OPTIONS = {  # older names, still accepted
 
 
 def sim(
-    trace: Annotated[
-        str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
-    ] = None,
-    scheduling_policy: Annotated[
-        list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
-    ] = None,
-    num_blocks: Annotated[
-        list[int] | None, typer.Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
-    ] = None,
-    machine: Annotated[
-        str, typer.Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")
-    ] = "h200-llama3-8b",
+    trace: _Trace = None,
+    scheduling_policy: _SchedulingPolicy = None,
+    num_blocks: _NumBlocks = None,
+    machine: _Machine = "h200-llama3-8b",
     base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the machine's.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per computed token, in place of the machine's.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per read KV token, in place of the machine's.")] = None,
     kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, in place of the machine's.")] = None,
-    scenario: Annotated[
-        str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
-    ] = None,
+    scenario: _Scenario = None,
     requests: Annotated[int | None, typer.Option(help="Synthetic trace: number of requests (600).")] = None,
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
     seed: Annotated[int | None, typer.Option(help="Synthetic trace: random seed (0).")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")] = _DEFAULT.block_size,
     max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running requests.")] = _DEFAULT.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens in one step.")
-    ] = _DEFAULT.max_num_batched_tokens,
-    max_chunk_tokens: Annotated[
-        int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")
-    ] = _DEFAULT.max_chunk_tokens,
+    max_num_batched_tokens: _MaxNumBatchedTokens = _DEFAULT.max_num_batched_tokens,
+    max_chunk_tokens: _MaxChunkTokens = _DEFAULT.max_chunk_tokens,
     max_mixed_tokens: _MaxMixedTokens = None,
     max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
     patience: options.PatienceOption = None,
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
+    states: sim_states.StatesOption = None,
+    places: sim_states.PlacesOption = None,
+    state_bytes: sim_states.StateBytesOption = None,
+    window: sim_states.WindowOption = None,
+    num_window_blocks: sim_states.WindowBlocksOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run the scheduler on a trace and compare policies and cache sizes: throughput, waits, hits, preemptions."""
     _check_outputs(trace, plot, save_trace)
-    device = _machine(machine, base_ms, token_us, context_us, kv_bytes)
+    if states and plot is not None:
+        raise InvalidRequest("--plot cannot be combined with --states")
+    device = _machine(machine, base_ms, token_us, context_us, kv_bytes, state_bytes)
     base = SimConfig(
         patience=patience,
         normal_share=normal_share,
@@ -101,7 +109,11 @@ def sim(
         max_waiting=max_waiting,
         enable_prefix_caching=enable_prefix_caching,
     )
-    configs = _configs(base, scheduling_policy, num_blocks)
+    base = sim_states.with_windows(base, window, num_window_blocks)
+    if states:
+        scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*sim_states.DEFAULT_BLOCKS]
+    configs = sim_states.state_configs(_configs(base, scheduling_policy, num_blocks), states, places)
+    _check_configs(configs)
     synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
     todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
     if save_trace is not None:
@@ -145,21 +157,32 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
 
 
 def _machine(
-    name: str, base_ms: float | None, token_us: float | None, context_us: float | None, kv_bytes: int | None
+    name: str,
+    base_ms: float | None,
+    token_us: float | None,
+    context_us: float | None,
+    kv_bytes: int | None,
+    state_bytes: int | None,
 ) -> Machine:
     if name not in MACHINES:
         raise InvalidRequest(f"--machine {name!r} is not one of {', '.join(MACHINES)}")
-    if kv_bytes is not None and kv_bytes < 1:
-        raise InvalidRequest(f"--kv-bytes {kv_bytes} is less than 1")
+    for option, size in (("--kv-bytes", kv_bytes), ("--state-bytes", state_bytes)):
+        if size is not None and size < 1:
+            raise InvalidRequest(f"{option} {size} is less than 1")
     known = MACHINES[name]
     times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
     with _options_named():
         step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
-    return replace(known, step_time=step_time, kv_bytes=kv_bytes or known.kv_bytes)
+    return replace(
+        known,
+        step_time=step_time,
+        kv_bytes=kv_bytes or known.kv_bytes,
+        state_bytes=state_bytes or known.state_bytes,
+    )
 
 
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
-    """A configuration for each policy and cache size. Refuses those that cannot work."""
+    """A configuration for each policy and cache size."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
     own = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
     with _options_named():
@@ -178,10 +201,14 @@ def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | No
         if name != "fair":
             config = replace(config, normal_share=None, low_share=None)
         configs.append(config)
+    return configs
+
+
+def _check_configs(configs: Sequence[SimConfig]) -> None:
+    """Refuse configurations that cannot work, before the run."""
     with _options_named():
         for config in configs:
             replace(config, num_blocks=2).make_scheduler(lambda _event: None)
-    return configs
 
 
 def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
@@ -199,7 +226,7 @@ def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
 @contextmanager
 def _options_named() -> Iterator[None]:
     """Replace field names in errors by option names."""
-    names = {"max_requests": "max_waiting"}
+    names = {"max_requests": "max_waiting", "num_states": "states"}
     try:
         yield
     except InvalidRequest as error:
@@ -214,7 +241,10 @@ def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machin
     reports = []
     with progress_bar(len(configs) * len(trace)) as show:
         for number, config in enumerate(configs):
-            advance = _advance(show, number * len(trace), f"{config.scheduling_policy}, {config.num_blocks:,} blocks")
+            name = f"{config.scheduling_policy}, {config.num_blocks:,} blocks"
+            if config.num_states:
+                name += f", {config.num_states:,} states, {sim_states.name_rules(config)}"
+            advance = _advance(show, number * len(trace), name)
             reports.append(simulate(trace, config, machine.step_time, advance))
     return reports
 
@@ -292,12 +322,22 @@ def _document(
     path: str | None, trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]
 ) -> dict[str, Any]:
     config = asdict(reports[0].config)
+    by_run = ("scheduling_policy", "num_blocks", "num_states", "places", "interval")
+    runs = [summary(report) for report in reports]
+    if any(report.config.num_states for report in reports):
+        for run, (report, reference) in zip(runs, sim_states.with_reference(reports), strict=True):
+            run |= sim_states.state_figures(report, reference, machine)
     return {
         "quire": __version__,
         "trace": {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)},
-        "machine": {"name": name, **asdict(machine.step_time), "kv_bytes": machine.kv_bytes},
-        "config": {key: value for key, value in config.items() if key not in ("scheduling_policy", "num_blocks")},
-        "runs": [summary(report) for report in reports],
+        "machine": {
+            "name": name,
+            **asdict(machine.step_time),
+            "kv_bytes": machine.kv_bytes,
+            "state_bytes": machine.state_bytes,
+        },
+        "config": {key: value for key, value in config.items() if key not in by_run},
+        "runs": runs,
     }
 
 
@@ -312,7 +352,8 @@ def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, rep
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # a file has room for the largest numbers
     console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
-    console.print(_table(machine, reports))
+    has_states = any(report.config.num_states for report in reports)
+    console.print(sim_states.state_table(machine, reports) if has_states else _table(machine, reports))
     for report in reports:
         for line in _remarks(report):
             console.print(line)

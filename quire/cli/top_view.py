@@ -86,6 +86,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
             f" KV {reported_size(engine['kv_bytes'])}{_pool(engine)}"
         ),
         *_blocks(engine["blocks"], width, kind),
+        *_pools(engine),
         _line(
             f"speed     {engine['prefill_tokens_per_s']:,.0f} prompt tok/s, {engine['decode_tokens_per_s']:,.0f} answer"
             f" tok/s; TTFT p50 / p95 {ttft} s"
@@ -128,6 +129,22 @@ def _blocks(blocks: dict[str, Any] | None, width: int, kind: int) -> list[Text]:
         lines[-1].append("  ")
         lines[-1].append(marks[kind], marks[2])
         lines[-1].append(words)
+    return lines
+
+
+def _pools(engine: dict[str, Any]) -> list[Text]:
+    """Window blocks and recurrent states, if the model has them. Older servers do not report them."""
+    lines = []
+    for field, words in (("windows", ("held", "cached")), ("states", ("held", "snapshots"))):
+        pool = engine.get(field)
+        if pool is not None:
+            size = f" in {reported_size(pool['num_bytes'])}" if pool["num_bytes"] else ""
+            lines.append(
+                _line(
+                    f"{field:<10}{pool['in_use']:,} {words[0]}, {pool['cached']:,} {words[1]}, {pool['free']:,} free"
+                    f"{size}; {pool['num_evictions']:,} evicted"
+                )
+            )
     return lines
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from quire.core.request import Priority
+from quire.sim.agents import agents
 from quire.sim.traces import TraceRequest, check_synthetic, synthesize
 
 BACKLOG_PART = 4  # backlog requests for each request whose wait is measured
@@ -65,4 +66,5 @@ SCENARIOS: dict[str, Callable[[int, float, int], list[TraceRequest]]] = {
     "backlog": backlog,
     "saturated": saturated,
     "tenants": tenants,
+    "agents": agents,
 }

@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from math import ceil
 
 from quire.core.block import BLOCK_SIZE
-from quire.core.events import Admitted, Event, Preempted
+from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.ledger import StepCost
+from quire.core.placement import ALL_PLACES, Place
 from quire.core.policy import NS_PER_S, make_policy
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -57,6 +59,7 @@ class Machine:
     step_time: StepTime
     kv_bytes: int  # size of the KV cache per token
     has_costly_rows: bool = False
+    state_bytes: int = 0  # size of one recurrent state; 0: the model has none
 
 
 # Estimates from the figures in docs/performance.md. Other machines are described by four options of `quire sim`.
@@ -64,6 +67,12 @@ MACHINES: dict[str, Machine] = {
     "cpu-smollm2-135m": Machine(StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0), 23_040, has_costly_rows=True),
     "h200-qwen3-0.6b": Machine(StepTime(base_ms=1.3, token_us=2.0, context_us=0.028), kv_bytes=114_688),
     "h200-llama3-8b": Machine(StepTime(base_ms=4.9, token_us=24.0, context_us=0.032), kv_bytes=131_072),
+    "h200-qwen3.5-0.8b": Machine(
+        StepTime(base_ms=1.8, token_us=3.0, context_us=0.003), kv_bytes=12_288, state_bytes=19_500_000
+    ),
+    "h200-qwen3.5-35b-a3b": Machine(
+        StepTime(base_ms=3.8, token_us=20.0, context_us=0.005), kv_bytes=20_480, state_bytes=64_400_000
+    ),
 }
 
 
@@ -83,10 +92,26 @@ class SimConfig:
     enable_prefix_caching: bool = True
     max_model_len: int | None = None  # None: the size of the pool
     has_costly_rows: bool = False  # as on a CPU: a step may leave out requests of lower tiers
+    window: int = 0  # of the layers with a window
+    num_window_blocks: int = 0  # 0: the window layers keep the KV of the whole context, like the others
+    num_states: int = 0  # slots of recurrent states, one of which is the empty state; 0: the model has none
+    num_live_states: int = 2  # slots of a running request
+    places: frozenset[Place] = ALL_PLACES  # where snapshots of states are stored
+    interval: int = 0  # store snapshots in prompts every so many tokens as well; 0: no
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
         policy = make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)
-        cache = KVCacheManager(self.num_blocks, self.block_size, is_caching=self.enable_prefix_caching, observe=observe)
+        cache = KVCacheManager(
+            self.num_blocks,
+            self.block_size,
+            is_caching=self.enable_prefix_caching,
+            observe=observe,
+            window=self.window,
+            num_window_blocks=self.num_window_blocks,
+            num_states=self.num_states,
+            num_live_states=self.num_live_states,
+            places=self.places | {Place.MESSAGE} if self.interval else self.places,
+        )
         return Scheduler(
             cache,
             policy,
@@ -98,6 +123,13 @@ class SimConfig:
             max_waiting=self.max_waiting,
             observe=observe,
         )
+
+    def boundaries(self, one: TraceRequest) -> tuple[int, ...]:
+        """Positions in a prompt after which snapshots are stored: ends of messages, or every `interval` tokens."""
+        found = set(accumulate(count for _, count in one.shared)) if Place.MESSAGE in self.places else set()
+        if self.interval:
+            found.update(range(self.interval, one.prompt_tokens, self.interval))
+        return tuple(sorted(found))
 
 
 class Outcome(StrEnum):
@@ -119,6 +151,8 @@ class RequestRecord:
     ttft_s: float | None = None
     finish_s: float | None = None
     num_outputs: int = 0
+    num_hit_tokens: int = 0  # of the prompt, not computed again
+    num_kv_tokens: int = 0  # of the prompt, whose keys and values were cached
     outcome: Outcome = Outcome.LEFT
 
     @property
@@ -247,7 +281,13 @@ class _Simulation:
             self.next_arrival += 1
             sampling = SamplingParams(max_tokens=one.output_tokens)
             request = Request(
-                number, one.prompt_ids(number), sampling, priority=one.priority, salt=one.salt, tenant=one.tenant
+                number,
+                one.prompt_ids(number),
+                sampling,
+                priority=one.priority,
+                salt=one.salt,
+                tenant=one.tenant,
+                boundaries=self.config.boundaries(one),
             )
             try:
                 self.scheduler.add(request, _ns(one.arrival_s))
@@ -304,6 +344,10 @@ class _Simulation:
                 self.records[event.request_id].wait_s = event.waited_ns / NS_PER_S
             case Preempted():
                 self.num_preemptions += 1
+            case PrefixHitFound():
+                record = self.records[event.request_id]
+                if not record.num_kv_tokens:  # its first admission
+                    record.num_hit_tokens, record.num_kv_tokens = event.num_tokens, event.num_kv_tokens
             case _:
                 pass
 

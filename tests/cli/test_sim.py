@@ -62,6 +62,40 @@ def test_sim_gives_json_for_programs() -> None:
     assert names | {"finished", "cut", "left", "too_long", "queue_full"} <= set(run["tiers"]["HIGH"])
 
 
+AGENTS = ("--scenario", "agents", "--requests", "30", "--rate", "6", "--max-num-seqs", "8", "--base-ms", "15")
+STATES = ("--states", "18", "--states=400", "--places", "prompt,answer,message,branch", "--places", "every-1024")
+
+
+def test_sim_compares_numbers_of_states_and_placement_rules() -> None:
+    outcome = quire("sim", *AGENTS, "--states=20", "--requests=9", "--machine", "h200-qwen3.5-35b-a3b")
+    assert outcome.returncode == 0, outcome.stderr
+    _, _, _, _, reference, *rows = map(str.split, outcome.stdout.splitlines())
+    assert reference[:4] == ["65,536", "blocks,", "no", "states"]
+    assert [row[0] for row in rows if row] == ["all", "prompt", "answer", "message", "branch", "every-1024"]
+    assert rows[0][1:3] == ["20", "1.3"]  # states and GB
+    assert max(map(len, outcome.stdout.splitlines())) <= 100
+
+    document = json.loads(quire("sim", *AGENTS, *STATES, "--json").stdout)
+    assert "places" not in document["config"]
+    reference, *runs = document["runs"]
+    assert (reference["num_states"], reference["places"], reference["reused_share"]) == (0, None, 1.0)
+    assert [run["places"] for run in runs] == ["prompt,answer,message,branch"] * 2 + ["every-1024"] * 2
+    few, many, every_few, every = (run["reused_share"] for run in runs)
+    assert few < many
+    assert every_few < every < many
+    assert many > 0.99
+    assert runs[0]["state_evictions"] > runs[1]["state_evictions"] == 0
+    assert runs[1]["cache"]["states"]["num_slots"] == 399
+
+
+def test_sim_frees_window_blocks_behind_running_requests() -> None:
+    options = ("--policy", "fair", "--blocks", "2000", "--max-num-seqs", "8", "--json")
+    window = ("--window", "128", "--num-window-blocks", "400")
+    run = json.loads(quire("sim", "--requests", "30", *options, *window).stdout)["runs"][0]
+    assert run["cache"]["windows"]["num_blocks"] == 399
+    assert run["cache"]["windows"]["num_in_use"] == 0
+
+
 def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
     options = ("--scheduling-policy", "aging", "--num-blocks", "400", "--json")
     first = quire("sim", "--requests", "60", "--save-trace", "day.jsonl", *options, folder=tmp_path)
@@ -93,7 +127,7 @@ def test_plot_without_matplotlib_names_the_package(tmp_path: Path) -> None:
 BAD: list[tuple[list[str], str]] = [
     (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
     (["--scheduling-policy", "lifo"], "--scheduling-policy = 'lifo' is not one of fair, aging, fcfs"),
-    (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants"),
+    (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants, agents"),
     (["--low-share", "2"], "--low-share = 2.0 is not a number above 0 and below 1"),
     (["--low-share", "0.2", "--policy", "fcfs"], "--low-share is for --scheduling-policy fair only"),
     (["--blocks", "1"], "--num-blocks 1 is not from 2"),
@@ -110,6 +144,16 @@ BAD: list[tuple[list[str], str]] = [
     (["--patience", "-3"], "--patience = -3"),
     (["--patience", "3", "--policy", "fcfs"], "--patience is for --scheduling-policy aging only"),
     (["some.jsonl", "--rate", "3"], "--rate is for a synthetic trace, and some.jsonl was given"),
+    (["--states", "1"], "--states 1 is not from 2 to 1000000"),
+    (["--states", "32"], "--states = 32 is less than 129: each of max_num_seqs = 64"),
+    (["--states", "200", "--places", "prompt,end"], "--places 'prompt,end': 'end' is not one of prompt, answer,"),
+    (["--states", "200", "--places", "every-0"], "--places 'every-0': 'every-0' is not one of"),
+    (["--places", "prompt"], "--places is for --states only"),
+    (["--state-bytes", "0"], "--state-bytes 0 is less than 1"),
+    (["--states", "200", "--plot", "x.png"], "--plot cannot be combined with --states"),
+    (["--window", "64"], "--window and --num-window-blocks are given together"),
+    (["--window", "0", "--num-window-blocks", "99"], "--window = 0 is less than 1"),
+    (["--window", "64", "--num-window-blocks", "9"], "--num-window-blocks = 9 is less than"),
     (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
     (["--plot", "nowhere/x.png"], "--plot nowhere/x.png is in a folder that does not exist"),
     (["--save-trace", "."], "--save-trace . is a folder"),

@@ -17,6 +17,7 @@ from quire.server.observability.snapshot import (
     WatchedBlocks,
     WatchedEngine,
     WatchedModel,
+    WatchedPool,
     WatchedRequest,
     WatchedTier,
     WatchSnapshot,
@@ -149,6 +150,16 @@ def test_all_the_facts_are_there_without_colour() -> None:
     assert found.line(f"req_{4:024x}").endswith("normal  12.3  1,200  1,100    50 waits     40")
     assert found.line("and 4 not shown here")
     assert "\x1b" not in "".join(found.lines)
+
+
+def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
+    lines = "".join(frame(USUAL, Screen(80)).lines)
+    assert "windows" not in lines
+    assert "states" not in lines
+    pools = {"windows": WatchedPool(6, 9, 5, 4, 0), "states": WatchedPool(2, 1700, 30, 61_234, 20 << 30)}
+    found = frame(snapshot(model("m", engine(0, COUNTS, **pools))), Screen(80))
+    assert found.line("windows") == "windows   5 held, 9 cached, 6 free; 4 evicted"
+    assert found.line("states") == "states    30 held, 1,700 snapshots, 2 free in 20.0 GiB; 61,234 evicted"
 
 
 def test_the_bar_is_in_proportion_and_shows_every_state() -> None:

@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.backends.base import Capacity, RunnerFacts
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason, Priority
+from quire.core.state_pool import StateStats
+from quire.core.window_pool import WindowStats
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
@@ -130,6 +132,25 @@ def test_gauges_show_the_workers_stats() -> None:
     assert value(found, "quire:engine_moving") == 1
     labels = families(found)["quire:cache_config_info"].samples[0].labels
     assert (labels["block_size"], labels["num_gpu_blocks"], labels["max_model_len"]) == ("32", "64", "1024")
+
+
+def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
+    found = text(Metrics("m"))
+    assert "quire:window_blocks{" not in found
+    assert "quire:recurrent_states{" not in found
+    cache = replace(
+        CACHE,
+        num_recomputed_tokens=70,
+        windows=WindowStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4),
+        states=StateStats(num_slots=12, num_free=2, num_cached=7, num_in_use=3, num_snapshots=8, num_evictions=6),
+    )
+    found = text(Metrics("m"), msgspec.structs.replace(STATS, cache=cache))
+    states = ("free", "cached", "in_use")
+    assert [value(found, "quire:window_blocks", state=state) for state in states] == [6, 9, 5]
+    assert [value(found, "quire:recurrent_states", state=state) for state in states] == [2, 7, 3]
+    assert value(found, "quire:window_evictions_total") == 4
+    assert value(found, "quire:state_evictions_total") == 6
+    assert value(found, "quire:prefix_cache_recomputed_total") == 70
 
 
 def test_a_silent_worker_leaves_the_last_known_figures() -> None:

@@ -63,6 +63,27 @@ class ModelQuery(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
+class WindowStatsView(msgspec.Struct, frozen=True):
+    """Blocks of the layers with a window. `WindowStats` in `quire/core/window_pool.py` documents each count."""
+
+    num_blocks: int
+    num_free: Annotated[int, Meta(description="Blocks not in use, with or without cached content.")]
+    num_cached: Annotated[int, Meta(description="Free blocks whose cached content can be reused.")]
+    num_in_use: Annotated[int, Meta(description="Blocks held by requests or kept by pins.")]
+    num_evictions: int
+
+
+class StateStatsView(msgspec.Struct, frozen=True):
+    """Slots of recurrent states. `StateStats` in `quire/core/state_pool.py` documents each count."""
+
+    num_slots: int
+    num_free: Annotated[int, Meta(description="Slots without content.")]
+    num_cached: Annotated[int, Meta(description="Snapshots that can be reused and that nothing holds.")]
+    num_in_use: Annotated[int, Meta(description="States of running requests, and snapshots that are held.")]
+    num_snapshots: Annotated[int, Meta(description="All snapshots, held or not.")]
+    num_evictions: int
+
+
 class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
     """Cache statistics. `CacheStats` in `quire/core/kv_cache.py` documents each count."""
 
@@ -86,6 +107,11 @@ class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
     num_adoptions: int
     num_twins: int
     num_collisions: int
+    num_recomputed_tokens: Annotated[
+        int, Meta(description="Tokens computed again although their keys and values were found: no state or window.")
+    ]
+    windows: Annotated[WindowStatsView | None, Meta(description="null: the model has no window blocks.")]
+    states: Annotated[StateStatsView | None, Meta(description="null: the model has no recurrent states.")]
 
 
 class Cleared(msgspec.Struct, frozen=True):
@@ -116,13 +142,21 @@ async def stats(context: RequestContext) -> Response:
     found = await service.client.stats()
     if found is None:
         raise _not_loaded(service.model)
+    cache = found.cache
+    windows, states = cache.windows, cache.states
     answer = CacheStatsView(
         model=service.model,
         block_size=_capacity(service).block_size,
-        hit_rate=found.cache.hit_rate,
+        hit_rate=cache.hit_rate,
         num_running=found.num_running,
         num_waiting=found.num_waiting,
-        **asdict(found.cache),
+        **(
+            asdict(cache)
+            | {
+                "windows": None if windows is None else WindowStatsView(**asdict(windows)),
+                "states": None if states is None else StateStatsView(**asdict(states)),
+            }
+        ),
     )
     return context.json(answer)
 

@@ -71,6 +71,13 @@ GAUGES = {
     "kv_blocks": _Spec(
         "KV blocks by state: free + cached + in_use = all; in_use includes shared and pinned.", ("state",)
     ),
+    "window_blocks": _Spec(
+        "Blocks of layers with a window, by state: free + cached + in_use = all. Absent if the model has none.",
+        ("state",),
+    ),
+    "recurrent_states": _Spec(
+        "Slots of recurrent states, by state: free + cached + in_use = all. Absent if the model has none.", ("state",)
+    ),
     "queue_age_seconds": _Spec("Waiting time of the oldest request of a tier.", ("tier",)),
     "queue_requests": _Spec("Waiting sequences of a tier.", ("tier",)),
     "queue_tokens": _Spec("Tokens to compute for the waiting sequences of a tier.", ("tier",)),
@@ -88,6 +95,9 @@ COUNTERS = {
     "prefix_cache_queries": _Spec("Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": _Spec("Prompt tokens found in the prefix cache."),
     "kv_evictions": _Spec("Cached blocks that were reused for other content."),
+    "window_evictions": _Spec("Cached window blocks that were reused for other content."),
+    "state_evictions": _Spec("Stored recurrent states that were evicted."),
+    "prefix_cache_recomputed": _Spec("Prompt tokens computed again for lack of a state or of window blocks."),
     "requests_rejected": _Spec("Requests answered with an error.", ("reason",)),
     "invariant_violations": _Spec("Violated invariants of the core. Each is a bug."),
     "worker_restarts": _Spec("Restarts of the worker process."),
@@ -400,10 +410,23 @@ class Metrics:
         self._set("kv_blocks", cache.num_in_use, "in_use")
         self._set("kv_blocks", cache.num_shared, "shared")
         self._set("kv_blocks", cache.num_pinned, "pinned")
+        if cache.windows is not None:
+            windows = cache.windows
+            self._set_pool(
+                "window_blocks", windows.num_free - windows.num_cached, windows.num_cached, windows.num_in_use
+            )
+        if cache.states is not None:
+            states = cache.states
+            self._set_pool("recurrent_states", states.num_free, states.num_cached, states.num_in_use)
         for tier, one in zip(TIERS, stats.tiers, strict=True):
             self._set("queue_requests", one.num_waiting, tier)
             self._set("queue_tokens", one.num_tokens, tier)
             self._set("queue_age_seconds", one.oldest_age_s, tier)
+
+    def _set_pool(self, name: str, num_free: int, num_cached: int, num_in_use: int) -> None:
+        self._set(name, num_free, "free")
+        self._set(name, num_cached, "cached")
+        self._set(name, num_in_use, "in_use")
 
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
@@ -420,6 +443,9 @@ def _totals(stats: Stats) -> dict[str, int]:
         "num_preemptions": stats.num_preemptions,
         "prefix_cache_queries": stats.cache.num_queried_tokens,
         "prefix_cache_hits": stats.cache.num_hit_tokens,
+        "prefix_cache_recomputed": stats.cache.num_recomputed_tokens,
         "kv_evictions": stats.cache.num_evictions,
+        "window_evictions": 0 if stats.cache.windows is None else stats.cache.windows.num_evictions,
+        "state_evictions": 0 if stats.cache.states is None else stats.cache.states.num_evictions,
         "invariant_violations": stats.num_violations,
     }

@@ -19,6 +19,8 @@ from quire import __version__
 from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
+from quire.core.state_pool import StateStats
+from quire.core.window_pool import WindowStats
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
 from quire.server.active_request import ActiveRequest
@@ -62,6 +64,16 @@ class WatchedBlocks(msgspec.Struct, frozen=True, kw_only=True):
             "requests that hold each (0: pinned). Shared blocks only if more than 2,000 are held."
         ),
     ] = ()
+
+
+class WatchedPool(msgspec.Struct, frozen=True):
+    """Window blocks or recurrent states, by state. Each has exactly one state."""
+
+    free: Annotated[int, Meta(description="No content that can be reused.")]
+    cached: Annotated[int, Meta(description="Not in use; the content can be reused.")]
+    in_use: Annotated[int, Meta(description="Held by requests or pins.")]
+    num_evictions: int
+    num_bytes: Annotated[int, Meta(description="Memory of the whole pool, a part of `kv_bytes`; 0: not known.")]
 
 
 class WatchedTier(msgspec.Struct, frozen=True):
@@ -138,6 +150,8 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s_p95: float | None
     tiers: list[WatchedTier]
     blocks: WatchedBlocks | None
+    windows: Annotated[WatchedPool | None, Meta(description="Window blocks; null: the model has none.")] = None
+    states: Annotated[WatchedPool | None, Meta(description="Recurrent states; null: the model has none.")] = None
     requests: Annotated[list[WatchedRequest], Meta(description="Running requests first, then waiting ones.")]
     num_other_requests: Annotated[int, Meta(description="Requests of other keys, or beyond the first hundred.")]
     finished: Annotated[
@@ -278,6 +292,8 @@ class SnapshotBuilder:
                 for tier, one in zip(Priority, stats.tiers, strict=True)
             ],
             blocks=None if self.blocks is None else _blocks(self.blocks),
+            windows=_windows(stats.cache.windows, facts.facts.window_bytes),
+            states=_states(stats.cache.states, facts.facts.state_bytes),
             requests=requests,
             num_other_requests=len(self.active_requests) - len(requests),
             finished=self._finished(key),
@@ -379,6 +395,19 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
         num_pending=blocks.num_pending,
         held=blocks.held,
     )
+
+
+def _windows(found: WindowStats | None, num_bytes: int) -> WatchedPool | None:
+    if found is None:
+        return None
+    num_free = found.num_free - found.num_cached
+    return WatchedPool(num_free, found.num_cached, found.num_in_use, found.num_evictions, num_bytes)
+
+
+def _states(found: StateStats | None, num_bytes: int) -> WatchedPool | None:
+    if found is None:
+        return None
+    return WatchedPool(found.num_free, found.num_cached, found.num_in_use, found.num_evictions, num_bytes)
 
 
 def blocks_answer(model: str, found: BlocksView, active_requests: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:

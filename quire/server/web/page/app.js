@@ -7,6 +7,7 @@ import { acceptKey, askForAdminKey, isKeyFormOpen, requireKey, startKeys } from 
 import { showModels } from "./models.js";
 import { showBanner, showState, stateOf } from "./modelstate.js";
 import { ask, events } from "./net.js";
+import { showPools } from "./pools.js";
 import { showRequests } from "./requests.js";
 import { useSiblings } from "./siblings.js";
 
@@ -42,6 +43,7 @@ const show = () => {
   showChoice(models, model.name);
   showFigures(model.name, engine);
   showBlocks(model.name, engine ? engine.blocks : null);
+  showPools(engine);
   showRequests(model);
   showModels(snapshot, () => askForAdminKey(snapshot));
   useModel(model.name);

@@ -11,6 +11,8 @@ const WHY = {
   diverged: ["prompt differs", "A cached prompt starts the same and then differs."],
   evicted: ["evicted", "The rest was cached, and was evicted for newer content."],
   too_short: ["part of a block", "The rest does not fill a block."],
+  no_state: ["no state", "Keys and values are cached further, but the last state of the recurrent layers is here."],
+  no_window: ["no window", "Keys and values are cached further, but not those of the layers with a window."],
   in_flight: ["being computed", "Another request was computing the rest at that time."],
   not_found: ["not cached yet", "No cached prompt continues like this one."],
   off: ["cache off", "The cache was off, or the request needed every prompt token computed."],
