@@ -85,6 +85,11 @@ class KVSpec:
         """Return the bytes of one block in the layers with a window."""
         return self._block_bytes(block_size, item_bytes, has_window=True)
 
+    def context_bytes(self, num_tokens: int, item_bytes: int) -> int:
+        """Return the bytes that a request with a context of this length holds: keys, values and its state."""
+        full, window = self.full_block_bytes(1, item_bytes), self.window_block_bytes(1, item_bytes)
+        return num_tokens * full + min(num_tokens, self.window) * window + self.state_bytes(item_bytes)
+
     def state_bytes(self, item_bytes: int) -> int:
         """Return the bytes of the state of one request in all layers."""
         return sum(layer.num_bytes(item_bytes) for layer in self.layers if isinstance(layer, LayerState))

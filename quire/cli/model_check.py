@@ -30,6 +30,7 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import check_tensors, num_active_weights, num_weights
 
+TYPICAL_CONTEXT = 8192
 KV_ITEM_BYTES = 2
 GPU_KV_SHARE = 0.9  # of the memory that the weights leave free
 MEASURED_BYTES = 128 << 20  # larger than any cache
@@ -70,7 +71,7 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         problem = "its weights do not fit on the GPU; --backend native or --device cpu runs it on the CPU"
     through = transformers_notice(spec.architecture) if spec.unsupported and backend == "torch" and not problem else ""
     is_fp32 = backend == "torch" and place.device == "cpu"
-    token_bytes = KVSpec.of(spec).block_bytes(1, 2 * KV_ITEM_BYTES if is_fp32 else KV_ITEM_BYTES)
+    token_bytes = _token_bytes(KVSpec.of(spec), 2 * KV_ITEM_BYTES if is_fp32 else KV_ITEM_BYTES)
     return {
         "path": str(path),
         "runs": not problem,
@@ -115,6 +116,15 @@ def _find_disk_problem(num_bytes: int) -> str:
         f"its weights take {memory_size(num_bytes)}, more than the memory that is free, and the disk of {folder} has"
         f" only {memory_size(free)} for a file of experts"
     )
+
+
+def _token_bytes(kv_spec: KVSpec, item_bytes: int) -> int:
+    """Return the bytes per token of a typical context.
+
+    Layers with a window keep less of it, and recurrent states get half of the memory.
+    """
+    num_bytes = kv_spec.context_bytes(TYPICAL_CONTEXT, item_bytes) - kv_spec.state_bytes(item_bytes)
+    return max(num_bytes * (2 if kv_spec.has_states else 1) // TYPICAL_CONTEXT, 1)
 
 
 def _num_cached_tokens(place: Fit, memory: Memory, token_bytes: int) -> int:

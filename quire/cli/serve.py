@@ -28,6 +28,7 @@ from quire.errors import InvalidRequest, MissingExtra
 from quire.sizes import parse_size, reported_size
 
 if TYPE_CHECKING:
+    from quire.engine.worker.protocol import Ready
     from quire.server.config import ServeConfig
     from quire.server.launcher import Startup
 
@@ -264,10 +265,6 @@ def announce(startup: Startup) -> None:
     threads = f", {facts.num_threads} thread{'' if facts.num_threads == 1 else 's'}" if facts.device == "cpu" else ""
     key = "YOUR_KEY" if config.has_keys else "none"
     tokens = f"{num_blocks * capacity.block_size:,} tokens in {num_blocks:,} blocks of {capacity.block_size}"
-    if facts.window_bytes:
-        tokens += f", {reported_size(facts.window_bytes)} of it for {capacity.num_window_blocks - 1:,} window blocks"
-    if facts.state_bytes:
-        tokens += f", {reported_size(facts.state_bytes)} of it for {capacity.num_states - 1:,} states"
     lines = [
         f"quire serves {startup.model} at {config.url}",
         "",
@@ -275,6 +272,7 @@ def announce(startup: Startup) -> None:
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
+        *_other_pools(ready),
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
@@ -292,6 +290,19 @@ def announce(startup: Startup) -> None:
     ]
     typer.echo("\n".join(lines))
     sys.stdout.flush()
+
+
+def _other_pools(ready: Ready) -> list[str]:
+    """A line about the window blocks and recurrent states within the KV cache; none if the model has neither."""
+    capacity, facts = ready.capacity, ready.facts
+    parts = []
+    if capacity.num_window_blocks:
+        part = f"{capacity.num_window_blocks - 1:,} window blocks"
+        parts.append(part + (f" ({reported_size(facts.window_bytes)})" if facts.window_bytes else ""))
+    if capacity.num_states:
+        part = f"{capacity.num_states - 1:,} recurrent states"
+        parts.append(part + (f" ({reported_size(facts.state_bytes)})" if facts.state_bytes else ""))
+    return [f"             with {' and '.join(parts)}"] if parts else []
 
 
 def _others(startup: Startup) -> list[str]:

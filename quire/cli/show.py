@@ -74,6 +74,9 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "skipped": list(spec.skipped),
         "kv_bytes_per_token": KVSpec.of(spec).block_bytes(1, KV_BYTES),
+        "window": KVSpec.of(spec).window or None,
+        "state_bytes": KVSpec.of(spec).state_bytes(KV_BYTES) or None,
+        "context_bytes": KVSpec.of(spec).context_bytes(min(spec.max_model_len, CONTEXT_SHOWN), KV_BYTES),
         "has_chat_template": checkpoint.tokenizer_files().chat_template is not None,
         "memory_bytes": place.num_bytes,
         "runs_on": None if problem else place.device or None,
@@ -83,7 +86,7 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     num_tokens = min(facts["max_model_len"], CONTEXT_SHOWN)
-    kv = memory_size(facts["kv_bytes_per_token"] * num_tokens)
+    kv = memory_size(facts["context_bytes"])
     total = facts["num_parameters"]
     shown = [(kind, count) for kind, count in facts["weights"].items() if count >= total / 200]
     types = ", ".join(f"{kind} {count / total:.0%}" for kind, count in shown) or facts["quantization"]

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -190,12 +191,16 @@ def test_the_start_prints_the_reason_for_the_cache_size(
 
 
 def test_the_start_prints_window_blocks_and_states(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig(kv_memory=3 << 30)),))
-    facts = RunnerFacts("torch", "cpu", "float32", 2, 5 << 20, 3 << 30, window_bytes=1 << 30, state_bytes=1 << 29)
-    capacity = Capacity(1001, 32, 8, 2048, 100, window=64, num_window_blocks=201, num_states=33)
-    announce(Startup(config, "model", Ready(capacity, 2048, facts, {}), {"all": 1.0}, None))
-    expected = "blocks of 32, 1.0 GiB of it for 200 window blocks, 512 MiB of it for 32 states (--kv-memory)"
-    assert expected in capsys.readouterr().out
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig()),))
+    plain, windows = Capacity(1001, 32, 8, 2048, 100), Capacity(1001, 32, 8, 2048, 100, window=64, num_window_blocks=51)
+    facts = RunnerFacts("native", "cpu", "int8", 2, kv_bytes=3 << 30, window_bytes=1 << 30, state_bytes=2 << 20)
+    printed = []
+    for capacity in (plain, windows, replace(windows, num_states=21)):
+        announce(Startup(config, "model", Ready(capacity, 2048, facts, {}), {"all": 1.0}, None))
+        printed.append(capsys.readouterr().out)
+    assert "window blocks" not in printed[0]
+    assert "\n             with 50 window blocks (1.0 GiB)\n" in printed[1]
+    assert "\n             with 50 window blocks (1.0 GiB) and 20 recurrent states (2.0 MiB)\n" in printed[2]
 
 
 @pytest.mark.parametrize(
