@@ -208,7 +208,9 @@ def _check_configs(configs: Sequence[SimConfig]) -> None:
     """Refuse configurations that cannot work, before the run."""
     with _options_named():
         for config in configs:
-            replace(config, num_blocks=2).make_scheduler(lambda _event: None)
+            # A small pool is faster to make. Window blocks are checked against the longest context that fits.
+            checked = config if config.num_window_blocks else replace(config, num_blocks=2)
+            checked.make_scheduler(lambda _event: None)
 
 
 def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
