@@ -18,7 +18,7 @@ from quire.errors import UnsupportedModel, install_command
 from quire.weights.config import DTYPES, QUANTIZED
 from quire.weights.families import GGUF_ARCHITECTURES
 from quire.weights.fields import show
-from quire.weights.spec import ModelSpec
+from quire.weights.spec import AttentionSpec, ModelSpec
 
 MLX_GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")  # whose GGUF files mlx-lm can be given
 MIN_TRANSFORMERS = (5, 10)
@@ -28,7 +28,9 @@ _QUANTIZED = (*QUANTIZED, "compression_config")
 
 
 def mlx_reads(spec: ModelSpec) -> bool:
-    """Return whether the mlx backend reads the files of a model: GGUF files only of some families."""
+    """Return whether the mlx backend runs a model: GGUF files only of some families, and no recurrent states."""
+    if any(not isinstance(layer.mixer, AttentionSpec) for layer in spec.layers):
+        return False
     return spec.architecture not in GGUF_ARCHITECTURES or spec.family in MLX_GGUF_FAMILIES
 
 
