@@ -233,6 +233,7 @@ class Request:
         "state",
         "state_base",
         "state_slot",
+        "state_start",
         "stop_ids",
         "tenant",
         "token_limit",
@@ -307,6 +308,7 @@ class Request:
         self.live_states: tuple[StateSlot, ...] = ()  # its own slots, written in turn
         self.state_slot: StateSlot | None = None  # holds the state after `num_planned` tokens; None: the empty state
         self.snapshots: list[StateSlot] = []  # held besides: snapshots it reads, and those it writes
+        self.state_start = 0  # position of the state that it continued from
         self.state_base = 0  # position of the last snapshot on its path
 
     @property

@@ -10,6 +10,9 @@ from quire.core.state_pool import EMPTY_SLOT, StatePool, StateSlot
 from quire.core.step import StateSnapshot
 from quire.errors import InvalidRequest
 
+# Most conversations continue after the answer. States within a prompt serve branches, which are rarer: they count this
+# part of the tokens that they save. Measured in docs/simulator.md.
+PROMPT_SHARE = 4
 StateUse = tuple[int, int, tuple[StateSnapshot, ...]]  # source, target and snapshots of a slice
 CanPublish = Callable[[Request, int], bool]  # whether the block before this number is in the tree
 
@@ -58,12 +61,12 @@ class StateMemory:
 
     def hold(self, request: Request, state: StateSlot | None) -> None:
         request.state_slot = state
-        request.state_base = 0
+        request.state_base = request.state_start = 0
         if state is not None:
             self.pool.share(state)
             self.pool.touch(state)
             request.snapshots.append(state)
-            request.state_base = state.position
+            request.state_base = request.state_start = state.position
 
     def plan(self, request: Request, end: int) -> StateUse:
         """Choose the slots of the next slice, which ends at `end`."""
@@ -97,26 +100,30 @@ class StateMemory:
         num_computed, kept = request.num_computed, []
         for slot in request.snapshots:
             if slot.position <= num_computed and not slot.is_published:
-                self._publish(request, slot, chain, can_publish)
+                cost = (slot.position - request.state_base) // PROMPT_SHARE
+                self._publish(request, slot, chain, can_publish, cost)
             if slot.position < num_computed:
                 self.pool.release(slot)
             else:
                 kept.append(slot)
         request.snapshots = kept
 
-    def _publish(self, request: Request, slot: StateSlot, chain: TokenChain, can_publish: CanPublish) -> None:
+    def _publish(
+        self, request: Request, slot: StateSlot, chain: TokenChain, can_publish: CanPublish, cost: int
+    ) -> None:
         number, num_tail = divmod(slot.position, self._block_size)
         if not can_publish(request, number):
             return  # the cache was cleared, or is off
         run = chain.run(slot.position - num_tail, slot.position)
-        self.pool.publish(slot, chain.parent_key(number), run, slot.position - request.state_base)
+        self.pool.publish(slot, chain.parent_key(number), run, cost)
         request.state_base = slot.position
 
     def release(self, request: Request, chain: TokenChain, can_publish: CanPublish, *, is_kept: bool) -> None:
         """Release all slots of a request. `is_kept`: keep the state after its computed tokens as a snapshot."""
         for slot in request.live_states:
             if is_kept and slot.position == request.num_computed > request.state_base:
-                self._publish(request, slot, chain, can_publish)
+                cost = slot.position - request.state_start  # the next turn would compute all of it again
+                self._publish(request, slot, chain, can_publish, cost)
             self.pool.release(slot)
         for slot in request.snapshots:
             self.pool.release(slot)
