@@ -19,34 +19,60 @@ enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers 
     "sdot v21.4s, " second ".16b, v30.4b[" lane "]\n sdot v23.4s, " second ".16b, v31.4b[" lane "]\n"
 #define LOAD(offset, first, second) "ldp " first ", " second ", [%[w], #" offset "]\n"
 #define INPUTS(offset) \
-    "ldr q28, [%[i0], #" offset "]\n ldr q29, [%[i1], #" offset "]\n" \
-    "ldr q30, [%[i2], #" offset "]\n ldr q31, [%[i3], #" offset "]\n"
+    "ldr q28, [%[input], #" offset "]\n ldr q29, [x9, #" offset "]\n" \
+    "ldr q30, [x10, #" offset "]\n ldr q31, [x11, #" offset "]\n"
 #define SCALE(low, high, to_low, to_high) \
     "fmla " to_low ".4s, " low ".4s, v14.4s\n fmla " to_high ".4s, " high ".4s, v15.4s\n"
 #define ADD(low, high, scale, to_low, to_high) \
-    "fmla %[" to_low "].4s, " low ".4s, %[" scale "].s[0]\n fmla %[" to_high "].4s, " high ".4s, %[" scale "].s[0]\n"
+    "fmla " to_low ".4s, " low ".4s, " scale ".s[0]\n fmla " to_high ".4s, " high ".4s, " scale ".s[0]\n"
+#define FOUR(from, one, two, three, four) /* a number of each row */ \
+    "ldr " one ", [%[" from "]]\n ldr " two ", [%[" from "], x12]\n ldr " three ", [%[" from "], x13]\n" \
+    "ldr " four ", [%[" from "], x14]\n add %[" from "], %[" from "], #4\n"
+#define MINIMA \
+    "ldp q12, q13, [%[w], #320]\n" FOUR("sums", "s16", "s17", "s18", "s19") \
+    ADD("v12", "v13", "v16", "v0", "v1") ADD("v12", "v13", "v17", "v2", "v3") \
+    ADD("v12", "v13", "v18", "v4", "v5") ADD("v12", "v13", "v19", "v6", "v7")
+#define DOT_TILE(minima) \
+    "movi v0.4s, #0\n movi v1.4s, #0\n movi v2.4s, #0\n movi v3.4s, #0\n" \
+    "movi v4.4s, #0\n movi v5.4s, #0\n movi v6.4s, #0\n movi v7.4s, #0\n" \
+    "add x9, %[input], %[bytes]\n add x10, x9, %[bytes]\n add x11, x10, %[bytes]\n" \
+    "lsl x12, %[groups], #2\n lsl x13, %[groups], #3\n add x14, x12, x13\n mov x15, %[groups]\n" \
+    "1:\n" \
+    INPUTS("0") LOAD("0", "q24", "q25") LOAD("32", "q26", "q27") \
+    "ldp q16, q17, [%[magics]]\n ldp q18, q19, [%[magics]]\n ldp q20, q21, [%[magics]]\n ldp q22, q23, [%[magics]]\n" \
+    STEP("0", "v24", "v25") LOAD("64", "q24", "q25") STEP("1", "v26", "v27") LOAD("96", "q26", "q27") \
+    STEP("2", "v24", "v25") LOAD("128", "q24", "q25") STEP("3", "v26", "v27") LOAD("160", "q26", "q27") \
+    INPUTS("16") "ldp q14, q15, [%[w], #256]\n" \
+    STEP("0", "v24", "v25") LOAD("192", "q24", "q25") STEP("1", "v26", "v27") LOAD("224", "q26", "q27") \
+    FOUR("scales", "s8", "s9", "s10", "s11") \
+    STEP("2", "v24", "v25") "ldp q24, q25, [%[w], #288]\n" STEP("3", "v26", "v27") \
+    "ldp q26, q27, [%[w], #288]\n ldp q28, q29, [%[w], #288]\n ldp q30, q31, [%[w], #288]\n" \
+    SCALE("v16", "v17", "v24", "v25") SCALE("v18", "v19", "v26", "v27") \
+    SCALE("v20", "v21", "v28", "v29") SCALE("v22", "v23", "v30", "v31") \
+    ADD("v24", "v25", "v8", "v0", "v1") ADD("v26", "v27", "v9", "v2", "v3") \
+    ADD("v28", "v29", "v10", "v4", "v5") ADD("v30", "v31", "v11", "v6", "v7") \
+    minima \
+    "add %[w], %[w], #352\n add %[input], %[input], #32\n add x9, x9, #32\n add x10, x10, #32\n add x11, x11, #32\n" \
+    "subs x15, x15, #1\n b.ne 1b\n" \
+    "stp q0, q1, [%[out]]\n stp q2, q3, [%[out], #32]\n stp q4, q5, [%[out], #64]\n stp q6, q7, [%[out], #96]\n"
+_Static_assert(sizeof(expanded) == 352, "the assembly has its offsets");
+/* Computes the products of 8 rows of a matrix and TILE rows of the input, without the refined groups. */
 static inline __attribute__((always_inline)) void dot_tile(
-    const expanded *w, const int8_t *input, size_t stride, const float scales[TILE], float32x4_t out[2 * TILE]) {
-    __asm__ volatile(
-        INPUTS("0") LOAD("0", "q24", "q25") LOAD("32", "q26", "q27")
-        "ldp q16, q17, [%[magics]]\n ldp q18, q19, [%[magics]]\n ldp q20, q21, [%[magics]]\n ldp q22, q23, [%[magics]]\n"
-        STEP("0", "v24", "v25") LOAD("64", "q24", "q25") STEP("1", "v26", "v27") LOAD("96", "q26", "q27")
-        STEP("2", "v24", "v25") LOAD("128", "q24", "q25") STEP("3", "v26", "v27") LOAD("160", "q26", "q27")
-        INPUTS("16") "ldp q14, q15, [%[w], #256]\n"
-        STEP("0", "v24", "v25") LOAD("192", "q24", "q25") STEP("1", "v26", "v27") LOAD("224", "q26", "q27")
-        STEP("2", "v24", "v25") "ldp q24, q25, [%[w], #288]\n" STEP("3", "v26", "v27")
-        "ldp q26, q27, [%[w], #288]\n ldp q28, q29, [%[w], #288]\n ldp q30, q31, [%[w], #288]\n"
-        SCALE("v16", "v17", "v24", "v25") SCALE("v18", "v19", "v26", "v27")
-        SCALE("v20", "v21", "v28", "v29") SCALE("v22", "v23", "v30", "v31")
-        ADD("v24", "v25", "s0", "o0", "o1") ADD("v26", "v27", "s1", "o2", "o3")
-        ADD("v28", "v29", "s2", "o4", "o5") ADD("v30", "v31", "s3", "o6", "o7")
-        : [o0] "+w"(out[0]), [o1] "+w"(out[1]), [o2] "+w"(out[2]), [o3] "+w"(out[3]), [o4] "+w"(out[4]),
-          [o5] "+w"(out[5]), [o6] "+w"(out[6]), [o7] "+w"(out[7])
-        : [w] "r"(w), [magics] "r"(MAGICS), [i0] "r"(input), [i1] "r"(input + stride),
-          [i2] "r"(input + 2 * stride), [i3] "r"(input + 3 * stride), [s0] "w"(scales[0]), [s1] "w"(scales[1]),
-          [s2] "w"(scales[2]), [s3] "w"(scales[3])
-        : "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27",
-          "v28", "v29", "v30", "v31");
+    const expanded *w, const int kind, const quire_input *x, int row, float out[TILE * PANEL]) {
+    const size_t groups = (size_t)x->num_groups, first = (size_t)row * groups;
+    const int8_t *input = x->q + first * GROUP;
+    const float *scales = x->scales + first, *sums = x->sums + first;
+#define RUN(code) \
+    __asm__ volatile( \
+        code \
+        : [w] "+r"(w), [input] "+r"(input), [scales] "+r"(scales), [sums] "+r"(sums) \
+        : [groups] "r"(groups), [bytes] "r"(groups * GROUP), [magics] "r"(MAGICS), [out] "r"(out) \
+        : "x9", "x10", "x11", "x12", "x13", "x14", "x15", "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", \
+          "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", \
+          "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
+    if (kind == QUIRE_Q4) RUN(DOT_TILE(MINIMA));
+    else RUN(DOT_TILE(""));
+#undef RUN
 }
 
 /* The same for one row of the input. */
@@ -113,24 +139,8 @@ static inline __attribute__((always_inline)) void refine_tile(
 /* Multiplies TILE rows of the input, starting at `row`. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const expanded *w, int kind, const quire_input *x, int row, float *y, size_t stride, int count) {
-    const int groups = x->num_groups;
-    const size_t row_bytes = (size_t)groups * GROUP;
-    const int8_t *q = x->q + (size_t)row * row_bytes;
-    const float *scales = x->scales + (size_t)row * (size_t)groups, *sums = x->sums + (size_t)row * (size_t)groups;
-    float32x4_t out[2 * TILE];
-    for (int i = 0; i < 2 * TILE; i++) out[i] = vdupq_n_f32(0);
-    for (int g = 0; g < groups; g++) {
-        const float tile_scales[TILE] = {scales[g], scales[groups + g], scales[2 * groups + g], scales[3 * groups + g]};
-        dot_tile(w + g, q + GROUP * g, row_bytes, tile_scales, out);
-        if (kind != QUIRE_Q4) continue;
-        const float32x4_t low = vld1q_f32(w[g].minima), high = vld1q_f32(w[g].minima + 4);
-        for (int m = 0; m < TILE; m++) {
-            out[2 * m] = vfmaq_n_f32(out[2 * m], low, sums[m * groups + g]);
-            out[2 * m + 1] = vfmaq_n_f32(out[2 * m + 1], high, sums[m * groups + g]);
-        }
-    }
-    float sums_so_far[2 * TILE * 4]; /* a second loop over `out` would make the compiler keep `out` in memory */
-    for (int i = 0; i < 2 * TILE; i++) vst1q_f32(sums_so_far + 4 * i, out[i]);
+    float sums_so_far[TILE * PANEL];
+    dot_tile(w, kind, x, row, sums_so_far);
     refine_tile(w, x, row, sums_so_far);
     for (int m = 0; m < TILE; m++) {
         const float *sum = sums_so_far + PANEL * m;
