@@ -75,7 +75,7 @@ enum { MIN_SPREAD = 12 }; /* rows from which on the next panel of 8 bits is pref
 /* The refined groups of a tile, row by row, with a row's sums in v12 and v13. The address of the next group is computed
    one group early to hide the latency. */
 #define REFINED_GROUPS(address) \
-    "cbz %[left], 4f\n mov x15, %[num_refined]\n lsl x14, x15, #2\n ldrsw x17, [%[refined]]\n" address \
+    "cbz %[num_refined], 4f\n mov x15, %[num_refined]\n lsl x14, x15, #2\n ldrsw x17, [%[refined]]\n" address \
     "2:\n" \
     "cmp x14, #1\n cset x9, ne\n add %[refined], %[refined], x9, lsl #2\n ldrsw x10, [%[refined]]\n" \
     ONE_GROUP("rest") \
@@ -113,13 +113,13 @@ static inline __attribute__((always_inline)) void dot_tile(
     const float *rest_scales = x->rest_scales + first_rest;
     const int32_t *refined = x->refined + first_rest;
     float *apart = out + TILE * PANEL;
-    size_t left = num_refined; /* refined groups of a row */
 #define RUN(code) \
     __asm__ volatile( \
         code \
-        : [codes] "+&r"(codes), [input] "+&r"(input), [scales] "+&r"(scales), [sums] "+&r"(sums), [factors] "+&r"(factors), \
-          [refined] "+&r"(refined), [rest] "+&r"(rest), [rest_scales] "+&r"(rest_scales), [left] "+&r"(left), \
-          [apart] "+&r"(apart), [ahead] "+&r"(ahead) \
+        : [codes] "+&r"(codes), [input] "+&r"(input), [scales] "+&r"(scales), [sums] "+&r"(sums), \
+          [factors] "+&r"(factors), [refined] "+&r"(refined), [rest] "+&r"(rest), \
+          [rest_scales] "+&r"(rest_scales), [apart] "+&r"(apart), \
+          [ahead] "+&r"(ahead) /* not shared with inputs of the same value */ \
         : [groups] "r"(groups), [magics] "r"(MAGICS), [out] "r"(out), [first_codes] "r"(w->codes), \
           [first_factors] "r"(w->factors), [num_refined] "r"(num_refined) \
         : "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "cc", "memory", "v0", "v1", "v2", "v3", "v4", \
@@ -199,7 +199,7 @@ static inline __attribute__((always_inline)) panel prepare_panel(
 
 static inline __attribute__((always_inline)) void multiply(
     const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
-    enum { SPREAD = MIN_SPREAD / TILE };
+    enum { SPREAD = MIN_SPREAD / TILE }; /* tiles whose prefetches together cover a panel */
     const int num_rows = x->num_rows;
     const size_t groups = (size_t)x->num_groups, share = 128 * groups;
     const panel all = prepare_panel(w, kind, x, scratch);
