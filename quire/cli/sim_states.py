@@ -45,7 +45,7 @@ MAX_INTERVAL = 10_000_000
 class PlacementRules:
     """The rules of one `--places`."""
 
-    places: frozenset[Place]
+    places: tuple[Place, ...]
     interval: int = 0
 
     @classmethod
@@ -59,7 +59,7 @@ class PlacementRules:
             else:
                 known = ", ".join(Place)
                 raise InvalidRequest(f"--places {given!r}: {name!r} is not one of {known} or {EVERY}N (1 to 10000000)")
-        return cls(frozenset(places), interval)
+        return cls(tuple(place for place in Place if place in places), interval)
 
 
 def name_rules(config: SimConfig) -> str:
@@ -148,7 +148,7 @@ def state_table(machine: Machine, reports: Sequence[SimReport]) -> Table:
                 table.add_row()
             first = [f"{report.config.num_blocks:,} blocks, no states", "-", "-"]
         else:
-            name = "all" if report.config.places == ALL_PLACES and not report.config.interval else figures["places"]
+            name = "all" if {*report.config.places} == ALL_PLACES and not report.config.interval else figures["places"]
             gb = f"{figures['state_bytes'] / 1e9:.1f}" if machine.state_bytes else "-"
             first = [name, f"{report.config.num_states:,}", gb]
         times = [figures["ttft_s_p50"], figures["ttft_s_p95"]]

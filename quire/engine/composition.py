@@ -66,6 +66,10 @@ class Scheduling:
     max_waiting: int
     enable_prefix_caching: bool
     has_costly_rows: bool
+    window: int  # largest window of the layers with window blocks
+    num_window_blocks: int  # including the null block; 0: none
+    num_states: int  # including the empty state; 0: the model has no recurrent states
+    num_live_states: int  # per running request
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,10 @@ class EngineConfig:
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             has_costly_rows=capacity.has_costly_rows,
+            window=capacity.window,
+            num_window_blocks=capacity.num_window_blocks,
+            num_states=capacity.num_states,
+            num_live_states=capacity.num_live_states,
         )
 
     def backend_options(self) -> BackendOptions:
@@ -255,10 +263,10 @@ def make_scheduler(
         secret=secrets.token_bytes(16),
         is_caching=given.enable_prefix_caching,
         observe=observe,
-        window=capacity.window,
-        num_window_blocks=capacity.num_window_blocks,
-        num_states=capacity.num_states,
-        num_live_states=capacity.num_live_states,
+        window=given.window,
+        num_window_blocks=given.num_window_blocks,
+        num_states=given.num_states,
+        num_live_states=given.num_live_states,
     )
     return Scheduler(
         cache,

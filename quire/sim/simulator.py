@@ -17,7 +17,7 @@ from quire.core.block import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.ledger import StepCost
-from quire.core.placement import ALL_PLACES, Place, choose_boundaries
+from quire.core.placement import Place, choose_boundaries
 from quire.core.policy import NS_PER_S, make_policy
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
@@ -96,7 +96,7 @@ class SimConfig:
     num_window_blocks: int = 0  # 0: the window layers keep the KV of the whole context, like the others
     num_states: int = 0  # slots of recurrent states, one of which is the empty state; 0: the model has none
     num_live_states: int = 2  # slots of a running request
-    places: frozenset[Place] = ALL_PLACES  # where snapshots of states are stored
+    places: tuple[Place, ...] = tuple(Place)  # where snapshots of states are stored
     interval: int = 0  # store snapshots in prompts every so many tokens as well; 0: no
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
@@ -110,7 +110,7 @@ class SimConfig:
             num_window_blocks=self.num_window_blocks,
             num_states=self.num_states,
             num_live_states=self.num_live_states,
-            places=self.places | {Place.MESSAGE} if self.interval else self.places,
+            places={*self.places, Place.MESSAGE} if self.interval else self.places,
         )
         return Scheduler(
             cache,

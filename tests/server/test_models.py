@@ -333,7 +333,7 @@ models:
         ("[{model: A, pinned: 3}]", "models[0].pinned = 3 is not yes or no"),
         ("[{model: A, priority: soon}]", "models[0].priority = 'soon' is not one of high, normal, low"),
         ("[{model: A, idle_unload: -1}]", "models[0].idle_unload = -1 is not a number of seconds"),
-        ("[{model: A, tool_format: xml}]", "models[0].tool_format = 'xml' is not one of hermes"),
+        ("[{model: A, tool_format: xml}]", "models[0].tool_format = 'xml' is not one of "),
         ("[{model: A, max_model_len: 1}]", "models[0].max_model_len = 1 is not a whole number of at least 2"),
         ("[{model: A, aliases: {x: y}}]", "models[0].aliases = {'x': 'y'} is not a list of names"),
         ("[{model: A, dtype: 16}]", "models[0].dtype = 16 is not text"),

@@ -73,6 +73,6 @@ def test_boundaries_are_ends_of_messages_or_a_regular_interval() -> None:
     assert CONFIG.boundaries(one) == (40, 70)
     history = TraceRequest(0, 244, 5, shared=(("system", 40), ("a", 50), HEADER, ("b", 60), ("c", 90), HEADER))
     assert CONFIG.boundaries(history) == (40, 154, 244)  # of 40, 90, 154 and 244: the system text and the last two
-    assert replace(CONFIG, places=frozenset()).boundaries(one) == ()
-    assert replace(CONFIG, places=frozenset(), interval=25).boundaries(one) == (25, 50, 75)
+    assert replace(CONFIG, places=()).boundaries(one) == ()
+    assert replace(CONFIG, places=(), interval=25).boundaries(one) == (25, 50, 75)
     assert replace(CONFIG, interval=40).boundaries(one) == (40, 70, 80)

@@ -333,9 +333,12 @@ def test_activations_by_hand(activation: Activation, tmp_path: Path) -> None:
     down[np.arange(HANDS), np.arange(HANDS) * 32] = 1
     found = hand_made(tmp_path / "m", activation, 32, gate_proj=gate, up_proj=up, down_proj=down)
     x = floats(gate).unpack()[::32, 1].astype(np.float64) * HAND_NORMED
+    other = floats(up).unpack()[::32, 1].astype(np.float64) * HAND_NORMED
     sigmoid = x if activation is Activation.SILU else np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)
-    rest = floats(up).unpack()[::32, 1].astype(np.float64) * HAND_NORMED * floats(down).unpack()[0, 0]
-    check_hand(found, x / (1 + np.exp(-sigmoid)) * rest)
+    if activation is Activation.CLAMPED_SWIGLU:
+        x, other = np.minimum(x, 7), np.clip(other, -7, 7) + 1
+        sigmoid = 1.702 * x
+    check_hand(found, x / (1 + np.exp(-sigmoid)) * other * floats(down).unpack()[0, 0])
 
 
 @pytest.mark.usefixtures("kernels")
