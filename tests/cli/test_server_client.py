@@ -400,7 +400,14 @@ def test_json_has_what_the_api_has(server: ScriptedServer) -> None:
         "model": NAME,
         **first,
         "usage": {"prompt_tokens": 40, "completion_tokens": 3, "cached_tokens": 32, "total_tokens": 43},
-        "cache": {"num_tokens": 32, "num_blocks": 1, "stopped_at": 32, "reason": "not_found", "stopped_text": None},
+        "cache": {
+            "num_tokens": 32,
+            "num_blocks": 1,
+            "stopped_at": 32,
+            "reason": "not_found",
+            "num_kv_tokens": 0,
+            "stopped_text": None,
+        },
         "completions": [first, second],
     }
 
