@@ -44,15 +44,12 @@ class CacheStats(PoolStats):
     @classmethod
     def none(cls) -> CacheStats:
         """Statistics of a cache that does not exist yet."""
-        counts: list[Any] = [0] * NUM_REQUIRED_STATS
-        return cls(*counts)
+        counts: dict[str, Any] = {field.name: 0 for field in fields(cls) if field.default is MISSING}
+        return cls(**counts)
 
     @property
     def hit_rate(self) -> float:
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
-
-
-NUM_REQUIRED_STATS = sum(field.default is MISSING for field in fields(CacheStats))
 
 
 class KVCacheManager:

@@ -79,11 +79,10 @@ class WindowMemory:
         tail = continuation.window_tail
         if tail is None:
             return []
+        pool.share((tail,))  # if it is copied, until the copy is done
         if continuation.is_window_adoptable:
-            pool.share((tail,))
             table.append(tail.block_id)
             return []
-        pool.share((tail,))  # until the copy is done
         (block,) = pool.take(1)
         table.append(block.block_id)
         return [BlockCopy(tail.block_id, block.block_id)]
