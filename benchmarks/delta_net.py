@@ -8,11 +8,11 @@ several layers, so that the cache does not hold the states.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from gpu_kernels import timed_us
 from torch import Tensor
 
 from quire.backends.torch.kernels.convolution import short_conv
@@ -52,25 +52,6 @@ class Layer:
 
     def run(self, projected: Tensor, work: StateWork) -> Tensor:
         return delta_net(projected, self.weights, self.spec, self.conv, self.matrices, work)
-
-
-def timed_us(run: Callable[[], object], repeats: int = 10) -> float:
-    """Return the median time of replaying the launches of `run`."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(2):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    times: list[float] = sorted(first.elapsed_time(last) for first, last in itertools.pairwise(marks))
-    return 1000 * times[repeats // 2]
 
 
 def repeat(run: Callable[[], object]) -> None:

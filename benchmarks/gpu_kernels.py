@@ -36,7 +36,7 @@ MATRICES = {
 }
 
 
-def timed_us(run: Callable[[], None], repeats: int = 20) -> float:
+def timed_us(run: Callable[[], object], repeats: int = 20) -> float:
     """Return the median time of replaying the launches of `run`."""
     run()
     torch.cuda.synchronize()
