@@ -86,8 +86,7 @@ class FreeKVCacheBlockQueue(Generic[L]):
         self._head.next_free = self._tail
         self._tail.prev_free = self._head
         self._len = 0
-        for block in blocks:
-            self.append(block)
+        self.extend(blocks)
 
     def __len__(self) -> int:
         return self._len
@@ -109,6 +108,18 @@ class FreeKVCacheBlockQueue(Generic[L]):
         before = self._tail.prev_free
         assert before is not None
         self._link(before, block, self._tail)
+
+    def extend(self, blocks: Iterable[L]) -> None:
+        """Append several blocks. Faster than `append` for each."""
+        before = self._tail.prev_free
+        assert before is not None
+        for block in blocks:
+            if block.next_free is not None:
+                raise ValueError(f"{block!r} is already in the free list")
+            block.prev_free, block.next_free = before, self._tail  # whole links, in case the next block raises
+            before.next_free = self._tail.prev_free = block
+            self._len += 1
+            before = block
 
     def prepend(self, block: L) -> None:
         after = self._head.next_free

@@ -102,19 +102,21 @@ class BlockPool:
         Pass blocks in table order; they are released tail first.
         """
         self.num_releases += len(blocks)
+        cached: list[KVCacheBlock] = []
         for block in reversed(blocks):
             assert block.ref_count > 0, f"{block!r} released without a reference"
-            block.ref_count -= 1
-            if block.ref_count == 1:
+            block.ref_count = num_left = block.ref_count - 1
+            if num_left == 1:
                 self._num_shared -= 1
-            elif block.ref_count == 0:
+            elif num_left == 0:
                 if block.parent_key is not None and self._tree.is_redundant(block):
                     self._tree.remove(block)  # a twin has the same content; one cached copy is enough
                 if block.parent_key is None:
                     self.free.prepend(block)
                 else:
-                    self._num_cached += 1
-                    self.free.append(block)
+                    cached.append(block)
+        self._num_cached += len(cached)
+        self.free.extend(cached)
         self._note(blocks)
 
     def fork(self, source: KVCacheBlock) -> KVCacheBlock:

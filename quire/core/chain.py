@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
 
 from quire.core.block import TOKEN_BYTES
 
 KEY_BYTES = 16
-KEYS_PER_BATCH = 64  # blocks hashed at a time during a match; hashes after the first miss are not needed yet
+BLOCKS_PER_BATCH = 64  # blocks packed at a time during a match; those after the first miss are not needed yet
 
 Digest = Callable[[bytes, bytes], bytes]
 
@@ -52,8 +52,8 @@ class TokenChain:
         self._tokens = tokens  # by reference; it only grows at the end
         self._block_size = block_size
         self._digest = digest
-        self._blocks: list[bytes] = []  # packed tokens of full blocks
-        self._keys: list[bytes] = []  # chain keys of the same blocks
+        self._blocks: list[bytes] = []  # packed tokens of the first full blocks
+        self._keys: list[bytes] = []  # chain keys of the first full blocks, of fewer or as many
         self._leader: TokenChain | None = None  # a chain with the same first blocks, whose keys are copied on use
         self._num_led = 0  # number of those blocks
 
@@ -69,21 +69,25 @@ class TokenChain:
     def block(self, index: int) -> bytes:
         """Packed tokens of full block `index`."""
         if len(self._blocks) <= index:
-            self._extend(index + 1)
+            self._pack(index + 1)
         return self._blocks[index]
 
-    def full_blocks(self, count: int) -> Iterator[tuple[bytes, bytes]]:
-        """Key and packed tokens of the first `count` blocks, computed as the iterator advances."""
+    def blocks(self, count: int) -> Iterator[bytes]:
+        """Packed tokens of the first `count` blocks, packed as the iterator advances."""
         return chain.from_iterable(self._batches(count))
 
-    def _batches(self, count: int) -> Iterator[Iterable[tuple[bytes, bytes]]]:
+    def _batches(self, count: int) -> Iterator[list[bytes]]:
         start = 0
         while start < count:
-            end = min(count, start + KEYS_PER_BATCH)
-            if len(self._keys) < end:
-                self._extend(end)
-            yield zip(self._keys[start:end], self._blocks[start:end], strict=True)
+            end = min(count, start + BLOCKS_PER_BATCH)
+            if len(self._blocks) < end:
+                self._pack(end)
+            yield self._blocks[start:end]
             start = end
+
+    def learn(self, keys: Sequence[bytes]) -> None:
+        """Take the keys of the first blocks from cached blocks with the same content: they are not computed."""
+        self._keys += keys[len(self._keys) :]
 
     def num_common(self, other: TokenChain, known: int, most: int) -> int:
         """Number of leading full blocks that two chains share, at most `most`.
@@ -114,22 +118,26 @@ class TokenChain:
         """Packed tokens [start, stop)."""
         return pack_tokens(self._tokens[start:stop])
 
+    def _pack(self, count: int) -> None:
+        size = self._block_size * TOKEN_BYTES
+        packed = self.run(len(self._blocks) * self._block_size, count * self._block_size)
+        self._blocks += [packed[i : i + size] for i in range(0, len(packed), size)]
+
     def _extend(self, count: int) -> None:
-        keys, digest, size = self._keys, self._digest, self._block_size
+        """Compute the keys of the first `count` blocks."""
+        keys, digest = self._keys, self._digest
         if self._leader is not None:
             self._copy_keys(self._leader, min(count, self._num_led))
-        packed = self.run(len(keys) * size, count * size)
-        blocks = [packed[i : i + size * TOKEN_BYTES] for i in range(0, len(packed), size * TOKEN_BYTES)]
+        if len(self._blocks) < count:
+            self._pack(count)
         key = keys[-1] if keys else self.root
-        for block in blocks:
+        for block in self._blocks[len(keys) : count]:
             key = digest(key, block)
             keys.append(key)
-        self._blocks += blocks
 
     def _copy_keys(self, leader: TokenChain, count: int) -> None:
         if len(leader._keys) < count:
             leader._extend(count)
-        self._blocks += leader._blocks[len(self._keys) : count]
         self._keys += leader._keys[len(self._keys) : count]
         if count == self._num_led:
             self._leader = None

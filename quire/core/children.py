@@ -46,6 +46,8 @@ class SortedBlocks:
 
     def get(self, tokens: bytes) -> KVCacheBlock | None:
         """The block with exactly these tokens."""
+        if self._buckets and (first := self._buckets[0][0]).tokens == tokens:
+            return first  # most nodes have one child
         after = self.neighbours(tokens)[1]
         return after if after is not None and after.tokens == tokens else None
 

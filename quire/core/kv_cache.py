@@ -149,7 +149,7 @@ class KVCacheManager:
     def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
         """Number of free blocks that `grow` lacks. If negative: the number that would be left."""
         num_new = -(-upto // self.block_size) - len(request.block_table) - len(hit.blocks)
-        num_revived = sum(not block.ref_count for block in hit.blocks)
+        num_revived = [block.ref_count for block in hit.blocks].count(0)
         if hit.tail is not None:
             if hit.is_adoptable:
                 num_new -= 1

@@ -85,8 +85,8 @@ class PrefixTree:
 
     Two requests may fill identical blocks at the same time. Both blocks are kept, because block tables are append-only:
     the first is in the index and the others are its twins. When it is removed, a twin replaces it; the node is removed
-    with its last twin. Full blocks are found by chain key. A partial tail, or the matching part of a full block, is
-    found by bisection among the sorted children of the node before it.
+    with its last twin. A match compares tokens with the sorted children of each node, for a full block, a partial tail
+    or the matching part of a full block. The index finds a full block by its chain key.
     """
 
     def __init__(
@@ -124,15 +124,21 @@ class PrefixTree:
         return self._children.items()
 
     def match(self, chain: TokenChain, limit: int) -> PrefixHit:
-        """The longest cached prefix of at most `limit` tokens."""
+        """The longest cached prefix of at most `limit` tokens.
+
+        Compares tokens with the children of each block. This is faster than hashing: the blocks found have their keys.
+        """
         blocks: list[KVCacheBlock] = []
-        index, parent = self._index, chain.root
-        for key, tokens in chain.full_blocks(limit // self.block_size):
-            block = index.get(key)
-            if block is None or block.parent_key != parent or block.tokens != tokens:
-                break  # a known key with other tokens is a collision and counts as a miss
+        keys: list[bytes] = []
+        children, parent = self._children, chain.root
+        for tokens in chain.blocks(limit // self.block_size):
+            block = found.get(tokens) if (found := children.get(parent)) is not None else None
+            if block is None or block.key is None:
+                break
             blocks.append(block)
-            parent = key
+            parent = block.key
+            keys.append(parent)
+        chain.learn(keys)
         start = len(blocks) * self.block_size
         tail, run = self._longest_run(parent, chain.run(start, min(limit, start + self.block_size)))
         if tail is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.chain import KEYS_PER_BATCH, hash_block_tokens
+from quire.core.chain import hash_block_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.prefix import NO_HIT
 from quire.core.request import Request, SamplingParams
@@ -190,24 +190,25 @@ def test_n_samples_hash_their_prompt_once() -> None:
 def test_chain_keys_are_computed_on_demand_and_once() -> None:
     digest = CountedDigest()
     cache = KVCacheManager(2000, 4, digest=digest)
-    num_full = 4 * KEYS_PER_BATCH
+    num_full = 256
     first = make_request(1, 4 * num_full + 1)
     assert cache.match(first).num_tokens == 0
-    assert digest.num_calls == KEYS_PER_BATCH  # of 256 blocks: the first one is a miss
+    assert digest.num_calls == 0  # a match compares tokens
     for upto in range(64, len(first.tokens), 64):
         compute(cache, first, upto)
-        assert digest.num_calls == max(KEYS_PER_BATCH, upto // 4)  # grows with the computed blocks
+        assert digest.num_calls == upto // 4  # grows with the computed blocks
     compute(cache, first)
     cache.release(first)
     assert digest.num_calls == num_full
 
-    digest.num_calls = 0
     half = Request(2, [*range(2 * num_full), *[5] * 2 * num_full])
     assert cache.match(half).num_tokens == 2 * num_full
-    assert digest.num_calls <= num_full // 2 + KEYS_PER_BATCH
     whole = Request(3, first.tokens)
     assert len(cache.match(whole).blocks) == len(cache.match(whole).blocks) == num_full
-    assert digest.num_calls <= num_full // 2 + KEYS_PER_BATCH + num_full
+    assert cache.chain(whole).key(num_full - 1) == cache.chain(first).key(num_full - 1)
+    assert digest.num_calls == num_full  # the keys of cached blocks are not computed again
+    assert cache.chain(half).key(num_full // 2) != cache.chain(first).key(num_full // 2)
+    assert digest.num_calls == num_full + 1
 
 
 def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:

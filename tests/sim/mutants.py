@@ -342,11 +342,10 @@ MUTANTS = (
         "tests/core/test_pool.py",
     ),
     _mutant(
-        "colliding key counted as a hit",
-        "core/prefix.py",
-        " or block.tokens != tokens:\n                break",
-        ":\n                break",
-        "tests/core/test_prefix.py",
+        "a child with other tokens counted as a hit",
+        "core/children.py",
+        "return after if after is not None and after.tokens == tokens else None",
+        "return after",
     ),
     _mutant(
         "siblings do not wait",
@@ -382,7 +381,11 @@ MUTANTS = (
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "colliding parent counted as a hit", "core/prefix.py", "block.parent_key != parent or ", "", first_world=159
+        "keys of cached blocks added twice",
+        "core/chain.py",
+        "self._keys += keys[len(self._keys) :]",
+        "self._keys += keys",
+        "tests/core/test_kv_cache.py",
     ),
     _mutant(
         "decode sits out while its input is in flight",

@@ -276,6 +276,8 @@ def _first_keys(starts: Ints, window: int, block_size: int) -> Ints:
 
 def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes, window: int) -> Work:
     """Like `plan_work`, for the common step: only decodes, and no shared prefixes."""
+    if len(starts) == 1:
+        return _plan_decode(int(starts[0]), int(batch_indices[0]), sizes, window)
     ends = starts + 1
     first_keys = _first_keys(starts, window, sizes.block_size) if window else None
     num_keys = ends if first_keys is None else ends - first_keys
@@ -291,6 +293,25 @@ def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes, window: int) 
     first_parts = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
     return Work(_cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS, first_parts)
+
+
+def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Work:
+    """Like `_plan_decodes`, for one row. The answer of a lone request waits for this, so it takes few operations."""
+    end = start + 1
+    first_key = max(end - window, 0) // sizes.block_size * sizes.block_size if window else 0
+    num_keys = end - first_key
+    chunk = _chunk(num_keys, 1, sizes.num_kv_heads, sizes.target)
+    while -(-num_keys // chunk) > sizes.max_parts:
+        chunk *= 2
+    num_chunks = -(-num_keys // chunk)
+    size = -(-num_keys // num_chunks)
+    size = -(-size // MIN_CHUNK) * MIN_CHUNK
+    items = np.empty((num_chunks, 6), np.int32)
+    items[:, 0], items[:, 1], items[:, 2] = 0, 1, batch_index
+    items[:, 5] = parts = np.arange(num_chunks, dtype=np.int32)
+    items[:, 3] = low = parts * size + first_key
+    items[:, 4] = np.minimum(low + size, end)
+    return Work(items, NO_ITEMS, np.array([0, num_chunks if num_chunks > 1 else 0], np.int32))
 
 
 def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:

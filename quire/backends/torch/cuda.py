@@ -8,6 +8,7 @@ every batch index stays on the device, where the next step reads it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -144,6 +145,8 @@ class CudaRunner:
             states=states,
         )
         self._staging = Staging(device)
+        # Copies of a plan that were not enqueued yet: among the blocks, and among the window blocks.
+        self._copies: tuple[Sequence[BlockCopy], Sequence[BlockCopy]] = ((), ())
         self._sampler = DeviceSampler(spec.vocab_size, max_num_seqs, device)
         # Shared by all graphs: sampling has read it before the next graph runs.
         self._graph_logits = torch.empty(max_num_seqs, spec.vocab_size, dtype=store.dtype, device=device)
@@ -200,18 +203,17 @@ class CudaRunner:
             raise InvariantViolation("forward before the last step was sampled")
         with self._on_stream():
             self._sampler.release(plan.released)
-            self._copy(plan.copies, is_window=False)
-            self._copy(plan.window_copies, is_window=True)
+            self._copies = (plan.copies, plan.window_copies)
             indices = tuple(range(len(plan.slices)))
             self._forwarded = self._launch(plan.slices, indices)
 
-    def _copy(self, copies: Sequence[BlockCopy], *, is_window: bool) -> None:
-        if not copies:
-            return
-        pairs = self._upload(np.array(copies, np.int32).T)
+    def _copy(self, pairs: Tensor, num_copies: int) -> None:
+        """Copy blocks, given the sources and destinations of `num_copies` blocks, then those of window blocks."""
         for shape, pool in self.store.pools.items():
-            if bool(shape.window) == is_window:
-                copy_blocks(pool, pairs[0], pairs[1])
+            own = pairs[2 * num_copies :] if shape.window else pairs[: 2 * num_copies]
+            if count := len(own) // 2:
+                copy_blocks(pool, own[:count], own[count:])
+        self._copies = ((), ())  # not again if this pass runs out of memory: blocks written since would be overwritten
 
     def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
         """Run in one pass. If memory runs out, run again in halves; only slices that do not fit even then fail."""
@@ -238,36 +240,41 @@ class CudaRunner:
         layout = step.layout if graph is None else graph.layout
         places = tuple([place for place, piece in enumerate(step.slices) if piece.wants_token])
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
-        sizes = (2 * num_updates, num_slices, num_sampled, num_sampled, num_sampled * NUM_PARAMS)
+        pairs = [number for copies in self._copies for ends in zip(*copies, strict=True) for number in ends]
+        sizes = (num_slices, num_sampled, num_sampled, num_sampled * NUM_PARAMS, 2 * num_updates, len(pairs))
         size = layout.size
         total = size + sum(sizes)
         host = self._staging.begin(total)
         step.write(layout.carve(host))
-        pieces = np.split(host[size:total], np.cumsum(sizes)[:-1])
-        pieces[0].reshape(2, -1)[:] = updates
-        pieces[1][:] = step.last_rows
-        pieces[2][:] = step.last_rows[list(places)]
+        bounds = list(itertools.accumulate(sizes, initial=size))
+        pieces = [host[first:last] for first, last in itertools.pairwise(bounds)]
+        pieces[0][:] = step.last_rows
+        pieces[1][:] = step.last_rows[list(places)]
         rows = [step.slices[place] for place in places]
-        pieces[3][:] = [piece.batch_index for piece in rows]
-        special_rows = fill_params(pieces[4].view(np.float32).reshape(-1, NUM_PARAMS), rows)
+        pieces[2][:] = [piece.batch_index for piece in rows]
+        special_rows = fill_params(pieces[3].view(np.float32).reshape(-1, NUM_PARAMS), rows)
+        pieces[4][:num_updates], pieces[4][num_updates:] = updates
+        pieces[5][:] = pairs
         device = self._target(total, graph)
         self._staging.send(total, device)
         tail = device[size:total].split(sizes)  # type: ignore[no-untyped-call]
+        if pairs:
+            self._copy(tail[5], len(self._copies[0]))
         if num_updates:
-            update_tables(self._tables.whole, tail[0][:num_updates], tail[0][num_updates:])
+            update_tables(self._tables.whole, tail[4][:num_updates], tail[4][num_updates:])
         hidden = self._hidden(step, layout, device, graph)
         logits: Tensor | None
         if hidden is None:
             logits, sound, prompts = self._graph_logits[:num_sampled], None, []
         else:
-            logits = self.model.logits(hidden[tail[2]]) if places else None
-            sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
+            logits = self.model.logits(hidden[tail[1]]) if places else None
+            sound = torch.isfinite(hidden[tail[0]].float().sum(-1)) if num_sampled < num_slices else None
             prompts = self._prompt_logprobs(step, hidden)
         sampled = None
         if places:
-            last_tokens = self._last_tokens(layout.carve(device), tail[2]) if special_rows.is_changed else tail[3]
-            params = tail[4].view(torch.float32).view(-1, NUM_PARAMS)
-            sampled = _Sampled(params, tail[3], last_tokens)
+            last_tokens = self._last_tokens(layout.carve(device), tail[1]) if special_rows.is_changed else tail[2]
+            params = tail[3].view(torch.float32).view(-1, NUM_PARAMS)
+            sampled = _Sampled(params, tail[2], last_tokens)
         return _Pass(step, places, special_rows, logits, sampled, sound, prompts)
 
     def _hidden(self, step: Step, layout: Layout, device: Tensor, graph: StepGraph | None) -> Tensor | None:
@@ -456,10 +463,6 @@ class CudaRunner:
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _upload(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        return (host.pin_memory() if self._is_cuda else host).to(self.store.device, non_blocking=True)
 
 
 def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int, *, has_states: bool) -> Division:

@@ -7,10 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.backends.torch.attention_work import Grouping, Ints, Prompt, Siblings, Sizes, Work, find_siblings, plan_work
+from quire.backends.torch.attention_work import (
+    MIN_SIBLINGS,
+    Grouping,
+    Ints,
+    Prompt,
+    Siblings,
+    Sizes,
+    Work,
+    find_siblings,
+    plan_work,
+)
 from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork, plan_states
 from quire.core.step import SeqSlice
 
@@ -322,6 +331,8 @@ class BlockTables:
         Tables only grow, so the same tables still begin with the same blocks. They do not begin with more: the block at
         a position is written by its request, and the scheduler never shares a block that is written.
         """
+        if len(batch_indices) < MIN_SIBLINGS:
+            return None
         grouped = (batch_indices.tobytes(), self._versions[batch_indices].tobytes())
         is_known = grouped == self._grouped
         if is_known and self._grouping is not None:
@@ -343,26 +354,26 @@ class Staging:
     DEPTH = 3
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._is_cuda = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.int32)] * self.DEPTH
-        self._events: list[torch.cuda.Event | None] = [None] * self.DEPTH
+        self._arrays: list[Ints] = [buffer.numpy() for buffer in self._buffers]  # the same memory
+        self._events: list[torch.cuda.Event] = []  # recorded after each copy; empty without CUDA
+        if self._is_cuda:
+            self._events = [torch.cuda.Event() for _ in range(self.DEPTH)]  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def begin(self, size: int) -> NDArray[np.int32]:
+    def begin(self, size: int) -> Ints:
         """Return a buffer for `size` numbers that is no longer being read."""
-        self._turn = (self._turn + 1) % self.DEPTH
-        if (event := self._events[self._turn]) is not None:
-            event.synchronize()
-        if self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._is_cuda)
-        array: NDArray[np.int32] = self._buffers[self._turn].numpy()
-        return array
+        self._turn = turn = (self._turn + 1) % self.DEPTH
+        if self._is_cuda:
+            self._events[turn].synchronize()  # does not wait before the first copy
+        if len(self._arrays[turn]) < size:
+            self._buffers[turn] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._is_cuda)
+            self._arrays[turn] = self._buffers[turn].numpy()
+        return self._arrays[turn]
 
     def send(self, size: int, out: Tensor) -> None:
         """Copy the first `size` numbers to a buffer on the device. Does not wait."""
         out[:size].copy_(self._buffers[self._turn][:size], non_blocking=True)
         if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._events[self._turn] = event
+            self._events[self._turn].record()

@@ -219,11 +219,12 @@ def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
     rng = Random(7)
     num_split = 0
     for _ in range(NUM_CASES // 3):
-        case = random_case(rng, num_decodes=rng.randrange(1, 40), num_prompts=0)
-        case.siblings = ()
-        case.sizes = case.sizes._replace(max_parts=4096)
-        work, num_rows = case.plan(), case.num_rows
-        beside = plan_work(case.starts, case.batch_indices, (), [Prompt(num_rows, 2, 0, 99)], num_rows + 2, case.sizes)
+        case = random_case(rng, num_decodes=rng.choice([1, rng.randrange(1, 40)]), num_prompts=0)
+        sizes = case.sizes._replace(max_parts=4096)
+        window, num_rows = rng.choice([0, 0, 1, 30, 500]), case.num_rows
+        work = plan_work(case.starts, case.batch_indices, (), (), num_rows, sizes, window)
+        prompts = [Prompt(num_rows, 2, 0, 99)]
+        beside = plan_work(case.starts, case.batch_indices, (), prompts, num_rows + 2, sizes, window)
         assert np.array_equal(work.narrow, beside.narrow)
         assert np.array_equal(work.first_parts, beside.first_parts[: num_rows + 1])
         assert work.wide is NO_ITEMS
