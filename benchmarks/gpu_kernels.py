@@ -137,7 +137,7 @@ class Case:
                             tiling=tiling, scale=HEAD_SIZE**-0.5, window=0, cap=0.0,
                         )  # fmt: skip
                 if work.first_parts[-1]:
-                    merge(self.parts, first_parts, self.out, KV_HEADS)
+                    merge(self.parts, first_parts, self.out)
 
         return timed_us(run) / len(self.pool)
 

@@ -63,14 +63,14 @@ class FusedPass:
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if norm is not None:
-            return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale)
+            return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale, is_graph=self._is_graph)
         total = x if residual is None else residual.add_(x, alpha=scale)
         if residual is not None and total_scale != 1:
             total.mul_(total_scale)
         return total, total
 
     def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
-        return norm(x, norm_.weight, norm_.eps, self._state.store.dtype)
+        return norm(x, norm_.weight, norm_.eps, self._state.store.dtype, is_graph=self._is_graph)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         if heads.has_gate:
@@ -153,7 +153,7 @@ class FusedPass:
                     sinks=heads.sinks,
                 )
         if self._num_merged:
-            merge(state.parts, work.first_parts, out[: self._num_merged], heads.num_kv_heads, heads.sinks)
+            merge(state.parts, work.first_parts, out[: self._num_merged], heads.sinks)
         return out.view(len(out), -1)
 
     def project(self, x: Tensor, linear: Linear) -> Tensor:
@@ -179,7 +179,8 @@ class FusedPass:
         assert states is not None
         assert work is not None
         weights = DeltaWeights(net.taps, net.decay, net.dt_bias, net.norm.weight, net.norm.eps)
-        return delta_net(mixed, weights, net.spec, states.conv[net.index], states.matrices[net.index], work)
+        conv, matrices = states.conv[net.index], states.matrices[net.index]
+        return delta_net(mixed, weights, net.spec, conv, matrices, work, is_graph=self._is_graph)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
         states, work = self._state.states, self._inputs.states

@@ -33,6 +33,7 @@ from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
+from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
@@ -320,7 +321,7 @@ def _attention_calls(
             is_shared=attention.shared_with is not None,
             kept=kept,
         ),
-        partial(merge, parts, ints[:3], q, num_kv_heads, sinks),
+        partial(merge, parts, ints[:3], q, sinks),
     ]
     if attention.qk_norm is QKNorm.WIDTH:
         wide = zeros(attention.q_size, kind=NORM_DTYPE)
@@ -382,11 +383,7 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
         return torch.empty(shape, dtype=kind, device="meta")
 
     calls = _product_calls(spec, dtype)
-    hidden = spec.hidden_size
-    parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
-    norm_weight = meta(hidden, kind=NORM_DTYPE)
-    factors = _scales(spec)
-    calls += [partial(add_norm, parts, residual, norm_weight, spec.norm_eps, factor) for factor, _ in factors]
+    calls += _norm_calls(spec, dtype)
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
@@ -402,8 +399,24 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     for attention in _kinds_of_attention(spec):
         pool = meta(spec.num_layers, 2, 2, attention.num_kv_heads, block_size, attention.head_size)
         calls.append(partial(copy_blocks, pool, ints[:1], ints[:1]))
-    if any(layer.has_post_norms for layer in spec.layers):
-        calls.append(partial(norm, parts, norm_weight, spec.norm_eps, dtype))
+    return calls
+
+
+def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return the norms of graphs of few rows: after whole products and products in parts, launched early or not."""
+    hidden, calls = spec.hidden_size, []
+    weight = torch.empty(hidden, dtype=NORM_DTYPE, device="meta")
+    has_post_norms = any(layer.has_post_norms for layer in spec.layers)
+    for num_rows in (1, MAX_EARLY_ROWS, 2 * MAX_EARLY_ROWS):
+        row = torch.empty(num_rows, hidden, dtype=dtype, device="meta")
+        parts = torch.empty(PARTS, num_rows, hidden, dtype=torch.float32, device="meta")
+        x = row if num_rows == 1 else parts
+        run = partial(add_norm, x, row, weight, spec.norm_eps, is_graph=True)
+        calls += [partial(run, factor, total if num_rows == 1 else 1.0) for factor, total in _scales(spec)]
+        if num_rows == 1:
+            calls.append(partial(add_norm, row, None, weight, spec.norm_eps, is_graph=True))
+        if has_post_norms:
+            calls.append(partial(norm, x, weight, spec.norm_eps, dtype, is_graph=True))
     return calls
 
 

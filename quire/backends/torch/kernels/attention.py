@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.chaining import let_next_start
+
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
 ITEM_FIELDS = 6  # first row, number of rows, batch index of the block table, first key, last key + 1, index of the part
@@ -110,45 +112,41 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, lse, first_parts, out, sinks, num_heads,
-    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
+    parts, lse, first_parts, out, sinks, num_heads, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     row = tl.program_id(0)
     first = tl.load(first_parts + row)
     last = tl.load(first_parts + row + 1)
     if last == first:
         return
-    g, d, n = tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, N)
-    heads = tl.program_id(1) * G + g
-    is_head = g < G
-    is_in = is_head[:, None] & (d < D)[None, :]
-    peak = tl.full((G_PAD,), -1e30, tl.float32)
-    total = tl.zeros((G_PAD,), tl.float32)
-    mixed = tl.zeros((G_PAD, D_PAD), tl.float32)
+    head = tl.program_id(1)
+    d, n = tl.arange(0, D_PAD), tl.arange(0, N)
+    peak = tl.full((), -1e30, tl.float32)
+    total = tl.zeros((), tl.float32)
+    mixed = tl.zeros((D_PAD,), tl.float32)
     for start in range(first, last, N):
         part = (start + n).to(tl.int64)
-        is_part = (part < last)[:, None] & is_head[None, :]  # [N, G]
-        target = part[:, None] * num_heads + heads[None, :]
-        height = tl.load(lse + target, mask=is_part, other=float("-inf"))
-        higher = tl.maximum(peak, tl.max(height, 0))
-        weights = tl.exp2(height - higher[None, :])
-        shrink = tl.exp2(peak - higher)
+        is_part = part < last
+        target = part * num_heads + head
+        height = tl.load(lse + target, mask=is_part, other=float("-inf"))  # [N]
         value = tl.load(
-            parts + target[:, :, None] * D + d[None, None, :],
-            mask=is_part[:, :, None] & (d < D)[None, None, :],
-            other=0.0,
-        )  # [N, G, D]
+            parts + target[:, None] * D + d[None, :], mask=is_part[:, None] & (d < D)[None, :], other=0.0
+        )  # [N, D]
+        higher = tl.maximum(peak, tl.max(height, 0))
+        weights = tl.exp2(height - higher)
+        shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, 0)
-        mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * value, 0)
+        mixed = mixed * shrink + tl.sum(weights[:, None] * value, 0)
         peak = higher
     if sinks is not None:
-        sink = tl.load(sinks + heads, mask=is_head, other=-1e30).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         higher = tl.maximum(peak, sink)
         total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
-        mixed = mixed * tl.exp2(peak - higher)[:, None]
-    target = row.to(tl.int64) * num_heads + heads
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in)
+        mixed = mixed * tl.exp2(peak - higher)
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    target = row.to(tl.int64) * num_heads + head
+    tl.store(out + target * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
 
 class Parts(NamedTuple):
@@ -213,12 +211,10 @@ def attend(
     )  # fmt: skip
 
 
-def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int, sinks: Tensor | None = None) -> None:
+def merge(parts: Parts, first_parts: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
     """Join the parts of every row of out [T, H, D] that has parts."""
     num_rows, num_heads, head_size = out.shape
-    num_groups = num_heads // num_kv_heads
-    _merge[(num_rows, num_kv_heads)](
+    _merge[(num_rows, num_heads)](
         parts.mixed, parts.lse, first_parts, out, sinks, num_heads,
-        G=num_groups, G_PAD=_power(num_groups), D=head_size,
-        D_PAD=_power(head_size), N=MERGED, num_warps=4,
+        D=head_size, D_PAD=_power(head_size), N=MERGED, num_warps=4,
     )  # fmt: skip

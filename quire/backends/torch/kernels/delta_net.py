@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.chaining import is_early, let_next_start, wait_for_inputs
 from quire.backends.torch.kernels.convolution import (
     MAX_TAPS,
     MIN_TAPS,
@@ -141,6 +142,7 @@ def _decode(
     projected, taps, decay, bias, norm, conv, matrices, decodes, out, eps,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     # A program has one value head. If the target is the source, the first program of a key head has all its value
     # heads, because the others would read inputs of the query and the key that it writes.
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -152,13 +154,17 @@ def _decode(
     i, j, both = tl.arange(0, K), tl.arange(0, V), tl.arange(0, 2 * K)
     x = projected + row * (C + HV * V + 2 * HV)
     at = both // K * (HK * K) + key_head * K + both % K  # channels of the query, then of the key
-    now = tl.load(x + at)  # while the slots are loaded
-    if (target == 0) | ((target == source) & (is_first == 0)):
-        return
+    is_skipped = (target == 0) | ((target == source) & (is_first == 0))
     place = i[:, None] * V + j[None, :]
-    state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=source != 0, other=0.0)
+    has_state = (source != 0) & (is_skipped == 0)
+    # No other kernel of the step writes the states of this layer, so they are loaded before the wait.
+    state = tl.load(matrices + (source * HV + head) * (K * V) + place, mask=has_state, other=0.0)
     # One tensor for both, with an element for each thread: the compiler would repeat smaller loads in every warp.
     one, two, three = old_inputs(conv, source, at, both < 2 * K, C, TAPS)
+    wait_for_inputs()
+    now = tl.load(x + at)
+    if is_skipped:
+        return
     qk = _silu(weighted(now, one, two, three, taps, at, both < 2 * K, C, TAPS), out.dtype.element_ty).to(tl.float32)
     q, k = tl.split(tl.trans(tl.reshape(qk, (2, K))))
     qq, kk, kq = tl.reduce((q * q, k * k, k * q), 0, _add_three)
@@ -374,11 +380,13 @@ def delta_net(
     conv: Tensor,  # [slots, taps - 1, C]
     matrices: Tensor,  # [slots, HV, K, V] fp32
     work: StateWork,
+    *,
+    is_graph: bool = False,
 ) -> Tensor:
     """Return the normed and gated outputs [T, HV * V], and update the states."""
     out = projected.new_empty((len(projected), spec.num_value_heads * spec.value_head_size))
     if len(work.decodes):
-        decode(projected, weights, spec, conv, matrices, work.decodes, out)
+        decode(projected, weights, spec, conv, matrices, work.decodes, out, is_graph=is_graph)
     if len(work.sequences):
         chunked = prepare(projected, weights, spec, conv, work.chunks)
         pass_states(projected, spec, conv, matrices, work, chunked)
@@ -404,11 +412,13 @@ def decode(
     matrices: Tensor,
     decodes: Tensor,  # [rows, DECODE_FIELDS]
     out: Tensor,
+    *,
+    is_graph: bool = False,
 ) -> None:
     """Write the outputs of the first rows, each of another sequence."""
     _decode[(len(decodes), spec.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
-        TAPS=spec.num_taps, num_warps=4, num_stages=1, **_sizes(spec),
+        TAPS=spec.num_taps, num_warps=4, num_stages=1, launch_pdl=is_graph and is_early(len(decodes)), **_sizes(spec),
     )  # fmt: skip
 
 
@@ -499,4 +509,4 @@ def delta_net_calls(spec: DeltaNetSpec, dtype: torch.dtype) -> list[Callable[[],
     projected = meta(2, projected_size(spec))
     run = partial(delta_net, projected, weights, spec, conv, matrices)
     works = (empty_work(1, 1, 1), empty_work(0, 1, MAX_FEW))  # decodes and one prompt, many prompts
-    return [partial(run, work) for work in works]
+    return [*(partial(run, work) for work in works), partial(run, empty_work(1, 0, 0), is_graph=True)]

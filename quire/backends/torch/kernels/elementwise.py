@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.chaining import is_early, let_next_start, wait_for_inputs
 from quire.weights.spec import Activation
 
 # T rows of the batch, E hidden size, F width of the MLP, V vocabulary
@@ -48,10 +49,12 @@ def _norm(
     HAS_FACTOR: tl.constexpr,
     HAS_TOTAL_FACTOR: tl.constexpr,
 ):
+    let_next_start()
     column = tl.arange(0, BLOCK)
     is_in = column < E
     place = tl.program_id(0).to(tl.int64) * E + column
     scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # loaded early, in parallel with the sum
+    wait_for_inputs()
     value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
     if PARTS > 1:  # a split product: its sum is rounded as the whole product would be
         for part in range(1, PARTS):
@@ -98,6 +101,7 @@ def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.const
 
 @triton.jit
 def _gate_output(out, gate, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    let_next_start()
     num_blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -125,13 +129,20 @@ def embed(tokens: Tensor, batch_indices: Tensor, last_samples: Tensor, embedding
     return out
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_graph: bool = False) -> Tensor:
     """Return the RMS norm of the rows of x [T, E] in `dtype`, or of the sum of its fp32 parts [parts, T, E]."""
-    return _normed(x, None, weight, eps, dtype)
+    return _normed(x, None, weight, eps, dtype, is_graph=is_graph)
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float = 1.0, total_factor: float = 1.0
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    factor: float = 1.0,
+    total_factor: float = 1.0,
+    *,
+    is_graph: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of total_factor * (factor * x + residual), and that sum, which overwrites `residual`.
 
@@ -140,7 +151,7 @@ def add_norm(
     x is [T, E], or, with a residual, fp32 parts [parts, T, E].
     """
     total = x if residual is None else residual
-    return _normed(x, residual, weight, eps, total.dtype, factor, total_factor), total
+    return _normed(x, residual, weight, eps, total.dtype, factor, total_factor, is_graph=is_graph), total
 
 
 def _normed(
@@ -151,6 +162,8 @@ def _normed(
     dtype: torch.dtype,
     factor: float = 1.0,
     total_factor: float = 1.0,
+    *,
+    is_graph: bool,
 ) -> Tensor:
     """Launch the norm kernel. `weight` [E] is fp32, whatever the model's dtype."""
     num_rows, size = x.shape[-2:]
@@ -160,7 +173,7 @@ def _normed(
     _norm[(num_rows,)](
         x, residual, weight, out, eps, factor, total_factor, num_rows * size,
         E=size, BLOCK=width, PARTS=num_parts, HAS_FACTOR=factor != 1, HAS_TOTAL_FACTOR=total_factor != 1,
-        num_warps=num_warps,
+        num_warps=num_warps, launch_pdl=is_graph and is_early(num_rows),
     )  # fmt: skip
     return out
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.chaining import can_launch_early, is_early, let_next_start, wait_for_inputs
 from quire.weights.spec import Activation
 
 # I inputs, O outputs, F = O / 2 outputs of a gated product
@@ -60,11 +61,28 @@ def _gated_value(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
+def _weights(start, i, IN: tl.constexpr, INPUTS: tl.constexpr):
+    """Load columns `i` of the rows at `start`."""
+    if IN % INPUTS == 0:
+        w = tl.load(start[:, None] + i[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(start[:, None] + i[None, :], mask=(i < IN)[None, :], other=0.0)
+    return w.to(tl.float32)
+
+
+@triton.jit
+def _inputs(x, i, IN: tl.constexpr, INPUTS: tl.constexpr):
+    value = tl.load(x + i) if IN % INPUTS == 0 else tl.load(x + i, mask=i < IN, other=0.0)
+    return value.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _row_product(
     x, weight, bias, out,
     IN: tl.constexpr, OUT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     o = tl.arange(0, OUTPUTS)
     if IS_GATED:  # each gate next to its up
         row = tl.program_id(0) * (OUTPUTS // 2) + o // 2
@@ -74,16 +92,13 @@ def _row_product(
         row = tl.program_id(0) * OUTPUTS + o
         is_in = row < OUT
     start = weight + tl.where(is_in, row, 0).to(tl.int64) * IN
-    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    for first in range(0, IN, INPUTS):
+    i = tl.arange(0, INPUTS)
+    w = _weights(start, i, IN, INPUTS)
+    wait_for_inputs()
+    total = w * _inputs(x, i, IN, INPUTS)
+    for first in range(INPUTS, IN, INPUTS):
         i = first + tl.arange(0, INPUTS)
-        if IN % INPUTS == 0:
-            w = tl.load(start[:, None] + i[None, :], eviction_policy="evict_first")
-            value = tl.load(x + i)
-        else:
-            w = tl.load(start[:, None] + i[None, :], mask=(i < IN)[None, :], other=0.0)
-            value = tl.load(x + i, mask=i < IN, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)[None, :]
+        total += _weights(start, i, IN, INPUTS) * _inputs(x, i, IN, INPUTS)
     y = tl.sum(total, 1)
     if bias is not None:
         y += tl.load(bias + row, mask=is_in, other=0.0).to(tl.float32)
@@ -102,6 +117,7 @@ def _tile_product(
     IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     SPAN: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     # Programs of one strip of the matrix are adjacent, so the strip is read from memory once.
     num_tiles = tl.cdiv(num_rows, ROWS)
     tile, strip, part = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles, tl.program_id(1)
@@ -115,6 +131,7 @@ def _tile_product(
     # Rows past the end wrap around and are not stored: loads without a mask are wide.
     x_at = x + (t % num_rows)[:, None] * IN + i[None, :]
     w_at = weight + row[:, None].to(tl.int64) * IN + i[None, :]
+    wait_for_inputs()
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for _ in range(0, SPAN, INPUTS):
         total = tl.dot(tl.load(x_at), tl.load(w_at).T, total, input_precision="ieee")
@@ -151,7 +168,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     strip = _strip(num_outputs, num_inputs)
     _row_product[(-(-num_outputs // strip.outputs),)](
         x, weight, bias, out, IN=num_inputs, OUT=num_outputs, OUTPUTS=strip.outputs, INPUTS=strip.inputs,
-        IS_GATED=False, IS_SILU=False, num_warps=strip.num_warps,
+        IS_GATED=False, IS_SILU=False, num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip
     return out
 
@@ -165,7 +182,7 @@ def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation
     _row_product[(-(-num_outputs // outputs),)](
         x, weight, bias, out, IN=num_inputs, OUT=num_outputs, OUTPUTS=outputs, INPUTS=strip.inputs,
         IS_GATED=True, IS_SILU=activation is Activation.SILU,
-        num_warps=strip.num_warps,
+        num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip
     return out
 
@@ -214,4 +231,5 @@ def _launch_tiles(
         x, weight, bias, out, num_rows, IN=num_inputs, OUT=len(weight), ROWS=rows, OUTPUTS=outputs,
         INPUTS=64 if rows == outputs == 64 else 128, SPAN=num_inputs // num_parts,
         IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU, num_warps=4, num_stages=4,
+        launch_pdl=is_early(rows),
     )  # fmt: skip

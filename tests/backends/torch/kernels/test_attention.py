@@ -87,7 +87,7 @@ class Step:
                     tiling=tiling, scale=scale, window=window, cap=cap,
                 )  # fmt: skip
         if self.work.first_parts[-1]:
-            merge(parts, first_parts, out, num_kv_heads)
+            merge(parts, first_parts, out)
         num_parts = int(self.work.first_parts[-1])
         assert not parts.lse[:num_parts].isnan().any()
         assert parts.lse[num_parts:].isnan().all()  # no other part was written
