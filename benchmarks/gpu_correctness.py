@@ -11,12 +11,11 @@ from random import Random
 import numpy as np
 import torch
 from gpu_driving import Answer, Machine
-from gpu_workloads import Scale, Workload, random_prompt
+from gpu_workloads import GEMMA4, GPT_OSS, Scale, Workload, random_prompt
 from torch import Tensor
 
 from quire.backends.torch.loading import DUMMY_STD
 from quire.core.request import SamplingParams
-from quire.weights.spec import ModelSpec
 from tests.backends.torch.families import MORE_FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Answer as RigAnswer
 from tests.backends.torch.rig import Rig
@@ -27,6 +26,7 @@ FP32_BOUND = 1e-4  # of a log-probability, over a few layers and two libraries
 BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our largest distance from fp32 relative to that of `transformers` in bf16
 BF16_MEAN_FACTOR = 1.05  # the same for the mean: we round less often; the margin is for the few positions
 GAP_STEPS = 8  # of bf16, at the size of the best logits: largest gap between two tokens that may swap
+FP32_GAP = 0.01  # the same in fp32: sums in another order, amplified by the layers
 NUM_TOP = 20
 LENGTHS = (1, 17, 40, 70, 130)
 HEAD = 70  # two full blocks and a tail
@@ -181,6 +181,12 @@ class _Distances:
 
 # Greedy answers of a real shape: alone, in a batch, with a shared prefix
 
+# Answers of these shapes are compared in fp32. With random weights, the four chosen experts of gpt-oss, or the normed
+# sum of eight of Gemma 4, are most of a layer's output, and the scores of some experts are nearly equal. In bf16,
+# another order of sums then chooses another expert for some tokens in every layer, and the answer is a different one.
+COMPARED_IN_FP32 = (GPT_OSS, GEMMA4)
+FP32_KV_BYTES = 4 << 30  # beside 104 GB of weights
+
 
 def check_batching(machine: Machine, shape: str) -> list[Check]:
     """Answers must be equal token by token, or differ first where two tokens were almost equally probable."""
@@ -221,11 +227,14 @@ def _compare(machine: Machine, what: str, prompts: list[list[int]], ones: list[A
             gaps.append(_gap(machine, [*prompt, *one.tokens[:parted]], one.tokens[parted], other.tokens[parted]))
     num_tokens = sum(len(one.tokens) for one in ones)
     note = f"{num_equal} of {num_tokens} tokens equal, {len(gaps)} of {len(prompts)} answers differ from a near tie on"
-    return Check(f"{what}, gap at the first difference", max(gaps, default=0.0), _gap_bound(machine.spec), note)
+    return Check(f"{what}, gap at the first difference", max(gaps, default=0.0), _gap_bound(machine), note)
 
 
-def _gap_bound(spec: ModelSpec) -> float:
+def _gap_bound(machine: Machine) -> float:
     """Bound for random weights: a logit sums `hidden_size` products, and the best of `vocab_size` is an extreme."""
+    spec = machine.spec
+    if machine.config.dtype == "float32":
+        return FP32_GAP
     best = DUMMY_STD * math.sqrt(spec.hidden_size) * math.sqrt(2 * math.log(spec.vocab_size))
     return float(GAP_STEPS * 2.0 ** (math.floor(math.log2(best)) - 7))  # 8 bits of precision
 

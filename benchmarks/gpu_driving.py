@@ -27,11 +27,12 @@ class Settings:
     step_tokens: int | None = None
     chunk_tokens: int | None = None
     kv_bytes: int | None = None
+    dtype: str = "bfloat16"
 
     def config(self, scale: Scale, **changes: object) -> EngineConfig:
         config = EngineConfig(
             device=self.device,
-            dtype="bfloat16",
+            dtype=self.dtype,
             load_format="dummy",
             max_num_seqs=scale.max_num_seqs,
             max_model_len=scale.max_model_len,

@@ -111,7 +111,7 @@ class FreeKVCacheBlockQueue(Generic[L]):
 
     def extend(self, blocks: Iterable[L]) -> None:
         """Append several blocks. Faster than `append` for each."""
-        before = self._tail.prev_free
+        before: Linked | None = self._tail.prev_free
         assert before is not None
         for block in blocks:
             if block.next_free is not None:

@@ -406,7 +406,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
 
 def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     """Return the norms of graphs of few rows: after whole products and products in parts, launched early or not."""
-    hidden, calls = spec.hidden_size, []
+    hidden = spec.hidden_size
+    calls: Calls = []
     weight = torch.empty(hidden, dtype=NORM_DTYPE, device="meta")
     has_post_norms = any(layer.has_post_norms for layer in spec.layers)
     for num_rows in (1, MAX_EARLY_ROWS, 2 * MAX_EARLY_ROWS):

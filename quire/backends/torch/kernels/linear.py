@@ -116,6 +116,7 @@ def _row_product(
     w = _weights(start, i, IN, INPUTS)
     wait_for_inputs()
     first = w * _inputs(x, i, IN, INPUTS)
+    second, third, fourth = first, first, first
     if ROWS > 1:
         second = w * _inputs(x + IN, i, IN, INPUTS)
     if ROWS > 2:
