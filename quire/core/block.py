@@ -109,7 +109,7 @@ class FreeKVCacheBlockQueue(Generic[L]):
         assert before is not None
         self._link(before, block, self._tail)
 
-    def extend(self, blocks: Iterable[L]) -> None:
+    def extend(self, blocks: Iterable[Linked]) -> None:
         """Append several blocks. Faster than `append` for each."""
         before: Linked | None = self._tail.prev_free
         assert before is not None
