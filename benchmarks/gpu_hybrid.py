@@ -35,7 +35,7 @@ def send(machine: Machine, prompt: list[int], *, keeps_cache: bool = True) -> tu
     started_s = time.perf_counter()
     packed = PackedPrompt.of(prompt)
     packed_ms = 1000 * (time.perf_counter() - started_s)
-    run = machine.run(Workload("send", [packed], [ONE]), keeps_cache=keeps_cache)
+    run = machine.run(Workload("send", [packed], [ONE]), keeps_cache=keeps_cache)  # type: ignore[list-item]
     return packed_ms, 1000 * run.wall_s, run.answers[0].num_cached, run.answers[0].tokens
 
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.backends.kv_spec import KVSpec
-from quire.core.request import PackedPrompt, SamplingParams
+from quire.core.request import SamplingParams
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import num_active_weights, num_weights
@@ -266,7 +266,7 @@ QUICK = Scale(
 
 class Workload(NamedTuple):
     name: str
-    prompts: list[list[int]] | list[PackedPrompt]
+    prompts: list[list[int]]
     samplings: list[SamplingParams]
     num_shared: int = 0  # leading tokens that all prompts share
 
