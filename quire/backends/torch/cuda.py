@@ -250,7 +250,7 @@ class CudaRunner:
         size = layout.size
         total = size + sum(sizes)
         host = self._staging.begin(total)
-        step.write(layout.carve(host))
+        step.write(layout.carve(host) if graph is None else self._staging.carve(layout))
         bounds = list(itertools.accumulate(sizes, initial=size))
         pieces = [host[first:last] for first, last in itertools.pairwise(bounds)]
         pieces[0][:] = step.last_rows

@@ -22,6 +22,10 @@ CHUNK_FIELDS = 6
 SEQUENCE_FIELDS = 2  # first chunk, last chunk + 1
 
 
+NO_CHUNKS = np.zeros((0, CHUNK_FIELDS), np.int32)
+NO_SEQUENCES = np.zeros((0, SEQUENCE_FIELDS), np.int32)
+
+
 class StateWork(NamedTuple):
     """int32 arrays, on the host or on the device. Zeros are padding: entries that do nothing."""
 
@@ -48,6 +52,8 @@ def plan_states(slices: Sequence[SeqSlice], num_decodes: int) -> StateWork:
                 done += count
         sequences.append((first, len(chunks)))
         row += piece.length
+    if not sequences:  # the common step
+        return StateWork(np.array(decodes, np.int32).reshape(-1, DECODE_FIELDS), NO_CHUNKS, NO_SEQUENCES)
     return StateWork(
         np.array(decodes, np.int32).reshape(-1, DECODE_FIELDS),
         np.array(chunks, np.int32).reshape(-1, CHUNK_FIELDS),
