@@ -16,8 +16,8 @@ from quire.core.step import SeqSlice
 
 CHUNK_ROWS = 64
 DECODE_FIELDS = 2  # source slot, target slot
-# First row, number of rows, rows of the same sequence before it in this step, source slot of the sequence, slot that
-# stores the state after it or after a later chunk, index of the chunk after that one.
+# First row, number of rows, rows of the same sequence before it in this step, source slot of the sequence, slot of the
+# next stored state (after this chunk or a later one), index of the chunk that follows that state.
 CHUNK_FIELDS = 6
 SEQUENCE_FIELDS = 2  # first chunk, last chunk + 1
 

@@ -74,7 +74,7 @@ class DeltaWeights(NamedTuple):
 
 
 class _Chunked(NamedTuple):
-    """What the launches of a prompt pass on. Rows outside of chunks are not written."""
+    """Intermediate results between the launches of a prompt. Rows outside of chunks are not written."""
 
     mixed: Tensor  # [T, C]: convolved queries, keys and values
     norms: Tensor  # [T, 2 * HK] fp32: factors of the queries and keys
@@ -415,7 +415,7 @@ def decode(
     *,
     is_graph: bool = False,
 ) -> None:
-    """Write the outputs of the first rows, each of another sequence."""
+    """Write the outputs of the first rows, each of which belongs to a different sequence."""
     _decode[(len(decodes), spec.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
         TAPS=spec.num_taps, num_warps=4, num_stages=1, launch_pdl=is_graph and is_early(len(decodes)), **_sizes(spec),
