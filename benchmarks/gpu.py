@@ -256,9 +256,11 @@ class Bench:
                     self._attempt(f"{stage}, {shape}", action, machine, shape)
 
     def _batching_in_fp32(self, shape: str) -> None:
+        num_layers = gpu_correctness.FP32_LAYERS
         kv_bytes = self.settings.kv_bytes or gpu_correctness.FP32_KV_BYTES
-        with self._machine(shape, replace(self.settings, dtype="float32", kv_bytes=kv_bytes)) as machine:
-            self._batching(machine, f"{shape} in fp32")
+        settings = replace(self.settings, dtype="float32", kv_bytes=kv_bytes, num_layers=num_layers)
+        with self._machine(shape, settings) as machine:
+            self._batching(machine, f"{shape} in fp32, {num_layers} layers")
 
     def _batching(self, machine: Machine, shape: str) -> None:
         for check in gpu_correctness.check_batching(machine, shape):
