@@ -726,6 +726,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("lfm2",),
         gguf="lfm2",
         models="LFM2 and LFM2.5 (230M to 2.6B)",
+        tools="lfm2",
+        reasoning="think",
         defaults={**_LFM2, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
         qk_norm=QKNorm.HEAD,
         norm_eps="norm_eps",
@@ -740,6 +742,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("lfm2_moe",),
         gguf="lfm2moe",
         models="LFM2 8B-A1B",
+        tools="lfm2",
         defaults={
             **_LFM2,
             "num_experts": 32,
