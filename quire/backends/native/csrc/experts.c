@@ -120,27 +120,23 @@ static void sort_choices(const expert_job *job) {
 
 /* Returns some rows of an input. */
 static quire_input view(const quire_input *input, int first, int count) {
-    const size_t cells = (size_t)first * (size_t)input->num_groups, rests = (size_t)first * (size_t)input->num_refined;
+    const size_t cells = (size_t)first * (size_t)input->num_groups, steps = (size_t)first * (size_t)input->num_refined;
     quire_input rows = *input;
     rows.num_rows = count;
     rows.q += cells * GROUP;
     rows.scales += cells;
     rows.sums += cells;
-    rows.rest += rests * GROUP;
-    rows.rest_scales += rests;
-    rows.refined += rests;
+    rows.refined += steps;
     return rows;
 }
 
 static void copy_row(const quire_input *from, int row, quire_input *to, int place) {
     const quire_input a = view(from, row, 1), b = view(to, place, 1);
-    const size_t cells = (size_t)from->num_groups, rests = (size_t)from->num_refined;
+    const size_t cells = (size_t)from->num_groups, steps = (size_t)from->num_refined;
     memcpy(b.q, a.q, cells * GROUP);
     memcpy(b.scales, a.scales, cells * sizeof *a.scales);
     memcpy(b.sums, a.sums, cells * sizeof *a.sums);
-    memcpy(b.rest, a.rest, rests * GROUP);
-    memcpy(b.rest_scales, a.rest_scales, rests * sizeof *a.rest_scales);
-    memcpy(b.refined, a.refined, rests * sizeof *a.refined);
+    memcpy(b.refined, a.refined, steps * sizeof *a.refined);
 }
 
 /* Copies the rounded rows in the order of the choices, so that those of an expert are consecutive. An expert with one row
@@ -354,7 +350,8 @@ size_t lay_experts(pass *step, void *base) {
     carve(base, &used, choices * (size_t)(2 * size) * 4, (void **)&routed->inner);
     carve(base, &used, choices * hidden * 4, (void **)&routed->outputs);
     const int groups = ceil_div(largest(step->model->hidden_size, size), GROUP);
-    quire_input input = {.num_rows = (int32_t)choices, .num_groups = groups, .num_refined = groups};
+    quire_input input = {.num_rows = (int32_t)choices, .num_groups = groups};
+    input.num_refined = num_refined(groups, most_refined(step->model));
     used += lay_input(&input, base ? (char *)base + used : NULL);
     if (base) routed->input = input;
     return used;

@@ -479,16 +479,13 @@ size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
 
 size_t lay_input(quire_input *input, void *base) {
     const size_t rows = (size_t)input->num_rows, cells = rows * (size_t)input->num_groups;
-    const size_t rests = rows * (size_t)input->num_refined;
+    const size_t steps = rows * (size_t)input->num_refined;
     size_t used = 0;
     carve(base, &used, cells * GROUP, (void **)&input->q);
     carve(base, &used, cells * 4, (void **)&input->scales);
     carve(base, &used, cells * 4, (void **)&input->sums);
-    carve(base, &used, rests * GROUP, (void **)&input->rest);
-    carve(base, &used, rests * 4, (void **)&input->rest_scales);
-    carve(base, &used, cells * 4, (void **)&input->keys);
-    carve(base, &used, cells * 4, (void **)&input->ranks);
-    return carve(base, &used, rests * 4, (void **)&input->refined);
+    if (input->num_refined) carve(base, &used, cells * STEPS * 4, (void **)&input->keys);
+    return carve(base, &used, steps * sizeof *input->refined, (void **)&input->refined);
 }
 
 /* Returns the floats for the states of all tiles of a layer that may be divided. */
@@ -561,7 +558,8 @@ static size_t lay_out(pass *step, void *base) {
     carve(base, &used, rows * hidden * 4, (void **)&step->normed);
     carve(base, &used, rows * (size_t)most.inner * 4, (void **)&step->inner);
     carve(base, &used, rows * (size_t)most.mixed * 4, (void **)&step->mixed);
-    quire_input input = {.num_rows = (int32_t)rows, .num_groups = (int32_t)groups, .num_refined = (int32_t)groups};
+    quire_input input = {.num_rows = (int32_t)rows, .num_groups = (int32_t)groups};
+    input.num_refined = num_refined(input.num_groups, most_refined(step->model));
     used += lay_input(&input, base ? (char *)base + used : NULL);
     if (base) step->input = input;
     carve(base, &used, rows * 4, (void **)&step->sequences);

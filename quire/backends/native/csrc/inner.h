@@ -16,6 +16,12 @@ void *quire_shared_memory(quire_engine *engine, size_t num_bytes);
 void *quire_own_memory(quire_engine *engine, int thread);
 int quire_reserve_own(quire_engine *engine, size_t num_bytes);
 
+typedef struct { /* 4 inputs, rounded on their own; their group holds the rounding errors */
+    int8_t q[STEP];
+    float scale;
+    int32_t group, step; /* and the step within the group */
+} quire_refined;
+
 /* Activations of M rows, in groups of 32 rounded to 8 bits. The last group is padded with zeros. */
 typedef struct {
     int32_t num_rows, num_groups, num_refined;
@@ -23,10 +29,8 @@ typedef struct {
     float *scales;     /* [M, G] */
     float *sums;       /* [M, G]: sums of the rounded numbers, so that the rounding errors of a weight's minimum and
                           code cancel */
-    int8_t *rest;      /* [M, R, 32]: rounding error of the refined groups */
-    float *rest_scales; /* [M, R] */
-    int32_t *refined;  /* [M, R]: indices of the refined groups, ascending */
-    int32_t *keys, *ranks; /* [M, G]: working memory for choosing them */
+    quire_refined *refined; /* [M, R], in ascending order */
+    int32_t *keys;     /* [M, steps]: working memory for choosing the refined steps */
 } quire_input;
 
 typedef struct { /* one KV head of a layer */
@@ -141,6 +145,6 @@ static inline int panel_bytes(int kind) { /* bytes of one group */
 }
 /* 4-bit floats (E2M1), doubled: a sign, two bits of exponent, one of mantissa */
 static const int8_t QUIRE_FLOAT4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-static inline int num_refined(int num_groups, int refine) { return (num_groups * refine + 255) / 256; }
+static inline int num_refined(int num_groups, int refine) { return (num_groups * STEPS * refine + 255) / 256; }
 
 #endif

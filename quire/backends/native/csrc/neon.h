@@ -67,12 +67,12 @@ static inline __attribute__((always_inline)) const expanded *expand_panel(
 static inline __attribute__((always_inline)) void dot_group(
     const int8x16_t codes[16], int8x16_t low, int8x16_t high, int32x4_t sums[2]) {
     sums[0] = sums[1] = vdupq_n_s32(0);
-#define STEP(step, input, lane) \
+#define DOT_STEP(step, input, lane) \
     sums[0] = vdotq_laneq_s32(sums[0], codes[2 * step], input, lane); \
     sums[1] = vdotq_laneq_s32(sums[1], codes[2 * step + 1], input, lane);
-    STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
-    STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
-#undef STEP
+    DOT_STEP(0, low, 0) DOT_STEP(1, low, 1) DOT_STEP(2, low, 2) DOT_STEP(3, low, 3)
+    DOT_STEP(4, high, 0) DOT_STEP(5, high, 1) DOT_STEP(6, high, 2) DOT_STEP(7, high, 3)
+#undef DOT_STEP
 }
 
 static inline __attribute__((always_inline)) float32x4_t add_scaled(
@@ -92,22 +92,29 @@ static inline void write_outputs(float32x4_t low, float32x4_t high, float *y, in
     memcpy(y, out, (size_t)count * sizeof *y);
 }
 
-/* Sums the refined groups of one input row separately from the others, from the packed bytes. */
+/* Returns the products of a step of 4 inputs with 4 rows, plus MAGIC. Conversions from integers are slow. */
+static inline __attribute__((always_inline)) float32x4_t dot_step(int8x16_t codes, const int8_t *input) {
+    const int8x8_t four = vreinterpret_s8_s32(vld1_dup_s32((const int32_t *)(const void *)input));
+    return vreinterpretq_f32_s32(vdotq_lane_s32(vdupq_n_s32(MAGIC_BITS), codes, four, 0));
+}
+
+/* Sums the refined steps of one input row separately from the others, from the packed bytes. */
 static inline __attribute__((always_inline)) void refine_packed(
     const uint8_t *w, int kind, const quire_input *x, int row, float32x4_t out[2]) {
     const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
-    const size_t first = (size_t)row * (size_t)x->num_refined;
+    const quire_refined *one = x->refined + (size_t)row * (size_t)x->num_refined, *end = one + x->num_refined;
     float32x4_t apart[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
-    for (int r = 0; r < x->num_refined; r++) {
-        const uint8_t *at = w + (size_t)x->refined[first + (size_t)r] * (size_t)size;
-        const int8_t *rest = x->rest + (first + (size_t)r) * GROUP;
-        int8x16_t codes[16];
-        int32x4_t products[2];
-        expand_codes(at, kind, codes);
-        dot_group(codes, vld1q_s8(rest), vld1q_s8(rest + 16), products);
-        for (int half = 0; half < 2; half++)
-            apart[half] = add_scaled(apart[half], products[half], halves(at + tail + 8 * half),
-                                     x->rest_scales[first + (size_t)r]);
+    for (; one < end; one++) {
+        const int is_high = kind == QUIRE_Q4 && one->step >= STEPS / 2;
+        const uint8_t *at = w + one->group * size, *codes = at + 32 * (is_high ? one->step - STEPS / 2 : one->step);
+        const int8x16_t shift = vdupq_n_s8(is_high ? -4 : 0);
+        for (int half = 0; half < 2; half++) {
+            uint8x16_t bytes = vld1q_u8(codes + 16 * half);
+            if (kind == QUIRE_Q4) bytes = vandq_u8(vshlq_u8(bytes, shift), vdupq_n_u8(15));
+            const float32x4_t products = dot_step(vreinterpretq_s8_u8(bytes), one->q);
+            const float32x4_t scaled = vmulq_f32(vsubq_f32(products, vdupq_n_f32(MAGIC)), halves(at + tail + 8 * half));
+            apart[half] = vfmaq_n_f32(apart[half], scaled, one->scale);
+        }
     }
     for (int half = 0; half < 2; half++) out[half] = vaddq_f32(out[half], apart[half]);
 }
@@ -170,18 +177,6 @@ static inline __attribute__((always_inline)) void stream_two_groups(
     out[0] = low, out[1] = high;
 }
 
-/* The same for rounding errors of the input, of which the sums are already in `sums`. */
-static inline __attribute__((always_inline)) void stream_two_rests(
-    const uint8_t *a, const uint8_t *b, const int8_t *q, const float *scales, float32x4_t out[2]) {
-    __asm__ volatile(
-        DOT_TWO_GROUPS WITHOUT_MAGIC("14", "15", "8") SCALED("14", "15", "18", "19") WITHOUT_MAGIC("12", "13", "8")
-        SCALED("12", "13", "26", "27") ADD_TO("low", "high", "14", "15", "9", "0")
-        ADD_TO("low", "high", "12", "13", "9", "1")
-        : [low] "+w"(out[0]), [high] "+w"(out[1])
-        : [a] "r"(a), [b] "r"(b), [q] "r"(q), [scales] "r"(scales), [magics] "r"(MAGICS), [mask] "w"(vdupq_n_u8(15))
-        : STREAM_CLOBBERS);
-}
-
 #define DOT_BOTH(one, two, low_one, low_two, lane) \
     DOT("14", "15", one, two, low_one, low_two, "8", "9", lane) \
     DOT("12", "13", one, two, low_one, low_two, "10", "11", lane)
@@ -217,33 +212,17 @@ static inline __attribute__((always_inline)) void stream_eight_bits(
         out[half] = add_scaled(out[half], products[half], halves(w + 256 + 8 * half), scale);
 }
 
-/* One group of 4-bit codes, with or without the minimum: the last one of an odd number. */
+/* One group of 4-bit codes: the last one of an odd number. */
 static inline __attribute__((always_inline)) void stream_four_bits(
-    const uint8_t *w, const int8_t *q, float scale, const float *sum, float32x4_t out[2]) {
+    const uint8_t *w, const int8_t *q, float scale, float sum, float32x4_t out[2]) {
     int8x16_t codes[16];
     int32x4_t products[2];
     expand_codes(w, QUIRE_Q4, codes);
     dot_group(codes, vld1q_s8(q), vld1q_s8(q + 16), products);
     for (int half = 0; half < 2; half++) {
         out[half] = add_scaled(out[half], products[half], halves(w + 128 + 8 * half), scale);
-        if (sum) out[half] = vfmaq_n_f32(out[half], halves(w + 144 + 8 * half), *sum);
+        out[half] = vfmaq_n_f32(out[half], halves(w + 144 + 8 * half), sum);
     }
-}
-
-/* Sums the refined groups of one input row separately from the others. */
-static inline __attribute__((always_inline)) void stream_rests(
-    const uint8_t *w, const quire_input *x, int row, float32x4_t out[2]) {
-    const size_t first = (size_t)row * (size_t)x->num_refined;
-    const int32_t *refined = x->refined + first;
-    const int8_t *rest = x->rest + first * GROUP;
-    const float *scales = x->rest_scales + first;
-    const int size = panel_bytes(QUIRE_Q4), count = x->num_refined;
-    float32x4_t apart[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
-    int r = 0;
-    for (; r + 2 <= count; r += 2)
-        stream_two_rests(w + refined[r] * size, w + refined[r + 1] * size, rest + GROUP * r, scales + r, apart);
-    if (r < count) stream_four_bits(w + refined[r] * size, rest + GROUP * r, scales[r], NULL, apart);
-    for (int half = 0; half < 2; half++) out[half] = vaddq_f32(out[half], apart[half]);
 }
 
 static inline __attribute__((always_inline)) void prefetch_lines(const uint8_t *w, int num_bytes) {
@@ -262,8 +241,8 @@ static void stream_four_bit_row(const uint8_t *w, const quire_input *x, int row,
         prefetch_lines(at, 2 * size);
         stream_two_groups(at, q, scales + g, sums + g, out);
     }
-    if (g < groups) stream_four_bits(at, q, scales[g], sums + g, out);
-    stream_rests(w, x, row, out);
+    if (g < groups) stream_four_bits(at, q, scales[g], sums[g], out);
+    refine_packed(w, QUIRE_Q4, x, row, out);
     write_outputs(out[0], out[1], y, count);
 }
 
@@ -278,28 +257,24 @@ static void stream_four_bit_rows(const uint8_t *w, const quire_input *x, int row
                         x->scales + second + g, x->sums + first + g, x->sums + second + g, out);
     }
     for (int m = 0; m < 2; m++) {
-        stream_rests(w, x, row + m, out + 2 * m);
+        refine_packed(w, QUIRE_Q4, x, row + m, out + 2 * m);
         write_outputs(out[2 * m], out[2 * m + 1], y + (size_t)(row + m) * stride, count);
     }
 }
 
 static void stream_eight_bit_row(const uint8_t *w, const quire_input *x, int row, float *y, int count) {
-    const int groups = x->num_groups, num_refined = x->num_refined, size = panel_bytes(QUIRE_Q8);
-    const size_t first = (size_t)row * (size_t)groups, first_rest = (size_t)row * (size_t)num_refined;
-    const float *scales = x->scales + first, *rest_scales = x->rest_scales + first_rest;
-    const int32_t *refined = x->refined + first_rest;
-    const int8_t *q = x->q + first * GROUP, *left = x->rest + first_rest * GROUP;
-    float32x4_t out[2] = {vdupq_n_f32(0), vdupq_n_f32(0)}, apart[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
-    for (int g = 0, r = 0; g < groups; g++, w += size, q += GROUP) {
+    const int groups = x->num_groups, size = panel_bytes(QUIRE_Q8);
+    const size_t first = (size_t)row * (size_t)groups;
+    const int8_t *q = x->q + first * GROUP;
+    const uint8_t *at = w;
+    float32x4_t out[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
+    for (int g = 0; g < groups; g++, at += size, q += GROUP) {
         const int8x16_t input[2] = {vld1q_s8(q), vld1q_s8(q + 16)};
-        prefetch_lines(w, size);
-        stream_eight_bits(w, input, scales[g], out);
-        if (r == num_refined || refined[r] != g) continue;
-        const int8x16_t rest[2] = {vld1q_s8(left + GROUP * r), vld1q_s8(left + GROUP * r + 16)};
-        stream_eight_bits(w, rest, rest_scales[r], apart);
-        r++;
+        prefetch_lines(at, size);
+        stream_eight_bits(at, input, x->scales[first + (size_t)g], out);
     }
-    write_outputs(vaddq_f32(out[0], apart[0]), vaddq_f32(out[1], apart[1]), y, count);
+    refine_packed(w, QUIRE_Q8, x, row, out);
+    write_outputs(out[0], out[1], y, count);
 }
 
 static void stream_panels(const uint8_t *w, int kind, const quire_input *x, float *y, size_t stride, int count) {

@@ -65,6 +65,12 @@ static inline void set_input(quire_input *input, int num_rows, int cols, int ref
     input->num_refined = num_refined(input->num_groups, refine);
 }
 
+/* Returns the largest share of refined steps. */
+static inline int most_refined(const quire_model *model) {
+    const int most = largest(largest(model->refine.qkv, model->refine.o), largest(model->refine.gate_up, model->refine.down));
+    return largest(most, model->refine.head);
+}
+
 /* Working memory is laid out twice: without a base, only to return its size. */
 size_t carve(void *base, size_t *used, size_t num_bytes, void **out);
 size_t lay_input(quire_input *input, void *base);

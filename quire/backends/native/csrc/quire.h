@@ -12,6 +12,7 @@
    H heads, K kv heads, D head size, G groups of 32 along the inputs of a matrix. H, K, D and F may differ by layer. */
 
 enum { GROUP = 32, PANEL = 8 }; /* inputs that share a scale; rows of a matrix computed together */
+enum { STEP = 4, STEPS = GROUP / STEP }; /* inputs of a dot-product instruction; their number in a group */
 
 enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1, QUIRE_F4 = 2 };
 
@@ -111,7 +112,7 @@ typedef struct {
     const float *ple_norm; /* [P] */
     int32_t ple_size;      /* P; 0: there are none */
     float ple_scale, ple_proj_scale;
-    /* share of an input's groups that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them */
+    /* share of an input's steps that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them */
     struct { int32_t qkv, o, gate_up, down, head; } refine;
     int32_t block_size;
 } quire_model;
