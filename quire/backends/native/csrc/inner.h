@@ -133,7 +133,7 @@ typedef struct {
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
    for a changed copy of some inputs. */
 enum { SCRATCH_FLOATS = 2 * (64 + 32) + 128 };
-enum { LOOKED_UP_FLOATS = 2 * 68 }; /* more for two panels of 4-bit floats as signed bytes */
+enum { LOOKED_UP_FLOATS = 2 * 68 }; /* more for two panels of nibbles as signed bytes */
 static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * (SCRATCH_FLOATS + LOOKED_UP_FLOATS); }
 
 const quire_variant *quire_variant_now(void);
@@ -143,8 +143,13 @@ static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 static inline int panel_bytes(int kind) { /* bytes of one group */
     return kind == QUIRE_Q4 ? 160 : kind == QUIRE_Q8 ? 272 : 144;
 }
-/* 4-bit floats (E2M1), doubled: a sign, two bits of exponent, one of mantissa */
+/* Values of the nibbles of F4 and S4. 4-bit floats (E2M1) have a sign, two bits of exponent and one of mantissa, and are
+   doubled. */
 static const int8_t QUIRE_FLOAT4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+static const int8_t QUIRE_SIGNED4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+static inline const int8_t *nibble_values(int kind) {
+    return kind == QUIRE_F4 ? QUIRE_FLOAT4_VALUES : QUIRE_SIGNED4_VALUES;
+}
 static inline int num_refined(int num_groups, int refine) { return (num_groups * STEPS * refine + 255) / 256; }
 
 #endif

@@ -14,15 +14,16 @@
 enum { GROUP = 32, PANEL = 8 }; /* inputs that share a scale; rows of a matrix computed together */
 enum { STEP = 4, STEPS = GROUP / STEP }; /* inputs of a dot-product instruction; their number in a group */
 
-enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1, QUIRE_F4 = 2 };
+enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1, QUIRE_F4 = 2, QUIRE_S4 = 3, NUM_KINDS = 4 };
 
 /* A matrix [rows, cols] in panels of 8 rows. Rows and cols are padded with zeros to whole panels and groups. A panel
    consists of its groups in order. Each group contains, for 8 rows:
      Q4: 128 bytes of nibbles, 8 scales, 8 minima (fp16): weight = scale * nibble + minimum. 160 bytes.
      Q8: 256 bytes of int8, 8 scales (fp16): weight = scale * byte. 272 bytes.
      F4: 128 bytes of nibbles, 8 scales (fp16): weight = scale * value of the nibble, a 4-bit float. 144 bytes.
-   Bytes are in the order that dot-product instructions need: [step of 4 inputs][row][input of the step]. A byte of Q4
-   or F4 holds step s in its low nibble and step s + 4 in its high nibble, so 4 steps of bytes are 8 steps of inputs. */
+     S4: the same with signed nibbles, from -8 to 7. 144 bytes.
+   Bytes are in the order that dot-product instructions need: [step of 4 inputs][row][input of the step]. A byte of
+   nibbles holds step s in its low nibble and step s + 4 in its high nibble, so 4 steps of bytes are 8 steps of inputs. */
 typedef struct {
     const uint8_t *data;
     int32_t kind;

@@ -88,6 +88,7 @@ static inline __attribute__((always_inline)) void dot_tile(
           "v8", "v9", "v10", "v11", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", \
           "v26", "v27", "v28", "v29", "v30", "v31")
     if (kind == QUIRE_Q4) RUN(ALL_GROUPS("352", "352", MINIMA, ""));
+    else if (kind == QUIRE_S4) RUN(ALL_GROUPS("352", "352", "", ""));
     else RUN(ALL_GROUPS("272", "64", "", PREFETCH));
 #undef RUN
 }
@@ -105,7 +106,7 @@ static inline __attribute__((always_inline)) void dot_tile(
     "1:\n" REFINE("a", address, factors, offsets, "a_low", "a_high") REFINE("b", address, factors, offsets, "b_low", "b_high") \
     REFINE("c", address, factors, offsets, "c_low", "c_high") REFINE("d", address, factors, offsets, "d_low", "d_high") \
     "subs %[left], %[left], #1\n b.ne 1b\n"
-#define Q4_ADDRESS "umaddl x16, w16, %w[stride], %[codes]\n"
+#define EXPANDED_ADDRESS "umaddl x16, w16, %w[stride], %[codes]\n"
 #define Q8_ADDRESS "add x15, %[factors], x16, lsl #6\n umaddl x16, w16, %w[stride], %[codes]\n"
 _Static_assert(sizeof(quire_refined) == 16, "the assembly has the offsets of its fields");
 
@@ -126,7 +127,7 @@ static inline __attribute__((always_inline)) void refine_tile(
         : [codes] "r"(w->codes), [factors] "r"(w->factors), [stride] "r"(w->code_stride), \
           [magic] "w"(vdupq_n_s32(MAGIC_BITS)) \
         : "x15", "x16", "x17", "cc", "memory", "v4", "v8", "v9", "v10", "v11", "v14", "v15", "v16", "v17")
-    if (kind == QUIRE_Q4) RUN(FOUR_REFINED(Q4_ADDRESS, "x16, #256", "x16, #288"));
+    if (kind != QUIRE_Q8) RUN(FOUR_REFINED(EXPANDED_ADDRESS, "x16, #256", "x16, #288"));
     else RUN(FOUR_REFINED(Q8_ADDRESS, "x15", "x15, #32"));
 #undef RUN
 }
@@ -189,8 +190,8 @@ static inline __attribute__((always_inline)) void multiply_row(
 static inline __attribute__((always_inline)) panel prepare_panel(
     const uint8_t *w, const int kind, const quire_input *x, float *scratch) {
     const int groups = x->num_groups;
-    if (kind == QUIRE_Q4) {
-        const expanded *all = expand_panel(w, QUIRE_Q4, groups, scratch, 0);
+    if (kind != QUIRE_Q8) {
+        const expanded *all = expand_panel(w, kind, groups, scratch, 0);
         return (panel){all->codes, all->scales, sizeof *all, sizeof *all};
     }
     const size_t size = (size_t)panel_bytes(QUIRE_Q8);
@@ -224,6 +225,7 @@ static inline __attribute__((always_inline)) void multiply(
 static void multiply_panel(
     const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
     if (kind == QUIRE_Q4) multiply(w, QUIRE_Q4, x, scratch, y, stride, count);
+    else if (kind == QUIRE_S4) multiply(w, QUIRE_S4, x, scratch, y, stride, count);
     else multiply(w, QUIRE_Q8, x, scratch, y, stride, count);
 }
 

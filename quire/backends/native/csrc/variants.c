@@ -97,12 +97,12 @@ int quire_check_variant(const quire_variant *variant) {
     quire_input input = {
         .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .q = problem.q,
         .scales = problem.scales, .sums = problem.sums, .refined = problem.refined};
-    for (int test = 0; test < 6; test++) { /* all kinds; all rows and one row */
-        const int kind = test % 3;
+    for (int test = 0; test < 2 * NUM_KINDS; test++) { /* all kinds; all rows and one row */
+        const int kind = test % NUM_KINDS;
         float scratch[CHECK_GROUPS * (SCRATCH_FLOATS + LOOKED_UP_FLOATS)];
         float computed[CHECK_ROWS * CHECK_COLUMNS], right[CHECK_ROWS * CHECK_COLUMNS];
         fill_problem(&problem, kind);
-        input.num_rows = test < 3 ? CHECK_ROWS : 1;
+        input.num_rows = test < NUM_KINDS ? CHECK_ROWS : 1;
         variant->panels(problem.w, kind, &input, scratch, computed, CHECK_COLUMNS, CHECK_COLUMNS);
         quire_variant_portable.panels(problem.w, kind, &input, scratch, right, CHECK_COLUMNS, CHECK_COLUMNS);
         for (int i = 0; i < input.num_rows * CHECK_COLUMNS; i++)
