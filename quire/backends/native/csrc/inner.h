@@ -25,9 +25,10 @@ typedef struct { /* 4 inputs, rounded on their own; their group holds the roundi
 /* Activations of M rows, in groups of 32 rounded to 8 bits. The last group is padded with zeros. */
 typedef struct {
     int32_t num_rows, num_groups, num_refined;
-    int8_t *q;         /* [M, G, 32] */
-    float *scales;     /* [M, G] */
-    float *sums;       /* [M, G]: sums of the rounded numbers, so that the rounding errors of a weight's minimum and
+    int32_t num_copies; /* C: 1, or 2 if each row is followed by its rounding errors, as a row of its own */
+    int8_t *q;         /* [M, C, G, 32] */
+    float *scales;     /* [M, C, G] */
+    float *sums;       /* [M, C, G]: sums of the rounded numbers, so that the rounding errors of a weight's minimum and
                           code cancel */
     quire_refined *refined; /* [M, R], in ascending order */
     int32_t *keys;     /* [M, steps]: working memory for choosing the refined steps */
@@ -150,6 +151,10 @@ static const int8_t QUIRE_SIGNED4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, 
 static inline const int8_t *nibble_values(int kind) {
     return kind == QUIRE_F4 ? QUIRE_FLOAT4_VALUES : QUIRE_SIGNED4_VALUES;
 }
-static inline int num_refined(int num_groups, int refine) { return (num_groups * STEPS * refine + 255) / 256; }
+/* If all steps are refined, each row is two rows instead, which can share the bytes of a matrix. */
+static inline int num_copies(int refine) { return refine < 256 ? 1 : 2; }
+static inline int num_refined(int num_groups, int refine) {
+    return refine < 256 ? (num_groups * STEPS * refine + 255) / 256 : 0;
+}
 
 #endif

@@ -113,7 +113,8 @@ typedef struct {
     const float *ple_norm; /* [P] */
     int32_t ple_size;      /* P; 0: there are none */
     float ple_scale, ple_proj_scale;
-    /* share of an input's steps that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them */
+    /* share of an input's steps that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them,
+       of all inputs or of none */
     struct { int32_t qkv, o, gate_up, down, head; } refine;
     int32_t block_size;
 } quire_model;

@@ -197,9 +197,28 @@ static inline float quantize_step(float *x, quire_refined *out) {
     return scale * (float)total;
 }
 
+/* Rounds a row and its rounding errors to 8 bits in groups. */
+static void quantize_pair(const float *x, int count, quire_input *out, int row) {
+    const int num_groups = out->num_groups;
+    const size_t first = 2 * (size_t)row * (size_t)num_groups;
+    for (int g = 0; g < num_groups; g++) {
+        const int left = count - g * GROUP;
+        const size_t cell = first + (size_t)g, second = cell + (size_t)num_groups;
+        float rest[GROUP] = {0};
+        memcpy(rest, x + g * GROUP, (size_t)(left < GROUP ? left : GROUP) * sizeof *x);
+        out->scales[cell] = quantize_group(rest, out->q + cell * GROUP, out->sums + cell);
+        for (int i = 0; i < GROUP; i++) rest[i] -= (float)out->q[cell * GROUP + (size_t)i] * out->scales[cell];
+        out->scales[second] = quantize_group(rest, out->q + second * GROUP, out->sums + second);
+    }
+}
+
 /* Rounds a row to 8 bits in groups. Of a refined step, the group holds the error of a first rounding. So a group without
    its largest numbers has a smaller scale, and the refined steps have 16 bits. */
 static void quantize_row(const float *x, int count, quire_input *out, int row) {
+    if (out->num_copies == 2) {
+        quantize_pair(x, count, out, row);
+        return;
+    }
     const int num_groups = out->num_groups, num_steps = num_groups * STEPS, num_refined = out->num_refined;
     const size_t first = (size_t)row * (size_t)num_groups, first_refined = (size_t)row * (size_t)num_refined;
     quire_refined *next = out->refined + first_refined, *end = next + num_refined;

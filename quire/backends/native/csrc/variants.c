@@ -95,7 +95,7 @@ static void fill_problem(small_problem *problem, int kind) {
 int quire_check_variant(const quire_variant *variant) {
     small_problem problem = {.seed = 6};
     quire_input input = {
-        .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .q = problem.q,
+        .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .num_copies = 1, .q = problem.q,
         .scales = problem.scales, .sums = problem.sums, .refined = problem.refined};
     for (int test = 0; test < 2 * NUM_KINDS; test++) { /* all kinds; all rows and one row */
         const int kind = test % NUM_KINDS;
