@@ -16,7 +16,7 @@ import pytest
 
 from quire.backends.native.library import GROUP, Engine, Floats, choose_kernels, kernels_available
 from quire.weights.checkpoint import TensorType
-from tests.backends.native.matrices import Doubles, Packed, coded, floats, project, same_bits
+from tests.backends.native.matrices import Doubles, Packed, coded, floats, project, same_bits, signed_nibbles
 
 FLOAT_EPS = 2.0**-24
 STEP = 4
@@ -29,6 +29,7 @@ MAKERS: dict[str, Callable[[int, int, int], Packed]] = {
     "Q4_1": lambda rows, cols, seed: coded(TensorType.Q4_1, rows, cols, seed),
     "Q8_0": lambda rows, cols, seed: coded(TensorType.Q8_0, rows, cols, seed),  # with codes of -128
     "MXFP4": lambda rows, cols, seed: coded(TensorType.MXFP4, rows, cols, seed),
+    "signed nibbles": signed_nibbles,
     "F32": lambda rows, cols, seed: floats(np.random.default_rng(seed).normal(0, 0.05, (rows, cols))),
 }
 
