@@ -231,6 +231,19 @@ def test_tiny_and_huge_inputs(engine: Engine, size: float) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FC00000, 0xFF800000])
+def test_rows_without_a_number(engine: Engine, bits: int) -> None:
+    """No more steps are refined than there is memory for. The results are not finite, and other rows are correct."""
+    part, x = MAKERS["F32"](9, 320, 11), inputs(6, 320)
+    expected = {refine: project(engine, [part], x, refine) for refine in SHARES.values()}
+    x[2] = np.full(320, bits, np.uint32).view(np.float32)
+    for refine, sound in expected.items():
+        found = project(engine, [part], x, refine)
+        assert np.isnan(found[2]).all()
+        assert same_bits(np.delete(found, 2, 0), np.delete(sound, 2, 0))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_one_outlier_in_a_group(engine: Engine) -> None:
     """As in the inputs of down_proj. Refining it preserves the other numbers of the group."""
     part, x = MAKERS["F32"](32, 1536, 10), np.random.default_rng(0).normal(size=(6, 1536)).astype(np.float32)

@@ -116,7 +116,9 @@ static void dot_rows(
 
 /* Returns the largest threshold that at least `wanted` keys reach. */
 static int32_t find_threshold(const int32_t *keys, int count, int wanted) {
-    int32_t low = 0, high = INT32_MAX; /* enough keys reach `low`; too few reach `high` */
+    int32_t low = 0, high = 0; /* enough keys reach `low`; too few reach `high` */
+    for (int i = 0; i < count; i++) high = keys[i] > high ? keys[i] : high;
+    high += high < INT32_MAX;
     while (high - low > 1) {
         const int32_t middle = low + (high - low) / 2;
         int num_reached = 0;
@@ -149,14 +151,14 @@ static void choose_refined(const float *x, int count, int num_steps, int num_cho
     const int32_t threshold = find_threshold(keys, num_steps, num_chosen);
     int num_equal = num_chosen; /* steps at the threshold that are chosen too */
     for (int i = 0; i < num_steps; i++) num_equal -= keys[i] > threshold;
-    for (int i = 0; i < num_steps; i++)
+    for (int i = 0, place = 0; i < num_steps && place < num_chosen; i++)
         if (keys[i] > threshold || (keys[i] == threshold && num_equal-- > 0))
-            *chosen++ = (quire_refined){.group = i / STEPS, .step = i % STEPS};
+            chosen[place++] = (quire_refined){.group = i / STEPS, .step = i % STEPS};
 }
 
-/* Returns the scale for a group or step with this peak and sum; NaN if a number is not finite, 0 if all are tiny. */
+/* Returns the scale for numbers with this peak; 0 if all are tiny, NaN if their sum is not finite. */
 static inline float scale_of(float largest, float sum) {
-    const float check = sum - sum; /* not 0 if one is not finite */
+    const float check = sum - sum;
     return check != 0 ? check : largest > 1e-30f ? largest / 127.0f : 0.0f;
 }
 
@@ -179,13 +181,8 @@ static inline float quantize_group(const float *x, int8_t *q, float *scaled_sum)
 
 /* Rounds a step in the same way, replaces its numbers by the rounding errors, and returns the scaled sum. */
 static inline float quantize_step(float *x, quire_refined *out) {
-    float largest = 0, sum = 0;
-    for (int i = 0; i < STEP; i++) {
-        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-        sum += x[i];
-    }
-    const float scale = scale_of(largest, sum);
-    const float factor = scale > 0 ? 127.0f / largest : 0.0f;
+    const float largest = bits_to_float((uint32_t)peak_bits(x, STEP));
+    const float scale = scale_of(largest, largest), factor = scale > 0 ? 127.0f / largest : 0.0f;
     int total = 0;
     for (int i = 0; i < STEP; i++) {
         const float code = scale > 0 ? rintf(x[i] * factor) : 0.0f;
