@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 7
+#define QUIRE_ABI 8
 #define QUIRE_API __attribute__((visibility("default")))
 
 /* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F size of an MLP,
