@@ -17,8 +17,8 @@ from quire.core.step import BlockCopy
 from quire.errors import InvariantViolation
 from quire.weights.spec import AttentionSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
 
-# For each product's input, the number of steps of 4, out of 256, that get 8 additional bits. These are the steps with the
-# largest numbers, because they cause most of the error. Decision 0022 has the measurements.
+# For each product's input, the number of steps of 4, out of 256, that get 8 additional bits. These are the steps with
+# the largest numbers, because they cause most of the error. Decision 0022 has the measurements.
 REFINED = {"fast": Refine(), "balanced": Refine(4, 4, 12, 12, 20), "exact": Refine(256, 256, 256, 256, 256)}
 
 

@@ -1,5 +1,5 @@
-/* Matrices of 4-bit floats, and of signed nibbles if the variant has no products with them (HAS_SIGNED_NIBBLES): a panel's
-   codes are looked up, and multiplied as signed bytes. Included by every variant.
+/* Matrices of 4-bit floats, and of signed nibbles if the variant does not multiply them itself (HAS_SIGNED_NIBBLES): a
+   panel's codes are looked up, and multiplied as signed bytes. Included by every variant.
 
    The bytes of a panel stay in the cache between the two steps, so only the packed ones are read from memory. */
 #include "vectors.h"

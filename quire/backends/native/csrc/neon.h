@@ -126,7 +126,8 @@ static inline __attribute__((always_inline)) void refine_packed(
             uint8x16_t bytes = vld1q_u8(codes + 16 * half);
             if (kind != QUIRE_Q8) bytes = vandq_u8(vshlq_u8(bytes, shift), vdupq_n_u8(kind == QUIRE_Q4 ? 15 : 0xf0));
             const float32x4_t products = dot_step(vreinterpretq_s8_u8(bytes), one->q);
-            const float32x4_t scaled = vmulq_f32(vsubq_f32(products, vdupq_n_f32(MAGIC)), four_scales(at + tail + 8 * half, kind));
+            const float32x4_t scales = four_scales(at + tail + 8 * half, kind);
+            const float32x4_t scaled = vmulq_f32(vsubq_f32(products, vdupq_n_f32(MAGIC)), scales);
             apart[half] = vfmaq_n_f32(apart[half], scaled, one->scale);
         }
     }

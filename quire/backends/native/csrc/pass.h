@@ -80,8 +80,8 @@ static inline quire_input view_rows(const quire_input *input, int first, int cou
 
 /* Returns the largest share of refined steps. */
 static inline int most_refined(const quire_model *model) {
-    const int most = largest(largest(model->refine.qkv, model->refine.o), largest(model->refine.gate_up, model->refine.down));
-    return largest(most, model->refine.head);
+    const int mixer = largest(model->refine.qkv, model->refine.o), mlp = largest(model->refine.gate_up, model->refine.down);
+    return largest(largest(mixer, mlp), model->refine.head);
 }
 
 /* Working memory is laid out twice: without a base, only to return its size. */

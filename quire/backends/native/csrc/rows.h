@@ -144,7 +144,8 @@ static inline int32_t peak_bits(const float *x, int count) {
 
 /* Chooses the steps with the largest peaks, as many as are refined, in ascending order; of equal ones those with lower
    indices. NaN is larger than all numbers. `keys` has room for all steps. */
-static void choose_refined(const float *x, int count, int num_steps, int num_chosen, int32_t *keys, quire_refined *chosen) {
+static void choose_refined(
+    const float *x, int count, int num_steps, int num_chosen, int32_t *keys, quire_refined *chosen) {
     const int num_whole = count / STEP;
     for (int i = 0; i < num_whole; i++) keys[i] = peak_bits(x + STEP * i, STEP);
     for (int i = num_whole; i < num_steps; i++) keys[i] = i * STEP < count ? peak_bits(x + STEP * i, count % STEP) : 0;

@@ -93,8 +93,8 @@ static inline __attribute__((always_inline)) void dot_tile(
 #undef RUN
 }
 
-/* A refined step of one row of the input: 4 products for each of 8 rows of the matrix, added to `low` and `high`. x16 and
-   x17 are its group and step. */
+/* Computes 4 products of a refined step for each of 8 rows of the matrix, and adds them to `low` and `high`. x16 and x17
+   are its group and step. */
 #define REFINE(from, address, factors, offsets, low, high) \
     "ldp w16, w17, [%[" from "], #8]\n ldr q4, [%[" from "]], #16\n" address "add x17, x16, x17, lsl #5\n" \
     "mov v10.16b, %[magic].16b\n mov v11.16b, %[magic].16b\n" \
@@ -103,7 +103,8 @@ static inline __attribute__((always_inline)) void dot_tile(
     "fmla v16.4s, v10.4s, v14.4s\n fmla v17.4s, v11.4s, v15.4s\n" \
     "fmla %[" low "].4s, v16.4s, v4.s[1]\n fmla %[" high "].4s, v17.4s, v4.s[1]\n"
 #define FOUR_REFINED(address, factors, offsets) \
-    "1:\n" REFINE("a", address, factors, offsets, "a_low", "a_high") REFINE("b", address, factors, offsets, "b_low", "b_high") \
+    "1:\n" \
+    REFINE("a", address, factors, offsets, "a_low", "a_high") REFINE("b", address, factors, offsets, "b_low", "b_high") \
     REFINE("c", address, factors, offsets, "c_low", "c_high") REFINE("d", address, factors, offsets, "d_low", "d_high") \
     "subs %[left], %[left], #1\n b.ne 1b\n"
 #define EXPANDED_ADDRESS "umaddl x16, w16, %w[stride], %[codes]\n"
@@ -138,8 +139,9 @@ static inline __attribute__((always_inline)) void refine_row(
     const quire_refined *one = x->refined + (size_t)row * (size_t)x->num_refined, *end = one + x->num_refined;
     out[0] = out[1] = vdupq_n_f32(0);
     for (; one < end; one++) {
-        const int8_t *at = w->codes + (size_t)one->group * w->code_stride + one->step * PANEL * STEP;
-        const float *factors = (const float *)(const void *)((const char *)w->factors + (size_t)one->group * w->factor_stride);
+        const size_t group = (size_t)one->group;
+        const int8_t *at = w->codes + group * w->code_stride + one->step * PANEL * STEP;
+        const float *factors = w->factors + group * w->factor_stride / sizeof *factors;
         for (int half = 0; half < 2; half++, at += 16, factors += 4) {
             const float32x4_t products = dot_step(vld1q_s8(at), one->q);
             const float32x4_t scaled = vfmaq_f32(vld1q_f32(factors + PANEL), products, vld1q_f32(factors));
