@@ -338,7 +338,7 @@ size_t lay_experts(pass *step, void *base) {
     carve(base, &used, choices * (size_t)(2 * size) * 4, (void **)&routed->inner);
     carve(base, &used, choices * hidden * 4, (void **)&routed->outputs);
     const int groups = ceil_div(largest(step->model->hidden_size, size), GROUP);
-    quire_input input;
+    quire_input input = {0};
     set_input(&input, (int)choices, groups * GROUP, most_refined(step->model));
     used += lay_input(&input, base ? (char *)base + used : NULL);
     if (base) routed->input = input;

@@ -582,7 +582,7 @@ static size_t lay_out(pass *step, void *base) {
     carve(base, &used, rows * hidden * 4, (void **)&step->normed);
     carve(base, &used, rows * (size_t)most.inner * 4, (void **)&step->inner);
     carve(base, &used, rows * (size_t)most.mixed * 4, (void **)&step->mixed);
-    quire_input input;
+    quire_input input = {0};
     set_input(&input, (int)rows, most.input, most_refined(step->model));
     used += lay_input(&input, base ? (char *)base + used : NULL);
     if (base) step->input = input;
