@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -208,8 +208,8 @@ class Bench:
         self.report.write()
 
     @contextmanager
-    def _machine(self, shape: str) -> Iterator[Machine]:
-        with Machine(shape, self.scale, self.settings, self.folder / shape) as machine:
+    def _machine(self, shape: str, settings: Settings) -> Iterator[Machine]:
+        with Machine(shape, self.scale, settings, self.folder / shape) as machine:
             capacity, kv_bytes = machine.engine.capacity, machine.engine.runner.facts().kv_bytes
             say(f"{shape}: loaded in {machine.loaded_s:.1f} s; {capacity.num_blocks} blocks, {kv_bytes / 1e9:.1f} GB")
             graphs_s = machine.prepare()
@@ -244,11 +244,23 @@ class Bench:
             "cache": self._cache,
             "idle": self._idle,
         }
-        with self._machine(shape) as machine:
+        if "correctness" in self.stages and shape in gpu_correctness.COMPARED_IN_FP32:
+            del stages["correctness"]
+            self._attempt(f"correctness, {shape} in fp32", self._batching_in_fp32, shape)
+        if not {*stages} & {*self.stages}:
+            return
+        with self._machine(shape, self.settings) as machine:
             for stage, action in stages.items():
                 # A cost per step shows most where steps are shortest: one shape is enough.
                 if stage in self.stages and (stage != "cache" or shape == self.shapes[0]):
                     self._attempt(f"{stage}, {shape}", action, machine, shape)
+
+    def _batching_in_fp32(self, shape: str) -> None:
+        num_layers = gpu_correctness.FP32_LAYERS
+        kv_bytes = self.settings.kv_bytes or gpu_correctness.FP32_KV_BYTES
+        settings = replace(self.settings, dtype="float32", kv_bytes=kv_bytes, num_layers=num_layers)
+        with self._machine(shape, settings) as machine:
+            self._batching(machine, f"{shape} in fp32, {num_layers} layers")
 
     def _batching(self, machine: Machine, shape: str) -> None:
         for check in gpu_correctness.check_batching(machine, shape):
@@ -307,7 +319,7 @@ class Bench:
 
     def _beside_transformers(self) -> None:
         workload, warm_up = workload_peer(self.scale), workload_peer(self.scale, seed=1)
-        with self._machine(QWEN) as machine:
+        with self._machine(QWEN, self.settings) as machine:
             machine.run(warm_up)
             runs: list[Run] = [machine.run(workload) for _ in range(self.repeats)]
         ours = [run.tokens_per_s for run in runs]

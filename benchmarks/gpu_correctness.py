@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,22 +12,25 @@ from random import Random
 import numpy as np
 import torch
 from gpu_driving import Answer, Machine
-from gpu_workloads import Scale, Workload, random_prompt
+from gpu_workloads import GEMMA4, GPT_OSS, Scale, Workload, open_spec, random_prompt
 from torch import Tensor
 
 from quire.backends.torch.loading import DUMMY_STD
 from quire.core.request import SamplingParams
-from quire.weights.spec import ModelSpec
-from tests.backends.torch.families import MORE_FAMILIES, Reference, logprobs
+from tests.backends.torch.families import MORE_FAMILIES, STATE_FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Answer as RigAnswer
 from tests.backends.torch.rig import Rig
 
-FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3", *MORE_FAMILIES)
+FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3", *MORE_FAMILIES, *STATE_FAMILIES)
 QUICK_FAMILIES = ("qwen3",)
 FP32_BOUND = 1e-4  # of a log-probability, over a few layers and two libraries
 BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our largest distance from fp32 relative to that of `transformers` in bf16
 BF16_MEAN_FACTOR = 1.05  # the same for the mean: we round less often; the margin is for the few positions
+# With experts, rounding leads a few rows to other experts, and which ones is chance: the median of the rows is
+# compared, and only so many rows may be further away than the bound.
+BF16_MEDIAN_FACTOR, MOST_REROUTED = 1.15, 0.1
 GAP_STEPS = 8  # of bf16, at the size of the best logits: largest gap between two tokens that may swap
+FP32_GAP = 0.01  # the same in fp32: sums in another order, amplified by the layers
 NUM_TOP = 20
 LENGTHS = (1, 17, 40, 70, 130)
 HEAD = 70  # two full blocks and a tail
@@ -85,6 +89,16 @@ def check_family(name: str, dtype: str, device: str, folder: Path) -> list[Check
     if theirs is None:
         return [Check(what, found.ours.largest, FP32_BOUND)]
     bound = BF16_FACTOR * found.theirs.largest + BF16_SLACK
+    if open_spec(folder).has_experts:
+        median, share = found.theirs.median, found.ours.share_above(bound)
+        return [
+            Check(
+                f"{what}, median of rows", found.ours.median, BF16_MEDIAN_FACTOR * median, f"transformers {median:.2g}"
+            ),
+            Check(
+                f"{what}, share of rows above {bound:.2g}", share, MOST_REROUTED, f"largest {found.ours.largest:.2g}"
+            ),
+        ]
     mean_bound = BF16_MEAN_FACTOR * found.theirs.mean
     return [
         Check(what, found.ours.largest, bound, f"transformers itself {found.theirs.largest:.2g}"),
@@ -144,19 +158,28 @@ class _Distance:
     """Distance of log-probabilities from those of fp32."""
 
     def __init__(self) -> None:
-        self.largest = 0.0
-        self._sum = 0.0
-        self._count = 0
+        self._means: list[float] = []  # of each row
+        self._peaks: list[float] = []
+
+    @property
+    def largest(self) -> float:
+        return max(self._peaks)
 
     @property
     def mean(self) -> float:
-        return self._sum / self._count
+        return statistics.fmean(self._means)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._means)
+
+    def share_above(self, bound: float) -> float:
+        return sum(peak > bound for peak in self._peaks) / len(self._peaks)
 
     def take(self, rows: Tensor, expected: Tensor) -> None:
         distances = (rows - expected).abs()
-        self.largest = max(self.largest, float(distances.max()))
-        self._sum += float(distances.sum())
-        self._count += distances.numel()
+        self._means += distances.mean(-1).tolist()
+        self._peaks += distances.amax(-1).tolist()
 
 
 class _Distances:
@@ -180,6 +203,14 @@ class _Distances:
 
 
 # Greedy answers of a real shape: alone, in a batch, with a shared prefix
+
+# Answers of these shapes are compared in fp32. With random weights, the four chosen experts of gpt-oss, or the normed
+# sum of eight of Gemma 4, are most of a layer's output, and the scores of some experts are nearly equal. In bf16,
+# another order of sums then chooses another expert for some tokens in every layer, and the answer is a different one.
+# In fp32 this is rare: at the real depth it still happens to some of 24 answers, with six layers to none or one.
+COMPARED_IN_FP32 = (GPT_OSS, GEMMA4)
+FP32_LAYERS = 6
+FP32_KV_BYTES = 20 << 30
 
 
 def check_batching(machine: Machine, shape: str) -> list[Check]:
@@ -221,11 +252,14 @@ def _compare(machine: Machine, what: str, prompts: list[list[int]], ones: list[A
             gaps.append(_gap(machine, [*prompt, *one.tokens[:parted]], one.tokens[parted], other.tokens[parted]))
     num_tokens = sum(len(one.tokens) for one in ones)
     note = f"{num_equal} of {num_tokens} tokens equal, {len(gaps)} of {len(prompts)} answers differ from a near tie on"
-    return Check(f"{what}, gap at the first difference", max(gaps, default=0.0), _gap_bound(machine.spec), note)
+    return Check(f"{what}, gap at the first difference", max(gaps, default=0.0), _gap_bound(machine), note)
 
 
-def _gap_bound(spec: ModelSpec) -> float:
+def _gap_bound(machine: Machine) -> float:
     """Bound for random weights: a logit sums `hidden_size` products, and the best of `vocab_size` is an extreme."""
+    spec = machine.spec
+    if machine.config.dtype == "float32":
+        return FP32_GAP
     best = DUMMY_STD * math.sqrt(spec.hidden_size) * math.sqrt(2 * math.log(spec.vocab_size))
     return float(GAP_STEPS * 2.0 ** (math.floor(math.log2(best)) - 7))  # 8 bits of precision
 

@@ -27,11 +27,13 @@ class Settings:
     step_tokens: int | None = None
     chunk_tokens: int | None = None
     kv_bytes: int | None = None
+    dtype: str = "bfloat16"
+    num_layers: int | None = None  # the first layers of the shape
 
     def config(self, scale: Scale, **changes: object) -> EngineConfig:
         config = EngineConfig(
             device=self.device,
-            dtype="bfloat16",
+            dtype=self.dtype,
             load_format="dummy",
             max_num_seqs=scale.max_num_seqs,
             max_model_len=scale.max_model_len,
@@ -84,7 +86,7 @@ class Machine(AbstractContextManager["Machine"]):
 
     def __init__(self, shape: str, scale: Scale, settings: Settings, folder: Path) -> None:
         self.scale = scale
-        self.spec = write_shape(shape, scale, folder)
+        self.spec = write_shape(shape, scale, folder, settings.num_layers)
         self.config = settings.config(scale)
         started_s = time.perf_counter()
         self.engine = make_engine(folder, self.config)

@@ -21,39 +21,47 @@ from gpu_driving import Machine, Settings
 from gpu_workloads import FULL, GEMMA4, GPT_OSS, QUICK, QWEN35, QWEN35_MOE, Scale, Workload, random_prompt
 
 from quire.backends.kv_spec import KVSpec
-from quire.core.request import SamplingParams
+from quire.core.request import PackedPrompt, SamplingParams
 
 MODELS = (QWEN35, QWEN35_MOE, GPT_OSS, GEMMA4)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
 
-def send(machine: Machine, prompt: list[int], *, keeps_cache: bool = True) -> tuple[float, int, list[int]]:
-    """Return the milliseconds to the answer of one token, the tokens found in the cache, and the answer."""
-    run = machine.run(Workload("send", [prompt], [ONE]), keeps_cache=keeps_cache)
-    return 1000 * run.wall_s, run.answers[0].num_cached, run.answers[0].tokens
+def send(machine: Machine, prompt: list[int], *, keeps_cache: bool = True) -> tuple[float, float, int, list[int]]:
+    """Return the milliseconds of packing and of the answer of one token, the tokens found in the cache, the answer.
+
+    A server packs the prompts of requests in another process than the engine's (`PackedPrompt`).
+    """
+    started_s = time.perf_counter()
+    packed = PackedPrompt.of(prompt)
+    packed_ms = 1000 * (time.perf_counter() - started_s)
+    run = machine.run(Workload("send", [packed], [ONE]), keeps_cache=keeps_cache)  # type: ignore[list-item]
+    return packed_ms, 1000 * run.wall_s, run.answers[0].num_cached, run.answers[0].tokens
 
 
 def resend(machine: Machine, scale: Scale, repeats: int) -> None:
     """Send one prompt twice, then a next turn that appends tokens."""
     length, added = (100, 16) if scale.is_quick else (6000, 200)
-    firsts, seconds, thirds = [], [], []
+    firsts, seconds, thirds, packings = [], [], [], []
     num_cached = num_left = 0
     for seed in range(repeats + 1):
         rng = Random(seed)
         prompt = random_prompt(rng, scale, length)
-        first_ms, _, _ = send(machine, prompt, keeps_cache=False)
-        second_ms, num_cached, answer = send(machine, prompt)
+        _, first_ms, _, _ = send(machine, prompt, keeps_cache=False)
+        packing_ms, second_ms, num_cached, answer = send(machine, prompt)
         turn = prompt + answer + random_prompt(rng, scale, added)
-        third_ms, num_found, _ = send(machine, turn)
+        _, third_ms, num_found, _ = send(machine, turn)
         num_left = len(turn) - num_found
         if seed:  # the first round captures graphs and fills caches of the allocator
             firsts.append(first_ms)
             seconds.append(second_ms)
             thirds.append(third_ms)
-    first, second, third = map(statistics.median, (firsts, seconds, thirds))
+            packings.append(packing_ms)
+    first, second, third, packing = map(statistics.median, (firsts, seconds, thirds, packings))
     print(
         f"  {length:,} tokens: first {first:.1f} ms; again {second:.2f} ms, {first / second:.1f} times faster,"
-        f" {num_cached:,} reused; + {added} tokens {third:.2f} ms, {num_left} of {length + 1 + added:,} computed",
+        f" {num_cached:,} reused (with packing: {first + packing:.1f} ms; {second + packing:.2f} ms);"
+        f" + {added} tokens {third:.2f} ms, {num_left} of {length + 1 + added:,} computed",
         flush=True,
     )
 

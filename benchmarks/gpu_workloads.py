@@ -342,13 +342,23 @@ def random_prompt(rng: Random, scale: Scale, length: int) -> list[int]:
     return [rng.randint(0, scale.max_token) for _ in range(length)]
 
 
-def write_shape(name: str, scale: Scale, folder: Path) -> ModelSpec:
-    """Write a folder that holds only config.json: weights are generated (load_format = "dummy")."""
+def write_shape(name: str, scale: Scale, folder: Path, num_layers: int | None = None) -> ModelSpec:
+    """Write a folder that holds only config.json: weights are generated (load_format = "dummy").
+
+    With `num_layers`, the model has only the first ones.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(SHAPES[name])
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+        config |= {field: config[field][:num_layers] for field in ("layer_types",) if field in config}
     if scale.is_quick:
         config |= TINY | {field: value for field, value in TINY_PARTS.items() if field in config}
     (folder / "config.json").write_text(json.dumps(config))
+    return open_spec(folder)
+
+
+def open_spec(folder: Path) -> ModelSpec:
     checkpoint = open_checkpoint(folder, "dummy")
     checkpoint.close()
     return checkpoint.spec

@@ -20,7 +20,7 @@ from quire.backends.kv_spec import KVSpec
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes, memory_size
 
-HAS_WINDOWS = True  # layers with a window have a pool of their own; tests compare with whole contexts by False
+HAS_WINDOWS = True  # layers with a window have a pool of their own; tests set False to compare with whole contexts
 TYPICAL_CONTEXT = 8192  # tokens: of such a context, only the window and the chunk that is computed need window blocks
 WINDOW_CHUNK = 1024  # default limit of a chunk in a model with windows: its blocks are held until it is computed
 MIN_SNAPSHOTS = 8  # cached states

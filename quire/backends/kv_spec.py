@@ -1,4 +1,7 @@
-"""What each layer of a model stores: keys and values per token, or one state per request. The pools are sized by it."""
+"""What each layer of a model stores: keys and values per token, or one state per request.
+
+The sizes of the pools follow from it.
+"""
 
 from __future__ import annotations
 

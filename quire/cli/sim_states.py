@@ -74,7 +74,7 @@ def state_configs(
     """Each configuration without recurrent states, then with each set of rules and each number of states."""
     if not states:
         if places:
-            raise InvalidRequest("--places is for --states only")
+            raise InvalidRequest("--places needs --states")
         return list(configs)
     for count in states:
         if not 2 <= count <= MAX_STATES:
@@ -91,7 +91,7 @@ def state_configs(
 def with_windows(config: SimConfig, window: int | None, num_window_blocks: int | None) -> SimConfig:
     """The configuration with the two options, which are given together or not at all."""
     if (window is None) != (num_window_blocks is None):
-        raise InvalidRequest("--window and --num-window-blocks are given together")
+        raise InvalidRequest("--window and --num-window-blocks must be given together")
     if window is None or num_window_blocks is None:
         return config
     if not 2 <= num_window_blocks <= MAX_STATES:

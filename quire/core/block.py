@@ -41,10 +41,11 @@ class KVCacheBlock(Linked):
         ref_count 0, published       free and cached             back of the free list, can be matched until taken
         ref_count >= 1               in use, never evicted       not in the free list
 
-    Only `BlockPool` changes `ref_count`; only `PrefixTree` changes `key`, `parent_key`, `tokens` and `twins`.
+    Only `BlockPool` changes `ref_count`; only `PrefixTree` changes `key`, `parent_key`, `tokens`, `twins` and
+    `last_child`.
     """
 
-    __slots__ = ("key", "parent_key", "tokens", "twins", "window")
+    __slots__ = ("key", "last_child", "parent_key", "tokens", "twins", "window")
 
     def __init__(self, block_id: int) -> None:
         super().__init__(block_id)
@@ -52,6 +53,9 @@ class KVCacheBlock(Linked):
         self.parent_key: bytes | None = None  # key of the preceding block; None: not published
         self.tokens = b""  # published tokens, packed (see chain.pack_tokens)
         self.twins: list[KVCacheBlock] | None = None  # on the indexed block: other blocks with the same content
+        # On the indexed block: the full block after it that was added or found last. Most blocks have one child, and a
+        # match then reads this instead of the tables of the tree.
+        self.last_child: KVCacheBlock | None = None
         self.window: WindowBlock | None = None  # the same tokens in the layers with a window, while they are cached
 
     @property
@@ -109,9 +113,9 @@ class FreeKVCacheBlockQueue(Generic[L]):
         assert before is not None
         self._link(before, block, self._tail)
 
-    def extend(self, blocks: Iterable[L]) -> None:
+    def extend(self, blocks: Iterable[Linked]) -> None:
         """Append several blocks. Faster than `append` for each."""
-        before = self._tail.prev_free
+        before: Linked | None = self._tail.prev_free
         assert before is not None
         for block in blocks:
             if block.next_free is not None:

@@ -220,7 +220,7 @@ def _check_cache(
                 if ref_count == 0:
                     num_cached += 1
                 _check_published(block, tree)
-            elif block.key is not None or block.tokens or block.twins:
+            elif block.key is not None or block.tokens or block.twins or block.last_child is not None:
                 _fail(f"{block!r} is not published but has content")
         yield
     if (pool.num_cached, pool.num_shared) != (num_cached, num_shared):
@@ -287,6 +287,9 @@ def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
             _fail(f"{block!r} and its twin {indexed!r} differ")
     if block.ref_count == 0 and (indexed is not block or block.twins):
         _fail(f"{block!r} is free and cached although another block has the same content")
+    child = block.last_child
+    if child is not None and (child.parent_key != block.key or child.key is None or tree.find(child.key) is not child):
+        _fail(f"{block!r} has {child!r} as its last child, which is not a full block after it")
 
 
 def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | None, size: int) -> Iterator[None]:

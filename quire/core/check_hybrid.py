@@ -1,4 +1,4 @@
-"""Checks of window blocks and recurrent states: holders, free lists, attachments, and who may write what."""
+"""Checks of window blocks and recurrent states: holders, free lists, attachments, writers."""
 
 from __future__ import annotations
 

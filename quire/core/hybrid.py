@@ -1,6 +1,6 @@
 """Memory of a request besides its block table: window blocks and recurrent states.
 
-A node of the prefix tree stands for 32 tokens. It may have three kinds of memory, from three pools:
+A node of the prefix tree stands for the tokens of one block. It may have three kinds of memory, from three pools:
 
     keys and values of layers with full attention    the KV block, which is the node itself
     keys and values of layers with a window          a window block, attached to the node
@@ -57,7 +57,7 @@ class HybridMemory:
     # Queries
 
     def continue_hit(self, chain: TokenChain, hit: PrefixHit, parent: Request | None = None) -> PrefixHit:
-        """Add to a hit from where a request can continue. `parent`: the request whose blocks a fork shares."""
+        """Add to a hit where a request can continue. `parent`: the request whose blocks a fork shares."""
         found = self._continuations.find(chain, hit.blocks, hit.num_tokens, self._window_at(hit, parent))
         if found.start == hit.num_tokens and hit.is_adoptable and found.window_tail is not None:
             found = found._replace(is_window_adoptable=found.window_tail.ref_count == 0)
@@ -121,7 +121,7 @@ class HybridMemory:
         return (0, 0, ()) if self.states is None else self.states.plan(request, end)
 
     def note_branch(self, request: Request, position: int) -> None:
-        """Another request shares the first `position` tokens of this one, and waits until they are computed."""
+        """Store a state after `position` tokens: another request shares these and waits until they are computed."""
         is_near = any(0 <= position - point < self._spacing for point in request.points)
         if Place.BRANCH in self.places and position > request.num_planned and not is_near:
             add_point(request.points, position)
@@ -150,9 +150,9 @@ class HybridMemory:
         request.points = []
 
     def _forget(self, block: KVCacheBlock) -> None:
-        """Called when a block leaves the tree: its window block and the states after it cannot be found any more.
+        """Drop the window block and the states of a block that leaves the tree.
 
-        If a twin stays in the tree, it takes over.
+        If a twin with the same tokens stays in the tree, it gets them.
         """
         heir = None if block.key is None else self._tree.find(block.key)
         if self.windows is not None and (window := block.window) is not None:

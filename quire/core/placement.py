@@ -3,7 +3,7 @@
 States are stored there, and window blocks before them are kept longer than others.
 
     end of the prompt     the same prompt again, other samples of it
-    message boundaries    other users after the same system text; the next turn, whose template omits old reasoning
+    message boundaries    other conversations with the same system text; the next turn, if the template omits reasoning
     branch points         where a second request differs from the first
     end of the answer     the next turn of a conversation (stored when a request ends, not placed here)
 """
@@ -35,8 +35,9 @@ def place_points(
 ) -> list[int]:
     """Positions within (start, num_tokens) to store states at, in order, at least `spacing` tokens apart.
 
-    `num_kv_tokens`: cached prefix of the prompt; if it ends after `start`, another request branched off there and left
-    no state. The last token of a prompt is always computed, so a state after all tokens would never be used.
+    `num_kv_tokens`: cached prefix of the prompt; if it ends after `start`, the prompt differs there from a cached one,
+    and no state is stored there yet. The last token of a prompt is always computed, so a state after all tokens would
+    never be used.
     """
     last = num_tokens - 1
     wanted: set[int] = set()

@@ -71,8 +71,9 @@ class Planner:
         self._num_steps += 1
         self._waiting.unpark(self._admission.can_share)
         self._begin(step)
-        for turn in self._ledger.turns():
-            self._take_turn(step, turn)
+        if any(step.wanting) or any(map(self._waiting.num_ready, TIERS)):  # else no turn gives anything
+            for turn in self._ledger.turns():
+                self._take_turn(step, turn)
         running, index = self._running.requests, 0
         while index < len(running):
             if self._plan(step, running[index]):

@@ -129,18 +129,21 @@ class PrefixTree:
         Compares tokens with the children of each block. This is faster than hashing: the blocks found have their keys.
         """
         blocks: list[KVCacheBlock] = []
-        keys: list[bytes] = []
-        children, parent = self._children, chain.root
+        parent: KVCacheBlock | None = None
         for tokens in chain.blocks(limit // self.block_size):
-            block = found.get(tokens) if (found := children.get(parent)) is not None else None
-            if block is None or block.key is None:
-                break
+            block = None if parent is None else parent.last_child
+            if block is None or block.tokens != tokens:
+                block = self._child(chain.root if parent is None else parent.key, tokens)
+                if block is None:
+                    break
+                if parent is not None:
+                    parent.last_child = block
             blocks.append(block)
-            parent = block.key
-            keys.append(parent)
-        chain.learn(keys)
+            parent = block
+        chain.learn([block.key for block in blocks if block.key is not None])
         start = len(blocks) * self.block_size
-        tail, run = self._longest_run(parent, chain.run(start, min(limit, start + self.block_size)))
+        key = chain.parent_key(len(blocks))
+        tail, run = self._longest_run(key, chain.run(start, min(limit, start + self.block_size)))
         if tail is None:
             return PrefixHit(tuple(blocks), None, 0, False, start)
         is_adoptable = tail.key is None and tail.ref_count == 0 and run == tail.num_tokens
@@ -174,6 +177,12 @@ class PrefixTree:
         if hit.tail is not None:
             return hit.num_tail_tokens < hit.tail.num_tokens
         return bool(hit.blocks) and parent in self._children
+
+    def _child(self, parent_key: bytes | None, tokens: bytes) -> KVCacheBlock | None:
+        """The full block with these tokens after the block of this key."""
+        children = None if parent_key is None else self._children.get(parent_key)
+        block = None if children is None else children.get(tokens)
+        return block if block is not None and block.key is not None else None
 
     def _longest_run(self, parent: bytes, wanted: bytes) -> tuple[KVCacheBlock | None, int]:
         """The child with the longest common prefix with `wanted`, and the length of that prefix in tokens."""
@@ -226,6 +235,8 @@ class PrefixTree:
         if key is not None:
             self._index[key] = block
             self._ghosts.pop(key, None)
+            if (parent := self._index.get(parent_key)) is not None:
+                parent.last_child = block
         return Inserted(True, superseded)
 
     def remove(self, block: KVCacheBlock) -> list[KVCacheBlock]:
@@ -303,5 +314,9 @@ class PrefixTree:
     def _unpublish(self, block: KVCacheBlock) -> None:
         if self.on_removal is not None:
             self.on_removal(block)
-        block.key = block.parent_key = block.twins = None
+        if block.parent_key is not None:
+            parent = self._index.get(block.parent_key)
+            if parent is not None and parent.last_child is block:
+                parent.last_child = None
+        block.key = block.parent_key = block.twins = block.last_child = None
         block.tokens = b""

@@ -1,4 +1,4 @@
-"""Recurrent states of requests: which slots a slice reads and writes, and which states become snapshots."""
+"""State slots of requests: which slots a slice reads and writes, and which become snapshots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire.core.state_pool import EMPTY_SLOT, StatePool, StateSlot
 from quire.core.step import StateSnapshot
 from quire.errors import InvalidRequest
 
-# Most conversations continue after the answer. States within a prompt serve branches, which are rarer: they count this
-# part of the tokens that they save. Measured in docs/simulator.md.
+# Most conversations continue after the answer. States within a prompt are for branches, which are rarer: the tokens
+# that they save are divided by this number. Measured in docs/simulator.md.
 PROMPT_SHARE = 4
 StateUse = tuple[int, int, tuple[StateSnapshot, ...]]  # source, target and snapshots of a slice
 CanPublish = Callable[[Request, int], bool]  # whether the block before this number is in the tree
@@ -43,9 +43,9 @@ class StateMemory:
             )
 
     def may_hold(self, slot: StateSlot | None = None) -> bool:
-        """Whether a snapshot may be held, or a new one be taken.
+        """Whether a snapshot may be held; None: whether a slot may be taken for a new one.
 
-        Enough slots are left for all requests that may still start.
+        True if enough slots are left for all requests that may still start.
         """
         if slot is not None and slot.ref_count:
             return True

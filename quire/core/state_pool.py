@@ -1,7 +1,8 @@
-"""The pool of recurrent states: live states of running requests, and snapshots that other requests continue from.
+"""The pool of recurrent states: live states of running requests, and snapshots.
 
-A snapshot is found by the tokens that it covers: the key of the last full block before it, and the tokens after that
-block. It is immutable. A request that continues from it reads it and writes the next state to a slot of its own.
+A snapshot is a stored state from which other requests continue. It is found by the tokens that it covers: the key of
+the last full block before it, and the tokens after that block. It is immutable. A request that continues from it reads
+it and writes the next state to a slot of its own.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class StatePool:
 
     All slots have the same size, so the value of a snapshot per byte is the number of tokens it saves. The score of a
     snapshot is that number plus the score of the last evicted one, at its publication and again at each use
-    (GreedyDual). So a snapshot that saves much outlives several that save little, and one that is not used again is
-    evicted in the end, whatever it saves.
+    (GreedyDual). So a snapshot that saves many tokens outlives several that save few, and one that is not used again
+    is evicted in the end, however many tokens it saves.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -150,7 +151,7 @@ class StatePool:
             self.forget(key)
 
     def evict_unused(self) -> int:
-        """Evict all snapshots that nobody holds. Returns their number."""
+        """Evict all snapshots that no request or pin holds. Returns their number."""
         num_before = self.num_cached
         while self.num_cached:
             self._evict()

@@ -1,4 +1,4 @@
-"""Window blocks of requests: what a request holds while its window moves, and what it leaves in the cache."""
+"""Window tables of requests: which window blocks a request holds, and when it releases them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class WindowMemory:
         request.num_windows_published = max(num_full, request.num_windows_published)
 
     def release_passed(self, request: Request) -> None:
-        """Release the blocks that no later token sees. Those that one of its points sees are kept longer."""
+        """Release the blocks that no later token sees. Those that a token at one of its points sees are taken last."""
         first = request.num_windows_passed
         last = min(self.first_block(request.num_computed), len(request.window_table))
         if last <= first:

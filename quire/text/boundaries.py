@@ -1,6 +1,7 @@
 """Finds where messages start in the tokens of a rendered conversation.
 
-Snapshots of recurrent states are placed there: the next request of a conversation shares its prompt up to such a place.
+Recurrent states are stored there, because the next request of a conversation often has the same tokens up to one of
+these positions.
 """
 
 from __future__ import annotations

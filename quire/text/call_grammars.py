@@ -1,7 +1,7 @@
 """Writes the grammar of one tool call that is not JSON: Qwen's XML, Gemma 4's and LFM2's literals.
 
-Works on held schemas (`quire/text/schemas.py`). A schema that these formats cannot enforce raises NotWritable: strings
-are not JSON strings there, and the arguments are not one JSON object.
+Works on held schemas (`hold_schema` in `quire/text/schemas.py`). In these formats strings are not JSON strings, and the
+arguments are not one JSON object. A schema that they cannot enforce raises NotWritable.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CallWriter:
     """Writes calls of one format. `rules`: further rules that the returned expressions need."""
 
     def __init__(self, syntax: Syntax, marker: Callable[[str], str]) -> None:
-        """`marker`: the term of a marker, which may be a special token."""
+        """`marker`: returns the grammar's term for a marker, which may be a special token."""
         self._syntax = syntax
         self._quote = marker(GEMMA_QUOTE)
         self._root: Mapping[str, Any] = {}
@@ -360,7 +360,7 @@ def _is_for(keyword: str, kind: str) -> bool:
 
 
 def _listed(schema: Schema) -> list[object] | None:
-    """The values of an enum or const that stands alone."""
+    """The values of a schema that is only an enum or a const."""
     if not isinstance(schema, Mapping) or schema.keys() - {"type", "enum", "const"}:
         return None
     if "const" in schema:

@@ -1,7 +1,7 @@
 """Reads a tool call whose arguments are literals, one character at a time, and writes its arguments as JSON.
 
 Gemma 4 writes `call:NAME{key:<|"|>text<|"|>,other:[1,true]}`, with unescaped text between its quote tokens. LFM2 writes
-calls of Python: `NAME(key="text", other=[1, True])`.
+Python calls: `NAME(key="text", other=[1, True])`.
 """
 
 from __future__ import annotations

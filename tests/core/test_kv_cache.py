@@ -207,8 +207,11 @@ def test_chain_keys_are_computed_on_demand_and_once() -> None:
     assert len(cache.match(whole).blocks) == len(cache.match(whole).blocks) == num_full
     assert cache.chain(whole).key(num_full - 1) == cache.chain(first).key(num_full - 1)
     assert digest.num_calls == num_full  # the keys of cached blocks are not computed again
+    whole.tokens.extend([7, 8, 9])  # one more full block
+    last = cache.chain(whole)
+    assert last.key(num_full) == hash_block_tokens(last.key(num_full - 1), last.block(num_full))
     assert cache.chain(half).key(num_full // 2) != cache.chain(first).key(num_full // 2)
-    assert digest.num_calls == num_full + 1
+    assert digest.num_calls == num_full + 2
 
 
 def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:

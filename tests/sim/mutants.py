@@ -381,6 +381,12 @@ MUTANTS = (
         "tests/core/test_scheduler.py",
     ),
     _mutant(
+        "an evicted block stays the last child of its parent",
+        "core/prefix.py",
+        "            if parent is not None and parent.last_child is block:\n                parent.last_child = None\n",
+        "",
+    ),
+    _mutant(
         "keys of cached blocks added twice",
         "core/chain.py",
         "self._keys += keys[len(self._keys) :]",

@@ -53,6 +53,8 @@ class Work(NamedTuple):
     @property
     def num_merged(self) -> int:
         """Number of rows up to the last one that has parts."""
+        if not self.first_parts[-1]:
+            return 0
         return int(np.searchsorted(self.first_parts, self.first_parts[-1]))
 
 
@@ -306,12 +308,13 @@ def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Wor
     num_chunks = -(-num_keys // chunk)
     size = -(-num_keys // num_chunks)
     size = -(-size // MIN_CHUNK) * MIN_CHUNK
-    items = np.empty((num_chunks, 6), np.int32)
-    items[:, 0], items[:, 1], items[:, 2] = 0, 1, batch_index
-    items[:, 5] = parts = np.arange(num_chunks, dtype=np.int32)
-    items[:, 3] = low = parts * size + first_key
-    items[:, 4] = np.minimum(low + size, end)
-    return Work(items, NO_ITEMS, np.array([0, num_chunks if num_chunks > 1 else 0], np.int32))
+    items = [0, 1, batch_index, 0, 0, 0] * num_chunks
+    items[3::6] = range(first_key, end, size)
+    items[4::6] = [*range(first_key + size, end, size), end]
+    items[5::6] = range(num_chunks)
+    return Work(
+        np.array(items, np.int32).reshape(-1, 6), NO_ITEMS, np.array([0, num_chunks if num_chunks > 1 else 0], np.int32)
+    )
 
 
 def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:

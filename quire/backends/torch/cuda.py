@@ -207,12 +207,17 @@ class CudaRunner:
             indices = tuple(range(len(plan.slices)))
             self._forwarded = self._launch(plan.slices, indices)
 
-    def _copy(self, pairs: Tensor, num_copies: int) -> None:
-        """Copy blocks, given the sources and destinations of `num_copies` blocks, then those of window blocks."""
+    def _copy(self, pairs: Tensor) -> None:
+        """Copy blocks. `pairs` holds the sources and destinations of the copies, then those of window blocks."""
+        copies, window_copies = self._copies
         for shape, pool in self.store.pools.items():
-            own = pairs[2 * num_copies :] if shape.window else pairs[: 2 * num_copies]
-            if count := len(own) // 2:
-                copy_blocks(pool, own[:count], own[count:])
+            own = window_copies if shape.window else copies
+            if len(own) == 1:  # the tail of one prompt: this takes the host a third of the time of launching a kernel
+                pool[:, own[0].destination].copy_(pool[:, own[0].source])
+            elif own:
+                first = 2 * len(copies) if shape.window else 0
+                sources, destinations = pairs[first : first + 2 * len(own)].view(2, -1)
+                copy_blocks(pool, sources, destinations)
         self._copies = ((), ())  # not again if this pass runs out of memory: blocks written since would be overwritten
 
     def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
@@ -245,7 +250,7 @@ class CudaRunner:
         size = layout.size
         total = size + sum(sizes)
         host = self._staging.begin(total)
-        step.write(layout.carve(host))
+        step.write(layout.carve(host) if graph is None else self._staging.carve(layout))
         bounds = list(itertools.accumulate(sizes, initial=size))
         pieces = [host[first:last] for first, last in itertools.pairwise(bounds)]
         pieces[0][:] = step.last_rows
@@ -259,9 +264,9 @@ class CudaRunner:
         self._staging.send(total, device)
         tail = device[size:total].split(sizes)  # type: ignore[no-untyped-call]
         if pairs:
-            self._copy(tail[5], len(self._copies[0]))
+            self._copy(tail[5])
         if num_updates:
-            update_tables(self._tables.whole, tail[4][:num_updates], tail[4][num_updates:])
+            self._update_tables(updates[0], tail[4])
         hidden = self._hidden(step, layout, device, graph)
         logits: Tensor | None
         if hidden is None:
@@ -276,6 +281,14 @@ class CudaRunner:
             params = tail[3].view(torch.float32).view(-1, NUM_PARAMS)
             sampled = _Sampled(params, tail[2], last_tokens)
         return _Pass(step, places, special_rows, logits, sampled, sound, prompts)
+
+    def _update_tables(self, places: list[int], entries: Tensor) -> None:
+        """Write new entries of block tables. `entries` holds their places, then their values."""
+        first, count = places[0], len(places)
+        if places == list(range(first, first + count)):  # of one request: a copy takes the host less time
+            self._tables.whole.view(-1)[first : first + count].copy_(entries[count:])
+        else:
+            update_tables(self._tables.whole, entries[:count], entries[count:])
 
     def _hidden(self, step: Step, layout: Layout, device: Tensor, graph: StepGraph | None) -> Tensor | None:
         """Run the layers. Return the hidden states of all rows, or None if a decode graph has computed the logits."""

@@ -1,13 +1,13 @@
-"""Gated delta nets over the states of their requests, in plain PyTorch: the reference of the kernels.
+"""Gated delta nets in plain PyTorch: the reference for the kernels.
 
-The state of a value head is a matrix S [key size, value size]. A token with decay g < 0, key k, value v, query q and
-strength beta changes it and reads it:
+The state of a value head is a matrix S [key size, value size]. A token has a key k, a value v, a query q, a strength
+beta and the logarithm g < 0 of a decay. It changes the state, then reads it:
 
     S = S * exp(g);  d = (v - S^T k) * beta;  S = S + k d^T;  output S^T q
 
-Several tokens are computed in chunks. Within a chunk, let c be the cumulative sum of g. Then S before token i is
-exp(c) of the tokens so far times the first S, plus the sum of exp(c_i - c_j) k_j d_j^T over earlier tokens j, so that
-the differences d are the solution of a triangular system. All of it is fp32.
+Several tokens are computed in chunks. Let c be the cumulative sum of g within a chunk. After its decay by token i, S is
+exp(c_i) times the S before the chunk, plus the sum of exp(c_i - c_j) k_j d_j^T over earlier tokens j. So the
+differences d are the solution of a triangular system. All of it is fp32.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from quire.backends.torch.kernels.linear import (
     THIN,
     gated_row_product,
     gated_tile_product,
+    is_single,
     is_small,
     product_in_parts,
     row_product,
@@ -24,7 +25,7 @@ class FusedLinear(Linear):
     __slots__ = ()
 
     def project(self, x: Tensor, *, is_graph: bool) -> Tensor:
-        if is_graph and len(x) == 1:
+        if is_graph and is_single(len(x), self.weight):
             return row_product(x, self.weight, self.bias)
         if is_graph and is_small(len(x), self.weight):
             return tile_product(x, self.weight, self.bias)
@@ -36,7 +37,7 @@ class FusedLinear(Linear):
         return self.project(x, is_graph=is_graph)
 
     def gated(self, x: Tensor, activation: Activation, *, is_graph: bool) -> Tensor:
-        if is_graph and len(x) == 1:
+        if is_graph and is_single(len(x), self.weight):
             return gated_row_product(x, self.weight, self.bias, activation)
         if is_graph and is_small(len(x), self.weight):
             return gated_tile_product(x, self.weight, self.bias, activation)

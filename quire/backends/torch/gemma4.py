@@ -32,7 +32,7 @@ class ParallelExperts:
 
 
 class PerLayerEmbeddings:
-    """Makes the inputs that layers get beside the hidden state, from the tokens and their embeddings."""
+    """Computes the inputs that layers get beside the hidden state, from the tokens and their embeddings."""
 
     def __init__(self, weights: PleWeights, spec: ModelSpec) -> None:
         self._weights = weights

@@ -14,6 +14,7 @@ graphs share one memory pool, so the others fit in the memory of the largest.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -99,9 +100,10 @@ class StepGraphs:
 
     def find(self, layout: Layout, *, has_parts: bool) -> StepGraph | None:
         """Return the graph for a step of decodes, or None if it must run without one."""
-        size = next((size for size in self._decode_sizes if size >= layout.num_rows), None)
-        if size is None:
+        place = bisect_left(self._decode_sizes, layout.num_rows)
+        if place == len(self._decode_sizes):
             return None
+        size = self._decode_sizes[place]
         kind = Kind(size, layout.num_wide > 0, has_parts or size < WHOLE_SIZE)
         return self._get(kind) if self._room(kind).holds(layout) else None
 

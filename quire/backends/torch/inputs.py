@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,9 +46,10 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        return sum(_padded(length) for length in self._lengths())
+        return _bounds(self)[-1][1]
 
-    def _lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:
+        """Return the length of each array, in the order in which they lie in the buffer."""
         rows = self.num_rows
         lengths = [rows, rows, rows, rows + 1, self.num_narrow * ITEM_FIELDS, self.num_wide * ITEM_FIELDS]
         if self.window is not None:
@@ -62,10 +64,7 @@ class Layout(NamedTuple):
 
     def carve(self, flat: Any) -> StepInputs:
         """Return the arrays within one flat buffer, a tensor or a numpy array."""
-        pieces, at = [], 0
-        for length in self._lengths():
-            pieces.append(flat[at : at + length])
-            at += _padded(length)
+        pieces = [flat[first:last] for first, last in _bounds(self)[:-1]]
         tokens, positions, batch_indices, first_parts, narrow, wide = pieces[:6]
         inputs = StepInputs(
             tokens,
@@ -90,6 +89,16 @@ class Layout(NamedTuple):
                 sequences.reshape(-1, SEQUENCE_FIELDS),
             )
         return inputs._replace(window=window, states=states, kept=others[0])
+
+
+@lru_cache(maxsize=1024)  # a step uses one of few layouts of graphs, or a layout of its own
+def _bounds(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Return first and last index of each array, and at the end 0 and the size of the buffer."""
+    bounds, at = [], 0
+    for length in layout.lengths():
+        bounds.append((at, at + length))
+        at += -(-length // _ALIGN) * _ALIGN
+    return (*bounds, (0, at))
 
 
 class WindowLayout(NamedTuple):
@@ -146,10 +155,6 @@ class StepInputs(NamedTuple):
         """Return all arrays in the order in which they lie in the buffer."""
         others = () if self.kept is None else (*(self.window or ()), *(self.states or ()), self.kept)
         return [self.tokens, self.positions, self.batch_indices, *self.items, *others]
-
-
-def _padded(length: int) -> int:
-    return -(-length // _ALIGN) * _ALIGN
 
 
 class Step(NamedTuple):
@@ -357,6 +362,7 @@ class Staging:
         self._is_cuda = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.int32)] * self.DEPTH
         self._arrays: list[Ints] = [buffer.numpy() for buffer in self._buffers]  # the same memory
+        self._carved: list[dict[Layout, StepInputs]] = [{} for _ in range(self.DEPTH)]  # parts of these arrays
         self._events: list[torch.cuda.Event] = []  # recorded after each copy; empty without CUDA
         if self._is_cuda:
             self._events = [torch.cuda.Event() for _ in range(self.DEPTH)]  # type: ignore[no-untyped-call]
@@ -370,7 +376,15 @@ class Staging:
         if len(self._arrays[turn]) < size:
             self._buffers[turn] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._is_cuda)
             self._arrays[turn] = self._buffers[turn].numpy()
+            self._carved[turn].clear()
         return self._arrays[turn]
+
+    def carve(self, layout: Layout) -> StepInputs:
+        """Return the arrays of a graph's layout within the current buffer. They are made once."""
+        carved = self._carved[self._turn]
+        if layout not in carved:
+            carved[layout] = layout.carve(self._arrays[self._turn])
+        return carved[layout]
 
     def send(self, size: int, out: Tensor) -> None:
         """Copy the first `size` numbers to a buffer on the device. Does not wait."""

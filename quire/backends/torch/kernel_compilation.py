@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,7 @@ from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
 from quire.backends.torch.kernels.convolution import short_conv_calls
-from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported
+from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported, projected_size
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
 from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import (
@@ -43,6 +43,7 @@ from quire.backends.torch.kernels.linear import (
     THIN,
     gated_row_product,
     gated_tile_product,
+    is_single,
     is_small,
     product_in_parts,
     row_product,
@@ -54,6 +55,7 @@ from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
 from quire.backends.torch.mxfp4 import PackedStack
 from quire.weights.checkpoint import TensorType
 from quire.weights.spec import (
+    Activation,
     AttentionSpec,
     DeltaNetSpec,
     MlpSpec,
@@ -404,7 +406,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
 
 def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     """Return the norms of graphs of few rows: after whole products and products in parts, launched early or not."""
-    hidden, calls = spec.hidden_size, []
+    hidden = spec.hidden_size
+    calls: Calls = []
     weight = torch.empty(hidden, dtype=NORM_DTYPE, device="meta")
     has_post_norms = any(layer.has_post_norms for layer in spec.layers)
     for num_rows in (1, MAX_EARLY_ROWS, 2 * MAX_EARLY_ROWS):
@@ -420,51 +423,71 @@ def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     return calls
 
 
-def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
-    """Return the products of few rows, each kind of matrix once."""
+class _Matrices(NamedTuple):
+    """Each kind of matrix of a model once, with its bias."""
 
-    def meta(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    linears: list[tuple[Tensor, Tensor | None]]  # of products with the hidden state
+    backs: list[tuple[Tensor, Tensor | None]]  # of products to the hidden size
+    gated: list[tuple[Tensor, Tensor | None, Activation]]
 
-    def bias(size: int, *, has: bool) -> Tensor | None:
-        return meta(size) if has else None
+
+def _matrices(spec: ModelSpec, dtype: torch.dtype) -> _Matrices:
+    def meta(num_outputs: int, num_inputs: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        weight = torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta")
+        return weight, weight.new_empty(num_outputs) if has_bias else None
 
     hidden = spec.hidden_size
     inner: dict[tuple[int, bool], None] = {}  # outputs of the products with the hidden state
     back: dict[tuple[int, bool], None] = {}  # inputs of those to the hidden size
-    gates: dict[MlpSpec, None] = {}
+    gates: dict[tuple[int, bool, Activation], None] = {}
     for layer in spec.layers:
-        mlp = layer.mlp
-        if isinstance(layer.mixer, AttentionSpec):
-            attention = layer.mixer
-            inner[qkv_rows(attention), attention.has_qkv_bias] = None
-            back[attention.q_size, attention.has_output_bias] = None
+        mlp, mixer = layer.mlp, layer.mixer
+        if isinstance(mixer, AttentionSpec):
+            inner[qkv_rows(mixer), mixer.has_qkv_bias] = None
+            back[mixer.q_size, mixer.has_output_bias] = None
+        elif isinstance(mixer, DeltaNetSpec):
+            inner[projected_size(mixer), False] = None
+            back[mixer.value_size, False] = None
+        else:
+            inner[3 * hidden, mixer.has_bias] = None
+            back[hidden, mixer.has_bias] = None
         if isinstance(mlp, MlpSpec):
             back[mlp.size, mlp.has_bias] = None
-            gates[mlp] = None
+            gates[mlp.size, mlp.has_bias, mlp.activation] = None
         if (experts := layer.experts) is not None:
             inner[experts.num_experts, experts.has_router_bias] = None
+            if experts.shared_size:
+                inner[1, False] = None  # its gate
+                back[experts.shared_size, False] = None
+                gates[experts.shared_size, False, experts.activation] = None
         if layer.ple_size:
             inner[layer.ple_size, False] = None
             back[layer.ple_size, False] = None
     if spec.ple_size:
         inner[spec.num_layers * spec.ple_size, False] = None
-    linears = [(meta(size, hidden), bias(size, has=has)) for size, has in inner]
-    backs = [(meta(hidden, size), bias(hidden, has=has)) for size, has in back]
-    gated_linears = [
-        (meta(2 * mlp.size, hidden), bias(2 * mlp.size, has=mlp.has_bias), mlp.activation) for mlp in gates
-    ]
-    calls: Calls = [partial(row_product, meta(1, one.shape[1]), one, b) for one, b in linears + backs]
-    calls += [partial(gated_row_product, meta(1, hidden), one, b, activation) for one, b, activation in gated_linears]
-    for rows in (16, 32, 64):
-        calls += [partial(tile_product, meta(rows, hidden), one, b) for one, b in linears if is_small(rows, one)]
-        calls += [
-            partial(gated_tile_product, meta(rows, hidden), one, b, activation)
-            for one, b, activation in gated_linears
-            if is_small(rows, one)
-        ]
-        for one, b in backs:
-            if is_small(rows, one):
-                product = product_in_parts if len(one) <= THIN else tile_product
-                calls.append(partial(product, meta(rows, one.shape[1]), one, b))
+    return _Matrices(
+        [meta(size, hidden, has_bias) for size, has_bias in inner],
+        [meta(hidden, size, has_bias) for size, has_bias in back],
+        [(*meta(2 * size, hidden, has_bias), activation) for size, has_bias, activation in gates],
+    )
+
+
+def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return the products of few rows."""
+    calls: Calls = []
+    linears, backs, gated_linears = _matrices(spec, dtype)
+    for num_rows in (1, 2, 4, 16, 32, 64):
+        for weight, bias, activation in gated_linears:
+            x = weight.new_empty(num_rows, weight.shape[1])
+            if is_single(num_rows, weight):
+                calls.append(partial(gated_row_product, x, weight, bias, activation))
+            elif is_small(num_rows, weight):
+                calls.append(partial(gated_tile_product, x, weight, bias, activation))
+        for index, (weight, bias) in enumerate(linears + backs):
+            x = weight.new_empty(num_rows, weight.shape[1])
+            if is_single(num_rows, weight):
+                calls.append(partial(row_product, x, weight, bias))
+            elif is_small(num_rows, weight):
+                is_split = index >= len(linears) and len(weight) <= THIN
+                calls.append(partial(product_in_parts if is_split else tile_product, x, weight, bias))
     return calls

@@ -1,4 +1,4 @@
-"""Causal depthwise convolutions over the states of their requests, in plain PyTorch; the mixer of LFM2."""
+"""Causal depthwise convolutions with states, in plain PyTorch, and the mixer of LFM2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The pool of recurrent states: slots, each with the state of one request in all layers that have one.
+"""Tensors of recurrent states: each slot holds one state in all layers that have one.
 
-A state is what a layer remembers after some token: the last inputs of its causal convolution, and for a delta net one
-matrix per head. Slot 0 is the empty state: it is read at the start of a context and never written.
+The state of a layer after some token is the last inputs of its causal convolution, and for a delta net also one matrix
+per head. Slot 0 is the empty state: it is read at the start of a context and never written.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def memory_facts(store: KVStore, states: StateStore | None) -> MemoryFacts:
 
 
 def purge(piece: SeqSlice, store: KVStore, states: StateStore | None) -> None:
-    """Purge all memory that a slice may have written. Blocks behind its window are freed and may be used by others."""
+    """Purge the memory that a slice wrote, except blocks behind its window: other requests may use these already."""
     store.purge(piece.block_table, piece.window_table)
     if states is not None:
         states.purge([slot for slot in (*(one.slot for one in piece.snapshots), piece.state_target) if slot])

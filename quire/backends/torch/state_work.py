@@ -16,10 +16,14 @@ from quire.core.step import SeqSlice
 
 CHUNK_ROWS = 64
 DECODE_FIELDS = 2  # source slot, target slot
-# First row, number of rows, rows of the same sequence before it in this step, source slot of the sequence, slot that
-# stores the state after it or after a later chunk, index of the chunk after that one.
+# First row, number of rows, rows of the same sequence before it in this step, source slot of the sequence, slot of the
+# next stored state (after this chunk or a later one), index of the chunk that follows that state.
 CHUNK_FIELDS = 6
 SEQUENCE_FIELDS = 2  # first chunk, last chunk + 1
+
+
+NO_CHUNKS = np.zeros((0, CHUNK_FIELDS), np.int32)
+NO_SEQUENCES = np.zeros((0, SEQUENCE_FIELDS), np.int32)
 
 
 class StateWork(NamedTuple):
@@ -48,6 +52,8 @@ def plan_states(slices: Sequence[SeqSlice], num_decodes: int) -> StateWork:
                 done += count
         sequences.append((first, len(chunks)))
         row += piece.length
+    if not sequences:  # the common step
+        return StateWork(np.array(decodes, np.int32).reshape(-1, DECODE_FIELDS), NO_CHUNKS, NO_SEQUENCES)
     return StateWork(
         np.array(decodes, np.int32).reshape(-1, DECODE_FIELDS),
         np.array(chunks, np.int32).reshape(-1, CHUNK_FIELDS),

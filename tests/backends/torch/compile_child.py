@@ -50,6 +50,7 @@ def of_states() -> Calls:
     calls = short_conv_calls(2048, 3, torch.bfloat16, has_bias=False)
     calls += delta_net_calls(DeltaNetSpec(16, 16, 128, 128, 4), torch.bfloat16)
     calls += delta_net_calls(DeltaNetSpec(16, 32, 128, 128, 4, is_tiled=True), torch.bfloat16)
+    calls += delta_net_calls(DeltaNetSpec(2, 6, 16, 32, 4), torch.bfloat16)  # smaller than products of 16 bits need
     out = torch.empty(2, 2048, dtype=torch.bfloat16, device="meta")
     return [*calls, partial(gate_output, out, out)]
 

@@ -200,7 +200,7 @@ def test_kernels_of_steps_are_compiled_in_advance(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form that is not in the lists would be compiled in a request's first step, or while a graph is captured."""
-    rig = FusedRig(write_config(name, tmp_path), max_num_seqs=2, load_format="dummy", dtype=dtype)
+    rig = FusedRig(write_config(name, tmp_path), max_num_seqs=8, load_format="dummy", dtype=dtype)
     spec = rig.runner.model.spec
     with monkeypatch.context() as patch, torch.inference_mode():
         ahead = Launches(patch, is_run=False)

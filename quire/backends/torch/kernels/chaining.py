@@ -1,14 +1,15 @@
-"""Kernels that start before the kernel before them has ended: programmatic dependent launch, on Hopper and later.
+"""Early launches: a kernel starts before the previous one has ended.
 
-In a step of few rows every kernel takes a few microseconds, and starting it takes one or two. In graphs of few rows,
-norms, products and decodes of recurrent layers are therefore launched early: such a kernel starts, and reads weights,
-while the kernel before it runs. Then it waits until that kernel has ended and its results are visible. A kernel permits
-this to the next one by `let_next_start`, which has no effect on kernels that are launched normally.
+This is CUDA's programmatic dependent launch, on Hopper and later. In a step of few rows, every kernel takes a few
+microseconds, and starting it takes one or two. In graphs of few rows, norms, products and decodes of recurrent layers
+are therefore launched early: such a kernel starts and reads weights while the previous kernel runs. Then it waits until
+that kernel has ended and its results are visible. The previous kernel permits this by calling `let_next_start`, which
+has no effect if the next kernel is launched normally.
 
-Every program of a kernel that may be launched early waits, also one without work: the next kernel relies on it.
+Every program of a kernel that may be launched early must wait, even one without work: the next kernel relies on it.
 
-With more rows early launches would cost more than they gain: the waiting programs occupy the place of programs that
-read memory (docs/experiments.md).
+With more rows, early launches cost more than they gain: the waiting programs take the place of programs that
+read memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 @cache
 def can_launch_early() -> bool:
-    """Return whether the GPU can do this. Triton's interpreter cannot."""
+    """Return whether the GPU has early launches. Triton's interpreter has none."""
     if not _IS_COMPILED.value:
         return False
     target = triton.runtime.driver.active.get_current_target()

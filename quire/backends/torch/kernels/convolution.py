@@ -1,8 +1,8 @@
-"""Causal depthwise convolutions whose last inputs are the state of a sequence, and LFM2's layer made of one.
+"""Causal depthwise convolutions with states, and the layer of LFM2 that consists of one.
 
-A state has the last `taps - 1` inputs, oldest first. A decode reads a state and writes one shifted by its row, both in
-the same program. Chunks of a prompt run in parallel and read rows of the step; only the first rows read the state. It
-is written by a later launch, because the target may be the source of the same sequence.
+A state has the last `taps - 1` inputs of a sequence, oldest first. A decode reads a state and writes the state shifted
+by its row, both in the same program. Chunks of a prompt run in parallel and read rows of the step; only the first rows
+read the state. A later launch writes the new state, because it may be in the slot that the first rows read.
 """
 
 from __future__ import annotations

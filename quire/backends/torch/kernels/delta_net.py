@@ -47,6 +47,10 @@ from quire.weights.spec import DeltaNetSpec
 L2_EPS = tl.constexpr(1e-6)
 MIN_SIZE, MAX_SIZE = 16, 256  # of a key or a value: tensor cores need 16, registers limit the rest
 LEVELS = CHUNK_ROWS.bit_length() - 1
+# Size of keys and values from which 16-bit numbers are multiplied as they are. With keys of 16 and values of 32,
+# products of bf16 were wrong from the 17th row of a chunk on (H200, Triton 3.6; docs/experiments.md). Smaller heads,
+# which no known model has, are multiplied in fp32.
+MIN_HALF_SIZE = tl.constexpr(64)
 PREPARE_REGISTERS = 168  # so that three programs of four warps run on a multiprocessor
 
 
@@ -74,7 +78,7 @@ class DeltaWeights(NamedTuple):
 
 
 class _Chunked(NamedTuple):
-    """What the launches of a prompt pass on. Rows outside of chunks are not written."""
+    """Intermediate results between the launches of a prompt. Rows outside of chunks are not written."""
 
     mixed: Tensor  # [T, C]: convolved queries, keys and values
     norms: Tensor  # [T, 2 * HK] fp32: factors of the queries and keys
@@ -248,6 +252,7 @@ def _prepare(
     dtype: tl.constexpr = mixed.dtype.element_ty
     # The entries of the inverse are at most 1, and fp16 is more exact there than bf16.
     inverse_dtype: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
+    factor_dtype: tl.constexpr = dtype if K >= MIN_HALF_SIZE and V >= MIN_HALF_SIZE else tl.float32
     chunk = chunks + tl.program_id(0) * 6
     row, num_rows = tl.load(chunk), tl.load(chunk + 1)
     if num_rows == 0:
@@ -258,8 +263,8 @@ def _prepare(
     rows, is_row = (row + m).to(tl.int64), m < num_rows
     is_in = is_row[:, None]
     at = mixed + rows[:, None] * C
-    k = tl.load(at + (HK + key_head) * K + i[None, :], mask=is_in, other=0.0)
-    q = tl.load(at + key_head * K + i[None, :], mask=is_in, other=0.0)
+    k = tl.load(at + (HK + key_head) * K + i[None, :], mask=is_in, other=0.0).to(factor_dtype)
+    q = tl.load(at + key_head * K + i[None, :], mask=is_in, other=0.0).to(factor_dtype)
     q_scale = tl.load(norms + rows * (2 * HK) + key_head, mask=is_row, other=0.0)
     k_scale = tl.load(norms + rows * (2 * HK) + HK + key_head, mask=is_row, other=0.0)
     g, beta = _gates(projected + rows * WIDTH, decay, bias, head, is_row, C + HV * V, HV)
@@ -276,10 +281,10 @@ def _prepare(
     at = (rows * HV + head)[:, None]
     tl.store(products + at * M + m[None, :], tl.where(is_before, p, 0.0).to(dtype), mask=is_in)
     x = _inverse(tl.where(m[:, None] > m[None, :], a, 0.0), M, LEVELS, inverse_dtype)
-    wide = tl.dot((x * (beta * k_scale * tl.exp(total))[None, :]).to(dtype), k, input_precision="ieee")
+    wide = tl.dot((x * (beta * k_scale * tl.exp(total))[None, :]).to(factor_dtype), k, input_precision="ieee")
     tl.store(w + at * K + i[None, :], wide.to(dtype), mask=is_in)
     v = tl.load(mixed + rows[:, None] * C + 2 * HK * K + head * V + j[None, :], mask=is_in, other=0.0)
-    wide = tl.dot((x * beta[None, :]).to(dtype), v, input_precision="ieee")
+    wide = tl.dot((x * beta[None, :]).to(factor_dtype), v.to(factor_dtype), input_precision="ieee")
     tl.store(u + at * V + j[None, :], wide.to(dtype), mask=is_in)
 
 
@@ -292,6 +297,7 @@ def _pass_states(
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + HV * V + 2 * HV
     dtype: tl.constexpr = states.dtype.element_ty
+    factor_dtype: tl.constexpr = dtype if K >= MIN_HALF_SIZE and V >= MIN_HALF_SIZE else tl.float32
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = tl.load(sequences + sequence * 2), tl.load(sequences + sequence * 2 + 1)
     if first == last:
@@ -322,9 +328,10 @@ def _pass_states(
             shrink = tl.load(decays + index * HV + head)
             rounded = state.to(dtype)
             tl.store(states + (index * HV + head).to(tl.int64) * (K * V) + place, rounded)
-            new = u - tl.dot(wide, rounded, input_precision="ieee")
+            new = u - tl.dot(wide.to(factor_dtype), rounded.to(factor_dtype), input_precision="ieee")
             tl.store(at, new.to(dtype), mask=is_row[:, None])
-            state = shrink * state + tl.dot(tl.trans(keys), (new * factor[:, None]).to(dtype), input_precision="ieee")
+            keys = tl.trans(keys).to(factor_dtype)
+            state = shrink * state + tl.dot(keys, (new * factor[:, None]).to(factor_dtype), input_precision="ieee")
         tl.store(matrices + (target.to(tl.int64) * HV + head) * (K * V) + place, state)
         before = tl.load(chunks + end * 6 - 4)
         store_inputs(
@@ -355,8 +362,9 @@ def _finish(
     z = tl.load(projected + rows[:, None] * WIDTH + C + head * V + j[None, :], mask=is_row[:, None], other=0.0)
     z = z.to(tl.float32)
     factor = tl.load(q_factors + head * num_all + rows, mask=is_row, other=0.0)
-    o = tl.dot(queries, state, input_precision="ieee") * factor[:, None]
-    o = tl.dot(p, new, acc=o, input_precision="ieee")
+    factor_dtype: tl.constexpr = p.dtype if K >= MIN_HALF_SIZE and V >= MIN_HALF_SIZE else tl.float32
+    o = tl.dot(queries.to(factor_dtype), state.to(factor_dtype), input_precision="ieee") * factor[:, None]
+    o = tl.dot(p.to(factor_dtype), new.to(factor_dtype), acc=o, input_precision="ieee")
     o *= tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * tl.load(norm + j)[None, :]
     o *= z * tl.sigmoid(z)
     tl.store(out + at[:, None] * V + j[None, :], o.to(out.dtype.element_ty), mask=is_row[:, None])
@@ -415,7 +423,7 @@ def decode(
     *,
     is_graph: bool = False,
 ) -> None:
-    """Write the outputs of the first rows, each of another sequence."""
+    """Write the outputs of the first rows, each of which belongs to a different sequence."""
     _decode[(len(decodes), spec.num_value_heads)](
         projected, weights.taps, weights.decay, weights.bias, weights.norm, conv, matrices, decodes, out, weights.eps,
         TAPS=spec.num_taps, num_warps=4, num_stages=1, launch_pdl=is_graph and is_early(len(decodes)), **_sizes(spec),

@@ -1,10 +1,10 @@
 """Matrix products of few rows: decodes, whose time is the time to read the weights.
 
 For a single row the library's kernel reads a small matrix at a third of the memory's speed, because it is made for
-tiles. `_row_product` reads a few whole rows of the matrix per program, with many loads in flight. For a few more rows
-and a small matrix there are too few tiles to fill the card: `_tile_product` also splits the sum, into parts that the
-following norm adds up in order. Both compute the two halves of a gated MLP in one program, so that the gate needs no
-launch. Large matrices and many rows use the library.
+tiles. `_row_product` reads a few whole rows of the matrix per program, with many loads in flight, for up to four input
+rows. For more rows and a small matrix there are too few tiles to fill the card: `_tile_product` also splits the sum,
+into parts that the following norm adds up in order. Both compute the two halves of a gated MLP in one program, so that
+the gate needs no launch. Large matrices and many rows use the library.
 """
 
 from __future__ import annotations
@@ -77,11 +77,31 @@ def _inputs(x, i, IN: tl.constexpr, INPUTS: tl.constexpr):
 
 
 @triton.jit
+def _store_row(
+    products, row, is_in, bias, out,
+    OUT: tl.constexpr, OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    """Add up the products [OUTPUTS, INPUTS] of one input row, and store its outputs."""
+    y = tl.sum(products, 1)
+    if bias is not None:
+        y += tl.load(bias + row, mask=is_in, other=0.0).to(tl.float32)
+    if IS_GATED:
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate, up = tl.split(tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2)))  # rounded as when stored
+        column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        tl.store(out + column, (_activated(gate, IS_SILU) * up).to(dtype), mask=column < OUT // 2)
+    else:
+        tl.store(out + row, y.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
 def _row_product(
     x, weight, bias, out,
-    IN: tl.constexpr, OUT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
+    # The sums of 1, 2 or 4 input rows are variables of their own: in one tensor, the compiler would move the weights to
+    # another layout for it.
     let_next_start()
     o = tl.arange(0, OUTPUTS)
     if IS_GATED:  # each gate next to its up
@@ -95,20 +115,29 @@ def _row_product(
     i = tl.arange(0, INPUTS)
     w = _weights(start, i, IN, INPUTS)
     wait_for_inputs()
-    total = w * _inputs(x, i, IN, INPUTS)
-    for first in range(INPUTS, IN, INPUTS):
-        i = first + tl.arange(0, INPUTS)
-        total += _weights(start, i, IN, INPUTS) * _inputs(x, i, IN, INPUTS)
-    y = tl.sum(total, 1)
-    if bias is not None:
-        y += tl.load(bias + row, mask=is_in, other=0.0).to(tl.float32)
-    if IS_GATED:
-        dtype: tl.constexpr = out.dtype.element_ty
-        gate, up = tl.split(tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2)))  # rounded as when stored
-        column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        tl.store(out + column, (_activated(gate, IS_SILU) * up).to(dtype), mask=column < OUT // 2)
-    else:
-        tl.store(out + row, y.to(out.dtype.element_ty), mask=is_in)
+    first = w * _inputs(x, i, IN, INPUTS)
+    second, third, fourth = first, first, first
+    if ROWS > 1:
+        second = w * _inputs(x + IN, i, IN, INPUTS)
+    if ROWS > 2:
+        third = w * _inputs(x + 2 * IN, i, IN, INPUTS)
+        fourth = w * _inputs(x + 3 * IN, i, IN, INPUTS)
+    for offset in range(INPUTS, IN, INPUTS):
+        i = offset + tl.arange(0, INPUTS)
+        w = _weights(start, i, IN, INPUTS)
+        first += w * _inputs(x, i, IN, INPUTS)
+        if ROWS > 1:
+            second += w * _inputs(x + IN, i, IN, INPUTS)
+        if ROWS > 2:
+            third += w * _inputs(x + 2 * IN, i, IN, INPUTS)
+            fourth += w * _inputs(x + 3 * IN, i, IN, INPUTS)
+    WIDTH: tl.constexpr = OUT // 2 if IS_GATED else OUT
+    _store_row(first, row, is_in, bias, out, OUT, OUTPUTS, IS_GATED, IS_SILU)
+    if ROWS > 1:
+        _store_row(second, row, is_in, bias, out + WIDTH, OUT, OUTPUTS, IS_GATED, IS_SILU)
+    if ROWS > 2:
+        _store_row(third, row, is_in, bias, out + 2 * WIDTH, OUT, OUTPUTS, IS_GATED, IS_SILU)
+        _store_row(fourth, row, is_in, bias, out + 3 * WIDTH, OUT, OUTPUTS, IS_GATED, IS_SILU)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -162,35 +191,41 @@ def _strip(num_outputs: int, num_inputs: int) -> Strip:
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [1, I] by weight [O, I] transposed: [1, O]."""
-    num_outputs, num_inputs = weight.shape
-    out = x.new_empty((1, num_outputs))
-    strip = _strip(num_outputs, num_inputs)
-    _row_product[(-(-num_outputs // strip.outputs),)](
-        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, OUTPUTS=strip.outputs, INPUTS=strip.inputs,
-        IS_GATED=False, IS_SILU=False, num_warps=strip.num_warps, launch_pdl=can_launch_early(),
-    )  # fmt: skip
+    """Multiply x [1, 2 or 4, I] by weight [O, I] transposed: [T, O]."""
+    out = x.new_empty((len(x), len(weight)))
+    _launch_rows(x, weight, bias, out, _strip(*weight.shape), activation=None)
     return out
 
 
 def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [1, F] of the product with weight [2F, I], gates first."""
+    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first. T is 1, 2 or 4."""
+    out = x.new_empty((len(x), len(weight) // 2))
+    strip = _strip(*weight.shape)
+    _launch_rows(x, weight, bias, out, strip._replace(outputs=max(strip.outputs, 2)), activation=activation)
+    return out
+
+
+def _launch_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, strip: Strip, *, activation: Activation | None
+) -> None:
     num_outputs, num_inputs = weight.shape
-    out = x.new_empty((1, num_outputs // 2))
-    strip = _strip(num_outputs, num_inputs)
-    outputs = max(strip.outputs, 2)
-    _row_product[(-(-num_outputs // outputs),)](
-        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, OUTPUTS=outputs, INPUTS=strip.inputs,
-        IS_GATED=True, IS_SILU=activation is Activation.SILU,
+    _row_product[(-(-num_outputs // strip.outputs),)](
+        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x), OUTPUTS=strip.outputs, INPUTS=strip.inputs,
+        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
         num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip
-    return out
+
+
+def is_single(num_rows: int, weight: Tensor) -> bool:
+    """Return whether `row_product` suits this product."""
+    return num_rows == 1 or (num_rows in (2, 4) and weight.numel() <= MAX_WEIGHTS)
 
 
 def is_small(num_rows: int, weight: Tensor) -> bool:
     """Return whether `tile_product` suits this product. It needs whole tiles along the inputs."""
-    num_outputs, num_inputs = weight.shape
-    return 1 < num_rows <= MAX_ROWS and num_outputs * num_inputs <= MAX_WEIGHTS and num_inputs % (PARTS * 128) == 0
+    if num_rows > MAX_ROWS or is_single(num_rows, weight):
+        return False
+    return weight.numel() <= MAX_WEIGHTS and weight.shape[1] % (PARTS * 128) == 0
 
 
 def tile_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -111,9 +111,9 @@ def _multiply_packed(
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     BYTES: tl.constexpr, IS_GATED: tl.constexpr, KIND: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply up to ROWS rows by a strip of their expert's matrix. The weights are the left operand of the products.
+    """Multiply up to ROWS rows by a strip of their expert's matrix.
 
-    A tensor core reads that one from registers, in which it was decoded.
+    The weights are the left operand: tensor cores read it from registers, in which the weights are decoded.
     """
     num_matrix: tl.constexpr = 2 * OUT if IS_GATED else OUT  # outputs of an expert
     dtype: tl.constexpr = out.dtype.element_ty
@@ -190,9 +190,10 @@ def _packed_product(
 
 @triton.jit
 def _dot_packed(x_at, c_at, e_at, is_real, is_x, IN: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr):
-    """Return the sums [R] of R rows of codes times inputs at x_at, which is [R, 1] or [1, 1], as the mask `is_x`.
+    """Return the sums [R] of R rows of codes times inputs. `x_at` and its mask `is_x` are both [R, 1] or [1, 1].
 
-    The exponent multiplies the sum of a group, so inputs are multiplied by 2 ** 96 against underflow.
+    A group is summed before it is multiplied by its exponent. Inputs are multiplied by 2 ** 96, so that the sum does
+    not underflow.
     """
     total = tl.zeros((R, BYTES // 16), tl.float32)
     for start in tl.static_range(0, IN // 2, BYTES):
@@ -285,7 +286,7 @@ def expanded(stack: PackedStack) -> Tensor:
 
 
 def is_expanded(num_rows: int, num_experts: int, num_chosen: int) -> bool:
-    """Return whether many rows use an expert: decoding all of them once costs less than in every tile."""
+    """Return whether to decode all experts before the products: with many rows, that costs less than in every tile."""
     return num_rows * num_chosen >= EXPANDED_ROWS * num_experts
 
 

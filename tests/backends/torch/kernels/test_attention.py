@@ -67,7 +67,6 @@ class Step:
     def run(self, *, scale: float, window: int = 0, cap: float = 0.0, padding: int = 0) -> Tensor:
         """Run as in a graph: with padding rows and items after the others, into memory full of garbage."""
         num_rows, num_heads, head_size = self.q.shape
-        num_kv_heads = self.shape.num_kv_heads
         more = torch.full((padding, num_heads, head_size), NAN, dtype=self.q.dtype, device=DEVICE)
         q, out = torch.cat((self.q, more)), torch.full_like(torch.cat((self.q, more)), NAN)
         parts = Parts.empty(NUM_PARTS, num_heads, head_size, torch.device(DEVICE))

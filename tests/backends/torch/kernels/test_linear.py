@@ -18,6 +18,7 @@ from quire.backends.torch.kernels.linear import (
     THIN,
     gated_row_product,
     gated_tile_product,
+    is_single,
     is_small,
     product_in_parts,
     row_product,
@@ -72,8 +73,11 @@ def assert_near(got: Tensor, exact: Tensor, roundings: int = 1) -> None:
     [(1, 1), (7, 40), (33, 576), (64, 1024), (26, 2048), (51, 3000), *LARGE],
 )
 def test_row_product(num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
-    x, weight, bias = random_product(1, num_outputs, num_inputs, has_bias, dtype)
-    assert_near(row_product(x, weight, bias), exact_product(x, weight, bias))
+    x, weight, bias = random_product(4, num_outputs, num_inputs, has_bias, dtype)
+    whole = row_product(x, weight, bias)
+    assert_near(whole, exact_product(x, weight, bias))
+    for count in (1, 2):  # a row is computed in the same way, whatever the others
+        assert torch.equal(row_product(x[:count].clone(), weight, bias), whole[:count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,9 +89,12 @@ def test_row_product(num_outputs: int, num_inputs: int, has_bias: bool, dtype: t
 def test_gated_row_product(
     size: int, num_inputs: int, has_bias: bool, activation: Activation, dtype: torch.dtype
 ) -> None:
-    x, weight, bias = random_product(1, 2 * size, num_inputs, has_bias, dtype)
+    x, weight, bias = random_product(4, 2 * size, num_inputs, has_bias, dtype)
     exact = exact_gated(exact_product(x, weight, bias), activation)
-    assert_near(gated_row_product(x, weight, bias, activation), exact, roundings=4)
+    whole = gated_row_product(x, weight, bias, activation)
+    assert_near(whole, exact, roundings=4)
+    for count in (1, 2):
+        assert torch.equal(gated_row_product(x[:count].clone(), weight, bias, activation), whole[:count])
 
 
 @pytest.mark.parametrize("shape", [(2049, 1152), (4100, 4096), (64, 1024), (1024, 3072)])
@@ -184,7 +191,7 @@ def test_rows_do_not_depend_on_their_number() -> None:
     torch.testing.assert_close(row_product(x[:1].clone(), weight, bias), whole[:1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 5), (3, 37)])
+@pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 5), (2, 5), (3, 37), (4, 37)])
 def test_nothing_beyond_the_output_is_written(num_rows: int, num_outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, _ = random_product(num_rows, num_outputs, 512, False, FP32)
     space = torch.full((num_rows * num_outputs + 200,), 7.0, device=DEVICE)
@@ -196,7 +203,7 @@ def test_nothing_beyond_the_output_is_written(num_rows: int, num_outputs: int, m
         return new_empty(self, shape, **options)
 
     monkeypatch.setattr(Tensor, "new_empty", at_its_start)
-    out = (row_product if num_rows == 1 else tile_product)(x, weight, None)
+    out = (row_product if is_single(num_rows, weight) else tile_product)(x, weight, None)
     assert out.data_ptr() == space.data_ptr()
     assert_near(out, exact_product(x, weight, None))
     assert bool((space[num_rows * num_outputs :] == 7).all())
@@ -206,9 +213,15 @@ def test_which_kernel_computes_which_product() -> None:
     def weight(num_outputs: int, num_inputs: int) -> Tensor:
         return torch.empty(num_outputs, num_inputs, device="meta")
 
-    assert is_small(2, weight(1024, 1024))
+    for num_rows in (1, 2, 4):
+        assert is_single(num_rows, weight(1024, 1024))
+        assert not is_small(num_rows, weight(1024, 1024))
+    for num_rows in (3, 5, 8):
+        assert is_small(num_rows, weight(1024, 1024))
+        assert not is_single(num_rows, weight(1024, 1024))
+    assert is_single(1, weight(MAX_WEIGHTS, 2))
+    assert not is_single(2, weight(MAX_WEIGHTS, 2))  # the library fills the card
     assert is_small(MAX_ROWS, weight(1024, 1024))
-    assert not is_small(1, weight(1024, 1024))  # `row_product` handles one row
     assert not is_small(MAX_ROWS + 1, weight(1024, 1024))
     assert is_small(8, weight(MAX_WEIGHTS // 512, 512))
     assert not is_small(8, weight(MAX_WEIGHTS // 512 + 1, 512))
