@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.backends.machine import is_apple_silicon
 from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
-ABI = 7
+ABI = 8
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -118,7 +118,7 @@ class Layer(ctypes.Structure):
 
 
 class Refine(ctypes.Structure):
-    """Number of groups, out of 256, that get 8 additional bits, for the input of each product."""
+    """Number of steps of 4, out of 256, that get 8 additional bits, for the input of each product."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in ("qkv", "o", "gate_up", "down", "head"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from quire.weights.quants import to_float32
 from tests.weights.makers import set_scales
 
 PANEL = 8
+SIGNED_NIBBLES = 3  # a kind of matrix, see csrc/quire.h
+KIND_OF_Q4_0 = SIGNED_NIBBLES if platform.machine() in ("aarch64", "arm64") else 0
 GUARD = 64  # bytes before and after the memory that C may write, and their content
 GUARD_BYTE = 0xA5
 
@@ -71,6 +74,13 @@ class Packed:
         minima = np.ascontiguousarray(groups[:, :, 144:160]).view("<f2")  # [panels, groups, 8]
         by_row = minima.transpose(0, 2, 1).reshape(-1, num_groups).repeat(GROUP, 1)
         return by_row[: self.rows, : self.cols].astype(np.float32)
+
+
+def signed_nibbles(rows: int, cols: int, seed: int = 0) -> Packed:
+    """Make signed nibbles on any machine: the bytes of 4-bit floats, with other values."""
+    packed = coded(TensorType.MXFP4, rows, cols, seed)
+    packed.kind = packed.matrix.kind = SIGNED_NIBBLES
+    return packed
 
 
 def coded(type: TensorType, rows: int, cols: int, seed: int = 0) -> Packed:

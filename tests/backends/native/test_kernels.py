@@ -1,10 +1,10 @@
 """Matrix products in few bits, compared with numpy in float64 on the packed weights.
 
 Sources of error, from which the bounds follow:
-- A group of 32 inputs is rounded to multiples of its peak / 127: each input moves by at most half of that. If the group
-  is refined, the remainder is rounded in the same way, so it moves by 1 / 254 of that.
+- A group of 32 inputs is rounded to multiples of its peak / 127: each input moves by at most half of that. Of a refined
+  step of 4 inputs, the group contains only the error of a first rounding, at most 1 / 254 of the step's peak.
 - The sum over G groups is fp32: per group a product with the scale and, for Q4, one with the minimum, which are large
-  if weight and minimum cancel; per refined group one more.
+  if weight and minimum cancel; per refined step one more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import pytest
 
 from quire.backends.native.library import GROUP, Engine, Floats, choose_kernels, kernels_available
 from quire.weights.checkpoint import TensorType
-from tests.backends.native.matrices import Doubles, Packed, coded, floats, project, same_bits
+from tests.backends.native.matrices import Doubles, Packed, coded, floats, project, same_bits, signed_nibbles
 
 FLOAT_EPS = 2.0**-24
-SHARES = {"fast": 0, "balanced": 52, "exact": 256}  # of the groups that are refined, in 1/256
+STEP = 4
+SHARES = {"fast": 0, "balanced": 20, "exact": 256}  # of the steps that are refined, in 1/256
 SMALLEST = 1e-30  # groups with a smaller peak count as zeros
 
 # Packed matrices by kind: codes from a file, and floats rounded to 8 bits
@@ -28,16 +29,17 @@ MAKERS: dict[str, Callable[[int, int, int], Packed]] = {
     "Q4_1": lambda rows, cols, seed: coded(TensorType.Q4_1, rows, cols, seed),
     "Q8_0": lambda rows, cols, seed: coded(TensorType.Q8_0, rows, cols, seed),  # with codes of -128
     "MXFP4": lambda rows, cols, seed: coded(TensorType.MXFP4, rows, cols, seed),
+    "signed nibbles": signed_nibbles,
     "F32": lambda rows, cols, seed: floats(np.random.default_rng(seed).normal(0, 0.05, (rows, cols))),
 }
 
 
 def inputs(rows: int, cols: int, seed: int = 0) -> Floats:
-    """Make groups of very different size, as the inputs of real models are."""
+    """Make steps of very different size, as the inputs of real models are."""
     rng = np.random.default_rng(seed)
-    num_groups = -(-cols // GROUP)
-    sizes = np.exp(rng.normal(0, 2, (rows, num_groups, 1)))
-    x = (rng.normal(size=(rows, num_groups, GROUP)) * sizes).reshape(rows, -1)[:, :cols]
+    num_steps = -(-cols // STEP)
+    sizes = np.exp(rng.normal(0, 2, (rows, num_steps, 1)))
+    x = (rng.normal(size=(rows, num_steps, STEP)) * sizes).reshape(rows, -1)[:, :cols]
     return x.astype(np.float32)
 
 
@@ -50,13 +52,12 @@ def by_group(values: Doubles | Floats) -> Doubles:
 
 def error_bound(part: Packed, x: Floats, refine: int) -> Doubles:
     """Return [M, rows]: the bounds of the module docstring."""
-    steps = np.abs(by_group(x)).max(-1) / 127  # [M, G]
-    num_groups = steps.shape[1]
-    num_refined = -(-num_groups * refine // 256)
-    moves = steps / 2
-    if num_refined:
-        largest = -np.sort(-steps, 1)[:, num_refined - 1 : num_refined]
-        moves = np.where(steps >= largest, moves / 254, moves)
+    peaks = np.abs(by_group(x)).reshape(len(x), -1, STEP).max(-1)  # [M, steps]
+    num_refined = -(-peaks.shape[1] * refine // 256)
+    largest = np.argsort(-peaks, 1, kind="stable")[:, :num_refined]
+    np.put_along_axis(peaks, largest, np.take_along_axis(peaks, largest, 1) / 254, 1)
+    moves = peaks.reshape(len(x), -1, GROUP // STEP).max(-1) / 127 / 2  # [M, G]
+    num_groups = moves.shape[1]
     moves = np.maximum(moves * 1.0001, SMALLEST)
     rounding = moves @ np.abs(by_group(part.unpack())).sum(-1).T
     sizes = np.abs(part.unpack().astype(np.float64)) + 2 * np.abs(part.minima)
@@ -230,8 +231,21 @@ def test_tiny_and_huge_inputs(engine: Engine, size: float) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FC00000, 0xFF800000])
+def test_rows_without_a_number(engine: Engine, bits: int) -> None:
+    """No more steps are refined than there is memory for. The results are not finite, and other rows are correct."""
+    part, x = MAKERS["F32"](9, 320, 11), inputs(6, 320)
+    expected = {refine: project(engine, [part], x, refine) for refine in SHARES.values()}
+    x[2] = np.full(320, bits, np.uint32).view(np.float32)
+    for refine, sound in expected.items():
+        found = project(engine, [part], x, refine)
+        assert np.isnan(found[2]).all()
+        assert same_bits(np.delete(found, 2, 0), np.delete(sound, 2, 0))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_one_outlier_in_a_group(engine: Engine) -> None:
-    """As in the inputs of down_proj. Refining the group preserves its other numbers."""
+    """As in the inputs of down_proj. Refining it preserves the other numbers of the group."""
     part, x = MAKERS["F32"](32, 1536, 10), np.random.default_rng(0).normal(size=(6, 1536)).astype(np.float32)
     x[:, 700] = 48_000
     for refine in SHARES.values():
@@ -239,18 +253,19 @@ def test_one_outlier_in_a_group(engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_largest_groups_are_refined_and_equal_ones_from_the_left() -> None:
-    """As many groups as fit, none twice."""
+def test_the_largest_steps_are_refined_and_equal_ones_from_the_left() -> None:
+    """As many steps as fit, none twice."""
     engine = Engine(1)
     weights = np.zeros((48, 1536), np.float32)
     for row in range(48):
-        weights[row, row * 32 + 1] = 1  # output i reads one input of group i
-    x = np.full((1, 1536), 127.0, np.float32)
-    x[0, 40 * 32 :] = 254
+        weights[row, row * 32 + 1] = 1  # output i reads an input of the first step of group i
+    x = np.zeros((1, 1536), np.float32)
+    x[0, ::32] = 127.0  # in the same step
+    x[0, 40 * 32 :: 32] = 254
     x[0, 1::32] = 0.3  # 0 after 8 bits, 0.299... after 8 more
-    found = project(engine, [floats(weights)], x, SHARES["balanced"])[0]
+    found = project(engine, [floats(weights)], x, 7)[0]
     is_refined = np.zeros(48, np.bool_)
-    is_refined[:2] = is_refined[40:] = True  # 10 of 48
+    is_refined[:3] = is_refined[40:] = True  # 11 of 384
     assert np.abs(found[is_refined] - 0.3).max() < 0.01
     assert not found[~is_refined].any()
     engine.close()

@@ -16,7 +16,7 @@ from quire.weights.gguf import BLOCKS, FILE_TYPES
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.spec import ModelSpec
-from tests.backends.native.matrices import PANEL, Packed, coded, floats
+from tests.backends.native.matrices import KIND_OF_Q4_0, PANEL, Packed, coded, floats, signed_nibbles
 from tests.weights.makers import config, llama_arrays, set_scales, tiny_gguf, write_folder
 
 ROWS = (1, 7, 8, 9, 33)
@@ -29,7 +29,7 @@ SMALLEST_SCALE = 2.0**-24  # in fp16
 
 KEPT = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q8_0, TensorType.IQ4_NL, TensorType.MXFP4)
 KEPT_256 = (TensorType.TQ1_0, TensorType.TQ2_0)
-FOUR_BITS = {TensorType.Q4_0, TensorType.Q4_1, TensorType.Q4_K, TensorType.TQ1_0, TensorType.TQ2_0}
+KINDS = {TensorType.Q4_0: KIND_OF_Q4_0, TensorType.Q4_1: 0, TensorType.MXFP4: 2}  # others: 8 bits
 
 
 @pytest.mark.parametrize("type", KEPT)
@@ -38,7 +38,7 @@ FOUR_BITS = {TensorType.Q4_0, TensorType.Q4_1, TensorType.Q4_K, TensorType.TQ1_0
 def test_codes_of_a_file_are_kept(type: TensorType, rows: int, cols: int) -> None:
     packed = coded(type, rows, cols, seed=rows + cols)
     assert np.array_equal(packed.unpack(), packed.file)
-    assert packed.kind == (2 if type is TensorType.MXFP4 else 0 if type in FOUR_BITS else 1)
+    assert packed.kind == KINDS.get(type, 1)
 
 
 @pytest.mark.parametrize("type", KEPT_256)
@@ -227,7 +227,7 @@ def test_padding_columns_of_a_group_are_zeros() -> None:
     assert not whole[:, 70:].any()
 
 
-@pytest.mark.parametrize(("kind", "group_bytes"), [(0, 160), (1, 272)])
+@pytest.mark.parametrize(("kind", "group_bytes"), [(0, 160), (1, 272), (2, 144), (3, 144)])
 def test_packed_bytes(kind: int, group_bytes: int) -> None:
     size = load_library().quire_packed_bytes
     assert size(kind, 1, 1) == size(kind, PANEL, GROUP) == group_bytes
@@ -247,6 +247,15 @@ def test_byte_order_matches_the_header_comment() -> None:
     codes = np.concatenate([low, high]).reshape(8, 8, 4).transpose(1, 0, 2).reshape(8, 32)
     scales = four.bytes[128:144].view("<f2").astype(np.float32)[:, None]
     assert np.array_equal(scales * codes + four.minima, four.file)
+
+
+def test_signed_nibbles() -> None:
+    packed = signed_nibbles(8, 32)
+    nibbles = np.concatenate([packed.bytes[:128] & 15, packed.bytes[:128] >> 4]).astype(np.int32)
+    codes = np.where(nibbles < 8, nibbles, nibbles - 16).reshape(8, 8, 4).transpose(1, 0, 2).reshape(8, 32)
+    scales = packed.bytes[128:144].view("<f2").astype(np.float32)[:, None]
+    assert set(codes.ravel()) == set(range(-8, 8))
+    assert np.array_equal(scales * codes, packed.unpack())
 
 
 # Whole models
@@ -301,7 +310,7 @@ def test_a_gguf_file_of_mixed_types(tmp_path: Path, num_threads: int) -> None:
     packed = pack_model(checkpoint, num_threads, lambda *progress: reports.append(progress))
     check_model(checkpoint, packed, checkpoint.spec)
     kinds = [part.kind for part in packed.layers[0].qkv.parts[:3]]
-    assert kinds == [0, 0, 1]  # Q4_0, Q4_0 and F16 side by side
+    assert kinds == [KIND_OF_Q4_0, KIND_OF_Q4_0, 1]  # Q4_0, Q4_0 and F16 side by side
     assert len(reports) == len(checkpoint.tensors)
     assert reports[-1][0] == reports[-1][1] == sum(info.num_bytes for info in checkpoint.tensors.values())
     assert packed.num_bytes == sum(array.nbytes for array in packed.arrays)

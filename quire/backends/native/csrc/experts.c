@@ -118,29 +118,13 @@ static void sort_choices(const expert_job *job) {
 
 /* The products */
 
-/* Returns some rows of an input. */
-static quire_input view(const quire_input *input, int first, int count) {
-    const size_t cells = (size_t)first * (size_t)input->num_groups, rests = (size_t)first * (size_t)input->num_refined;
-    quire_input rows = *input;
-    rows.num_rows = count;
-    rows.q += cells * GROUP;
-    rows.scales += cells;
-    rows.sums += cells;
-    rows.rest += rests * GROUP;
-    rows.rest_scales += rests;
-    rows.refined += rests;
-    return rows;
-}
-
 static void copy_row(const quire_input *from, int row, quire_input *to, int place) {
-    const quire_input a = view(from, row, 1), b = view(to, place, 1);
-    const size_t cells = (size_t)from->num_groups, rests = (size_t)from->num_refined;
+    const quire_input a = view_rows(from, row, 1), b = view_rows(to, place, 1);
+    const size_t cells = (size_t)(from->num_groups * from->num_copies), steps = (size_t)from->num_refined;
     memcpy(b.q, a.q, cells * GROUP);
     memcpy(b.scales, a.scales, cells * sizeof *a.scales);
     memcpy(b.sums, a.sums, cells * sizeof *a.sums);
-    memcpy(b.rest, a.rest, rests * GROUP);
-    memcpy(b.rest_scales, a.rest_scales, rests * sizeof *a.rest_scales);
-    memcpy(b.refined, a.refined, rests * sizeof *a.refined);
+    memcpy(b.refined, a.refined, steps * sizeof *a.refined);
 }
 
 /* Copies the rounded rows in the order of the choices, so that those of an expert are consecutive. An expert with one row
@@ -164,8 +148,8 @@ static void multiply_unit(void *context, int number, int thread) {
     const quire_expert *expert = &job->layer->experts[unit->expert];
     const int first = routed->first_choices[unit->expert], count = choices_of(routed, unit->expert);
     const int stride = job->is_down ? step->model->hidden_size : 2 * expert_size(job->layer);
-    quire_input input = view(&routed->input, first, count);
-    if (!job->is_down && count == 1) input = view(&step->input, routed->first_row + routed->rows[first], 1);
+    quire_input input = view_rows(&routed->input, first, count);
+    if (!job->is_down && count == 1) input = view_rows(&step->input, routed->first_row + routed->rows[first], 1);
     multiply_range(step->run, job->is_down ? &expert->down : &expert->gate_up, &input, unit->first, unit->last,
                    quire_own_memory(step->engine, thread),
                    (job->is_down ? routed->outputs : routed->inner) + (size_t)first * (size_t)stride, stride);
@@ -354,7 +338,8 @@ size_t lay_experts(pass *step, void *base) {
     carve(base, &used, choices * (size_t)(2 * size) * 4, (void **)&routed->inner);
     carve(base, &used, choices * hidden * 4, (void **)&routed->outputs);
     const int groups = ceil_div(largest(step->model->hidden_size, size), GROUP);
-    quire_input input = {.num_rows = (int32_t)choices, .num_groups = groups, .num_refined = groups};
+    quire_input input = {0};
+    set_input(&input, (int)choices, groups * GROUP, most_refined(step->model));
     used += lay_input(&input, base ? (char *)base + used : NULL);
     if (base) routed->input = input;
     return used;

@@ -46,6 +46,30 @@ static int num_units(int num_pieces, int num_threads) {
     return smallest(UNITS_PER_THREAD * num_threads, num_pieces);
 }
 
+/* Multiplies rows that are followed by their rounding errors, and adds the two products. */
+static void multiply_pairs(
+    const quire_variant *run, const quire_matrix *part, int panel, const quire_input *input, float *scratch, float *y,
+    size_t stride, int count) {
+    enum { ROWS = 32, COLUMNS = 2 * PANEL };
+    const size_t size = (size_t)panel_bytes(part->kind) * (size_t)input->num_groups;
+    float products[2 * ROWS * COLUMNS];
+    for (int column = 0; column < count; column += COLUMNS) {
+        const uint8_t *w = part->data + (size_t)(panel + column / PANEL) * size;
+        const int width = smallest(count - column, COLUMNS);
+        for (int first = 0; first < input->num_rows; first += ROWS) {
+            const int num_rows = smallest(input->num_rows - first, ROWS);
+            quire_input rows = view_rows(input, first, num_rows);
+            rows.num_rows = 2 * num_rows;
+            run->panels(w, part->kind, &rows, scratch, products, COLUMNS, width);
+            for (int row = 0; row < num_rows; row++) {
+                const float *from = products + 2 * row * COLUMNS;
+                float *to = y + (size_t)(first + row) * stride + column;
+                for (int i = 0; i < width; i++) to[i] = from[i] + from[COLUMNS + i];
+            }
+        }
+    }
+}
+
 void multiply_range(
     const quire_variant *run, const quire_linear *linear, const quire_input *input, int first, int last, float *scratch,
     float *y, int stride) {
@@ -57,7 +81,8 @@ void multiply_range(
         const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
         if (from < to) {
             const int at = column + from * PANEL, count = smallest(to * PANEL, part->rows) - from * PANEL;
-            run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + at, (size_t)stride, count);
+            if (input->num_copies == 2) multiply_pairs(run, part, from, input, scratch, y + at, (size_t)stride, count);
+            else run->panels(part->data + (size_t)from * size, part->kind, input, scratch, y + at, (size_t)stride, count);
             for (int row = 0; row < input->num_rows && linear->bias; row++)
                 run->add(y + (size_t)row * (size_t)stride + at, linear->bias + at, count);
         }
@@ -478,17 +503,14 @@ size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
 }
 
 size_t lay_input(quire_input *input, void *base) {
-    const size_t rows = (size_t)input->num_rows, cells = rows * (size_t)input->num_groups;
-    const size_t rests = rows * (size_t)input->num_refined;
+    const size_t rows = (size_t)input->num_rows, cells = rows * (size_t)(input->num_groups * input->num_copies);
+    const size_t steps = rows * (size_t)input->num_refined;
     size_t used = 0;
     carve(base, &used, cells * GROUP, (void **)&input->q);
     carve(base, &used, cells * 4, (void **)&input->scales);
     carve(base, &used, cells * 4, (void **)&input->sums);
-    carve(base, &used, rests * GROUP, (void **)&input->rest);
-    carve(base, &used, rests * 4, (void **)&input->rest_scales);
-    carve(base, &used, cells * 4, (void **)&input->keys);
-    carve(base, &used, cells * 4, (void **)&input->ranks);
-    return carve(base, &used, rests * 4, (void **)&input->refined);
+    if (input->num_refined) carve(base, &used, cells * STEPS * 4, (void **)&input->keys);
+    return carve(base, &used, steps * sizeof *input->refined, (void **)&input->refined);
 }
 
 /* Returns the floats for the states of all tiles of a layer that may be divided. */
@@ -555,13 +577,13 @@ static size_t lay_out(pass *step, void *base) {
     const size_t rows = (size_t)largest(step->batch->num_tokens, step->batch->num_logits);
     const size_t hidden = (size_t)step->model->hidden_size;
     const widths most = widest(step->model);
-    const size_t groups = (size_t)ceil_div(most.input, GROUP);
     size_t used = 0;
     carve(base, &used, rows * hidden * 4, (void **)&step->x);
     carve(base, &used, rows * hidden * 4, (void **)&step->normed);
     carve(base, &used, rows * (size_t)most.inner * 4, (void **)&step->inner);
     carve(base, &used, rows * (size_t)most.mixed * 4, (void **)&step->mixed);
-    quire_input input = {.num_rows = (int32_t)rows, .num_groups = (int32_t)groups, .num_refined = (int32_t)groups};
+    quire_input input = {0};
+    set_input(&input, (int)rows, most.input, most_refined(step->model));
     used += lay_input(&input, base ? (char *)base + used : NULL);
     if (base) step->input = input;
     carve(base, &used, rows * 4, (void **)&step->sequences);

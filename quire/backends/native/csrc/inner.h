@@ -16,17 +16,22 @@ void *quire_shared_memory(quire_engine *engine, size_t num_bytes);
 void *quire_own_memory(quire_engine *engine, int thread);
 int quire_reserve_own(quire_engine *engine, size_t num_bytes);
 
+typedef struct { /* 4 inputs, rounded on their own; their group holds the rounding errors */
+    int8_t q[STEP];
+    float scale;
+    int32_t group, step; /* and the step within the group */
+} quire_refined;
+
 /* Activations of M rows, in groups of 32 rounded to 8 bits. The last group is padded with zeros. */
 typedef struct {
     int32_t num_rows, num_groups, num_refined;
-    int8_t *q;         /* [M, G, 32] */
-    float *scales;     /* [M, G] */
-    float *sums;       /* [M, G]: sums of the rounded numbers, so that the rounding errors of a weight's minimum and
+    int32_t num_copies; /* C: 1, or 2 if each row is followed by its rounding errors, as a row of its own */
+    int8_t *q;         /* [M, C, G, 32] */
+    float *scales;     /* [M, C, G] */
+    float *sums;       /* [M, C, G]: sums of the rounded numbers, so that the rounding errors of a weight's minimum and
                           code cancel */
-    int8_t *rest;      /* [M, R, 32]: rounding error of the refined groups */
-    float *rest_scales; /* [M, R] */
-    int32_t *refined;  /* [M, R]: indices of the refined groups, ascending */
-    int32_t *keys, *ranks; /* [M, G]: working memory for choosing them */
+    quire_refined *refined; /* [M, R], in ascending order */
+    int32_t *keys;     /* [M, steps]: working memory for choosing the refined steps */
 } quire_input;
 
 typedef struct { /* one KV head of a layer */
@@ -129,7 +134,7 @@ typedef struct {
 /* Floats of scratch memory per group that `panels` may use: for the expanded bytes, scales and minima of two panels, and
    for a changed copy of some inputs. */
 enum { SCRATCH_FLOATS = 2 * (64 + 32) + 128 };
-enum { LOOKED_UP_FLOATS = 2 * 68 }; /* more for two panels of 4-bit floats as signed bytes */
+enum { LOOKED_UP_FLOATS = 2 * 68 }; /* more for two panels of nibbles as signed bytes */
 static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * (SCRATCH_FLOATS + LOOKED_UP_FLOATS); }
 
 const quire_variant *quire_variant_now(void);
@@ -139,8 +144,17 @@ static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 static inline int panel_bytes(int kind) { /* bytes of one group */
     return kind == QUIRE_Q4 ? 160 : kind == QUIRE_Q8 ? 272 : 144;
 }
-/* 4-bit floats (E2M1), doubled: a sign, two bits of exponent, one of mantissa */
+/* Values of the nibbles of F4 and S4. 4-bit floats (E2M1) have a sign, two bits of exponent and one of mantissa, and are
+   doubled. */
 static const int8_t QUIRE_FLOAT4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-static inline int num_refined(int num_groups, int refine) { return (num_groups * refine + 255) / 256; }
+static const int8_t QUIRE_SIGNED4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+static inline const int8_t *nibble_values(int kind) {
+    return kind == QUIRE_F4 ? QUIRE_FLOAT4_VALUES : QUIRE_SIGNED4_VALUES;
+}
+/* If all steps are refined, each row is two rows instead, which can share the bytes of a matrix. */
+static inline int num_copies(int refine) { return refine < 256 ? 1 : 2; }
+static inline int num_refined(int num_groups, int refine) {
+    return refine < 256 ? (num_groups * STEPS * refine + 255) / 256 : 0;
+}
 
 #endif

@@ -41,8 +41,8 @@ static void round_floats(const float *x, group_codes *out) {
     }
 }
 
-/* Readers of one group of 32 in a block of the file. Those of Q4 kinds return codes from 0 to 15, those of Q8 kinds
-   signed codes. */
+/* Readers of one group of 32 in a block of the file. Those of kinds with nibbles return codes from 0 to 15, those of
+   Q8 signed codes. */
 
 static void read_nibbles(const uint8_t *at, group_codes *out) {
     for (int i = 0; i < 16; i++) {
@@ -51,11 +51,19 @@ static void read_nibbles(const uint8_t *at, group_codes *out) {
     }
 }
 
+/* ARM multiplies signed bytes, so a minimum of -8 scales is part of the codes. x86 needs unsigned bytes. */
+#if defined(__aarch64__)
+#define KIND_OF_Q4_0 QUIRE_S4
+#else
+#define KIND_OF_Q4_0 QUIRE_Q4
+#endif
+
 static void read_q4_0(const uint8_t *block, int index, group_codes *out) {
     (void)index;
     out->scale = load_half(block);
     out->minimum = float_to_half(-8 * half_to_float(out->scale));
     read_nibbles(block + 2, out);
+    for (int i = 0; i < GROUP && KIND_OF_Q4_0 == QUIRE_S4; i++) out->codes[i] = (int8_t)((out->codes[i] - 8) & 15);
 }
 
 static void read_q4_1(const uint8_t *block, int index, group_codes *out) {
@@ -244,7 +252,7 @@ typedef struct {
 } source_format;
 
 static const source_format FORMATS[] = {
-    [SOURCE_Q4_0] = {18, 32, QUIRE_Q4, read_q4_0},      [SOURCE_Q4_1] = {20, 32, QUIRE_Q4, read_q4_1},
+    [SOURCE_Q4_0] = {18, 32, KIND_OF_Q4_0, read_q4_0},  [SOURCE_Q4_1] = {20, 32, QUIRE_Q4, read_q4_1},
     [SOURCE_Q4_K] = {144, 256, QUIRE_Q4, read_q4_k},    [SOURCE_Q8_0] = {34, 32, QUIRE_Q8, read_q8_0},
     [SOURCE_F32] = {4, 1, QUIRE_Q8, NULL},              [SOURCE_F16] = {2, 1, QUIRE_Q8, NULL},
     [SOURCE_BF16] = {2, 1, QUIRE_Q8, NULL},             [SOURCE_Q5_0] = {22, 32, QUIRE_Q8, read_q5_0},
@@ -329,7 +337,7 @@ void quire_unpack(const quire_matrix *matrix, int row, float *out) {
         } else {
             int code = step < 4 ? group[step * 32 + at] & 15 : group[(step - 4) * 32 + at] >> 4;
             const float scale = half_to_float(load_half(group + 128 + 2 * place));
-            if (matrix->kind == QUIRE_F4) out[i] = scale * (float)QUIRE_FLOAT4_VALUES[code];
+            if (matrix->kind != QUIRE_Q4) out[i] = scale * (float)nibble_values(matrix->kind)[code];
             else out[i] = scale * (float)code + half_to_float(load_half(group + 144 + 2 * place));
         }
     }

@@ -63,6 +63,25 @@ static inline void set_input(quire_input *input, int num_rows, int cols, int ref
     input->num_rows = num_rows;
     input->num_groups = ceil_div(cols, GROUP);
     input->num_refined = num_refined(input->num_groups, refine);
+    input->num_copies = num_copies(refine);
+}
+
+/* Returns some rows of an input. */
+static inline quire_input view_rows(const quire_input *input, int first, int count) {
+    const size_t cells = (size_t)first * (size_t)(input->num_groups * input->num_copies);
+    quire_input rows = *input;
+    rows.num_rows = count;
+    rows.q += cells * GROUP;
+    rows.scales += cells;
+    rows.sums += cells;
+    rows.refined += (size_t)first * (size_t)input->num_refined;
+    return rows;
+}
+
+/* Returns the largest share of refined steps. */
+static inline int most_refined(const quire_model *model) {
+    const int mixer = largest(model->refine.qkv, model->refine.o), mlp = largest(model->refine.gate_up, model->refine.down);
+    return largest(largest(mixer, mlp), model->refine.head);
 }
 
 /* Working memory is laid out twice: without a base, only to return its size. */

@@ -5,23 +5,25 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 7
+#define QUIRE_ABI 8
 #define QUIRE_API __attribute__((visibility("default")))
 
 /* T tokens of a step, S sequences, L rows that need logits, V vocabulary, E hidden size, F size of an MLP,
    H heads, K kv heads, D head size, G groups of 32 along the inputs of a matrix. H, K, D and F may differ by layer. */
 
 enum { GROUP = 32, PANEL = 8 }; /* inputs that share a scale; rows of a matrix computed together */
+enum { STEP = 4, STEPS = GROUP / STEP }; /* inputs of a dot-product instruction; their number in a group */
 
-enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1, QUIRE_F4 = 2 };
+enum quire_kind { QUIRE_Q4 = 0, QUIRE_Q8 = 1, QUIRE_F4 = 2, QUIRE_S4 = 3, NUM_KINDS = 4 };
 
 /* A matrix [rows, cols] in panels of 8 rows. Rows and cols are padded with zeros to whole panels and groups. A panel
    consists of its groups in order. Each group contains, for 8 rows:
      Q4: 128 bytes of nibbles, 8 scales, 8 minima (fp16): weight = scale * nibble + minimum. 160 bytes.
      Q8: 256 bytes of int8, 8 scales (fp16): weight = scale * byte. 272 bytes.
      F4: 128 bytes of nibbles, 8 scales (fp16): weight = scale * value of the nibble, a 4-bit float. 144 bytes.
-   Bytes are in the order that dot-product instructions need: [step of 4 inputs][row][input of the step]. A byte of Q4
-   or F4 holds step s in its low nibble and step s + 4 in its high nibble, so 4 steps of bytes are 8 steps of inputs. */
+     S4: the same with signed nibbles, from -8 to 7. 144 bytes.
+   Bytes are in the order that dot-product instructions need: [step of 4 inputs][row][input of the step]. A byte of
+   nibbles holds step s in its low nibble and step s + 4 in its high nibble, so 4 steps of bytes are 8 steps of inputs. */
 typedef struct {
     const uint8_t *data;
     int32_t kind;
@@ -111,7 +113,8 @@ typedef struct {
     const float *ple_norm; /* [P] */
     int32_t ple_size;      /* P; 0: there are none */
     float ple_scale, ple_proj_scale;
-    /* share of an input's groups that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them */
+    /* share of an input's steps that get a second 8 bits, in 1/256: 0 is fastest, 256 is all of them,
+       of all inputs or of none */
     struct { int32_t qkv, o, gate_up, down, head; } refine;
     int32_t block_size;
 } quire_model;

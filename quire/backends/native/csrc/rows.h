@@ -114,23 +114,53 @@ static void dot_rows(
         dot_some(weight, x, stride, count, out, out_stride, 1);
 }
 
-enum { PLACES = 2048 };
-
-/* Chooses the groups with the largest scales, as many as are refined, in ascending order. If scales differ only in
-   their last bits, the group with the lower index is preferred. `keys` and `ranks` are [groups]. */
-static void choose_refined(
-    const float *scales, int num_groups, int num_chosen, int32_t *restrict keys, int32_t *restrict ranks,
-    int32_t *chosen) {
-    for (int i = 0; i < num_groups; i++) {
-        int32_t bits;
-        memcpy(&bits, scales + i, sizeof bits); /* the bits of positive floats are in the order of the floats */
-        keys[i] = (bits & ~(PLACES - 1)) | (PLACES - 1 - i % PLACES);
+/* Returns the largest threshold that at least `wanted` keys reach. */
+static int32_t find_threshold(const int32_t *keys, int count, int wanted) {
+    int32_t low = 0, high = 0; /* enough keys reach `low`; too few reach `high` */
+    for (int i = 0; i < count; i++) high = keys[i] > high ? keys[i] : high;
+    high += high < INT32_MAX;
+    while (high - low > 1) {
+        const int32_t middle = low + (high - low) / 2;
+        int num_reached = 0;
+        for (int i = 0; i < count; i++) num_reached += keys[i] >= middle;
+        if (num_reached < wanted) high = middle;
+        else low = middle;
+        if (num_reached == wanted) break;
     }
-    count_larger(keys, num_groups, ranks);
-    int count = 0;
-    for (int i = 0; i < num_groups && count < num_chosen; i++)
-        if (ranks[i] < num_chosen) chosen[count++] = i;
-    for (int i = 0; count < num_chosen; i++) chosen[count++] = i; /* the scales are NaN: any choice will do */
+    return low;
+}
+
+/* Returns the bits of the largest size. Without the sign, bits are in the order of the floats. */
+static inline int32_t peak_bits(const float *x, int count) {
+    int32_t most = 0;
+    for (int i = 0; i < count; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= INT32_MAX;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+/* Chooses the steps with the largest peaks, as many as are refined, in ascending order; of equal ones those with lower
+   indices. NaN is larger than all numbers. `keys` has room for all steps. */
+static void choose_refined(
+    const float *x, int count, int num_steps, int num_chosen, int32_t *keys, quire_refined *chosen) {
+    const int num_whole = count / STEP;
+    for (int i = 0; i < num_whole; i++) keys[i] = peak_bits(x + STEP * i, STEP);
+    for (int i = num_whole; i < num_steps; i++) keys[i] = i * STEP < count ? peak_bits(x + STEP * i, count % STEP) : 0;
+    const int32_t threshold = find_threshold(keys, num_steps, num_chosen);
+    int num_equal = num_chosen; /* steps at the threshold that are chosen too */
+    for (int i = 0; i < num_steps; i++) num_equal -= keys[i] > threshold;
+    for (int i = 0, place = 0; i < num_steps && place < num_chosen; i++)
+        if (keys[i] > threshold || (keys[i] == threshold && num_equal-- > 0))
+            chosen[place++] = (quire_refined){.group = i / STEPS, .step = i % STEPS};
+}
+
+/* Returns the scale for numbers with this peak; 0 if all are tiny, NaN if their sum is not finite. */
+static inline float scale_of(float largest, float sum) {
+    const float check = sum - sum;
+    return check != 0 ? check : largest > 1e-30f ? largest / 127.0f : 0.0f;
 }
 
 /* Rounds 32 numbers to 8 bits and returns the scale, which is NaN if one of them is not finite. `scaled_sum` is the sum
@@ -141,43 +171,68 @@ static inline float quantize_group(const float *x, int8_t *q, float *scaled_sum)
         peaks = highest(peaks, size(load(x + i)));
         sums = add(sums, load(x + i));
     }
-    const float largest = peak(peaks), sum = total(sums), check = sum - sum; /* not 0 if one is not finite */
-    if (!(largest > 1e-30f) || check != 0) {
+    const float largest = peak(peaks), scale = scale_of(largest, total(sums));
+    if (!(scale > 0)) {
         memset(q, 0, GROUP);
-        return *scaled_sum = check == 0 ? 0 : check;
+        return *scaled_sum = scale;
     }
-    const float scale = largest / 127.0f;
     *scaled_sum = scale * (float)round_bytes(q, x, 127.0f / largest);
     return scale;
 }
 
+/* Rounds a step in the same way, replaces its numbers by the rounding errors, and returns the scaled sum. */
+static inline float quantize_step(float *x, quire_refined *out) {
+    const float largest = bits_to_float((uint32_t)peak_bits(x, STEP));
+    const float scale = scale_of(largest, largest), factor = scale > 0 ? 127.0f / largest : 0.0f;
+    int total = 0;
+    for (int i = 0; i < STEP; i++) {
+        const float code = scale > 0 ? rintf(x[i] * factor) : 0.0f;
+        out->q[i] = (int8_t)code;
+        total += out->q[i];
+        x[i] -= code * scale;
+    }
+    out->scale = scale;
+    return scale * (float)total;
+}
+
+/* Rounds a row and its rounding errors to 8 bits in groups. */
+static void quantize_pair(const float *x, int count, quire_input *out, int row) {
+    const int num_groups = out->num_groups;
+    const size_t first = 2 * (size_t)row * (size_t)num_groups;
+    for (int g = 0; g < num_groups; g++) {
+        const int left = count - g * GROUP;
+        const size_t cell = first + (size_t)g, second = cell + (size_t)num_groups;
+        float rest[GROUP] = {0};
+        memcpy(rest, x + g * GROUP, (size_t)(left < GROUP ? left : GROUP) * sizeof *x);
+        out->scales[cell] = quantize_group(rest, out->q + cell * GROUP, out->sums + cell);
+        for (int i = 0; i < GROUP; i++) rest[i] -= (float)out->q[cell * GROUP + (size_t)i] * out->scales[cell];
+        out->scales[second] = quantize_group(rest, out->q + second * GROUP, out->sums + second);
+    }
+}
+
+/* Rounds a row to 8 bits in groups. Of a refined step, the group holds the error of a first rounding. So a group without
+   its largest numbers has a smaller scale, and the refined steps have 16 bits. */
 static void quantize_row(const float *x, int count, quire_input *out, int row) {
-    const int num_groups = out->num_groups, refined = out->num_refined;
-    const size_t first = (size_t)row * (size_t)num_groups, first_rest = (size_t)row * (size_t)refined;
-    int8_t *q = out->q + first * GROUP;
-    float *scales = out->scales + first;
-    float padded[GROUP];
+    if (out->num_copies == 2) {
+        quantize_pair(x, count, out, row);
+        return;
+    }
+    const int num_groups = out->num_groups, num_steps = num_groups * STEPS, num_refined = out->num_refined;
+    const size_t first = (size_t)row * (size_t)num_groups, first_refined = (size_t)row * (size_t)num_refined;
+    quire_refined *next = out->refined + first_refined, *end = next + num_refined;
+    if (num_refined) choose_refined(x, count, num_steps, num_refined, out->keys + first * STEPS, next);
     for (int g = 0; g < num_groups; g++) {
         const float *at = x + g * GROUP;
-        if ((g + 1) * GROUP > count) {
-            memset(padded, 0, sizeof padded);
-            memcpy(padded, at, (size_t)(count - g * GROUP) * sizeof *at);
-            at = padded;
+        float copy[GROUP], sum = 0;
+        if ((g + 1) * GROUP > count || (next < end && next->group == g)) {
+            const int left = count - g * GROUP;
+            memset(copy, 0, sizeof copy);
+            memcpy(copy, at, (size_t)(left < GROUP ? left : GROUP) * sizeof *at);
+            at = copy;
         }
-        scales[g] = quantize_group(at, q + g * GROUP, out->sums + first + g);
-    }
-    if (!refined) return;
-    int32_t *chosen = out->refined + first_rest;
-    choose_refined(scales, num_groups, refined, out->keys + first, out->ranks + first, chosen);
-    for (int r = 0; r < refined; r++) {
-        const int g = chosen[r];
-        const float *at = x + g * GROUP;
-        float rest[GROUP];
-        if ((g + 1) * GROUP > count) at = padded; /* the last group, padded above */
-        for (int i = 0; i < GROUP; i++) rest[i] = at[i] - (float)q[g * GROUP + i] * scales[g];
-        int8_t *codes = out->rest + (first_rest + (size_t)r) * GROUP;
-        float sum;
-        out->rest_scales[first_rest + (size_t)r] = quantize_group(rest, codes, &sum);
-        out->sums[first + (size_t)g] += sum;
+        for (; next < end && next->group == g; next++) sum += quantize_step(copy + next->step * STEP, next);
+        const size_t cell = first + (size_t)g;
+        out->scales[cell] = quantize_group(at, out->q + cell * GROUP, out->sums + cell);
+        out->sums[cell] += sum;
     }
 }

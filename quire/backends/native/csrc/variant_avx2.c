@@ -45,6 +45,11 @@ static inline ints dot_step(const int kind, ints sums, ints codes, const int8_t 
     return sums;
 }
 
+static inline ints dot_refined(const int kind, ints codes, const int8_t *at) {
+    return dot_step(kind, _mm256_setzero_si256(), codes, at);
+}
+static inline ints dot_eight(const int kind, ints codes, const int8_t *at) { return dot_refined(kind, codes, at); }
+
 static inline __m256 eight_scaled(const int kind, __m256i sums, __m256 scales) {
 #if !defined(__AVXVNNI__)
     if (kind == QUIRE_Q4) sums = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));

@@ -37,6 +37,22 @@ static inline ints dot_step(const int kind, ints sums, ints codes, const int8_t 
     return sums;
 }
 
+/* A step alone: signed codes are made unsigned, and the sums start lower by 128 times the sum of the inputs. */
+static inline int32_t start_of_step(const int kind, const int8_t *at) {
+    return MAGIC_BITS - (kind == QUIRE_Q8 ? 128 * (at[0] + at[1] + at[2] + at[3]) : 0);
+}
+
+static inline ints dot_refined(const int kind, ints codes, const int8_t *at) {
+    if (kind == QUIRE_Q8) codes = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+    return _mm512_dpbusd_epi32(fill_ints(start_of_step(kind, at)), codes, fill_ints(((const four_bytes *)at)->all));
+}
+
+static inline __m256i dot_eight(const int kind, __m256i codes, const int8_t *at) {
+    if (kind == QUIRE_Q8) codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    const __m256i inputs = _mm256_set1_epi32(((const four_bytes *)at)->all);
+    return _mm256_dpbusd_epi32(_mm256_set1_epi32(start_of_step(kind, at)), codes, inputs);
+}
+
 /* The offset removes MAGIC again, without rounding in between. */
 static inline vec scale_products(const int kind, ints sums, const expanded *group) {
     (void)kind;

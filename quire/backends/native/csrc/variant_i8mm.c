@@ -86,6 +86,7 @@ static inline __attribute__((always_inline)) void multiply(
 static void multiply_panel(
     const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
     if (kind == QUIRE_Q4) multiply(w, QUIRE_Q4, x, scratch, y, stride, count);
+    else if (kind == QUIRE_S4) multiply(w, QUIRE_S4, x, scratch, y, stride, count);
     else multiply(w, QUIRE_Q8, x, scratch, y, stride, count);
 }
 

@@ -10,41 +10,42 @@ static inline float scale_at(const uint8_t *group, int at) {
     return half_to_float(half);
 }
 
-static void dot_group(const uint8_t *group, int kind, const int8_t *q, int32_t sums[PANEL]) {
-    for (int row = 0; row < PANEL; row++) sums[row] = 0;
-    for (int step = 0; step < 8; step++)
-        for (int row = 0; row < PANEL; row++)
-            for (int i = 0; i < 4; i++) {
-                const int place = row * 4 + i;
-                int code;
-                if (kind == QUIRE_Q8) code = (int8_t)group[step * 32 + place];
-                else code = step < 4 ? group[step * 32 + place] & 15 : group[(step - 4) * 32 + place] >> 4;
-                sums[row] += code * q[step * 4 + i];
-            }
+/* Adds the products of a step with 4 inputs. */
+static void dot_step(const uint8_t *group, int kind, int step, const int8_t *q, int32_t sums[PANEL]) {
+    for (int row = 0; row < PANEL; row++)
+        for (int i = 0; i < STEP; i++) {
+            const int place = row * STEP + i;
+            int code;
+            if (kind == QUIRE_Q8) code = (int8_t)group[step * 32 + place];
+            else code = step < 4 ? group[step * 32 + place] & 15 : group[(step - 4) * 32 + place] >> 4;
+            sums[row] += code * q[i];
+        }
 }
 
 static void multiply_panel(
     const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
     (void)scratch;
     const int groups = x->num_groups, size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
-    int32_t products[PANEL];
     for (int m = 0; m < x->num_rows; m++) {
-        const size_t first = (size_t)m * (size_t)groups, first_rest = (size_t)m * (size_t)x->num_refined;
+        const size_t first = (size_t)m * (size_t)groups, first_refined = (size_t)m * (size_t)x->num_refined;
         float out[PANEL] = {0};
         for (int g = 0; g < groups; g++) {
             const uint8_t *group = w + (size_t)g * (size_t)size;
-            dot_group(group, kind, x->q + (first + (size_t)g) * GROUP, products);
+            const int8_t *q = x->q + (first + (size_t)g) * GROUP;
+            int32_t products[PANEL] = {0};
+            for (int step = 0; step < STEPS; step++) dot_step(group, kind, step, q + STEP * step, products);
             for (int row = 0; row < PANEL; row++) {
                 out[row] += (float)products[row] * (scale_at(group, tail + 2 * row) * x->scales[first + (size_t)g]);
                 if (kind == QUIRE_Q4) out[row] += scale_at(group, tail + 16 + 2 * row) * x->sums[first + (size_t)g];
             }
         }
-        for (int r = 0; r < x->num_refined; r++) {
-            const uint8_t *group = w + (size_t)x->refined[first_rest + (size_t)r] * (size_t)size;
-            dot_group(group, kind, x->rest + (first_rest + (size_t)r) * GROUP, products);
-            const float scale = x->rest_scales[first_rest + (size_t)r];
+        for (size_t r = first_refined; r < first_refined + (size_t)x->num_refined; r++) {
+            const quire_refined *one = &x->refined[r];
+            const uint8_t *group = w + (size_t)one->group * (size_t)size;
+            int32_t products[PANEL] = {0};
+            dot_step(group, kind, one->step, one->q, products);
             for (int row = 0; row < PANEL; row++)
-                out[row] += (float)products[row] * (scale_at(group, tail + 2 * row) * scale);
+                out[row] += (float)products[row] * (scale_at(group, tail + 2 * row) * one->scale);
         }
         memcpy(y + (size_t)m * stride, out, (size_t)count * sizeof *y);
     }

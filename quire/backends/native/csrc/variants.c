@@ -50,14 +50,14 @@ enum { NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
 /* A small problem with fixed random numbers and one group of extreme values. Scales are 1 or 1/2, so a float holds
    every sum exactly and the order of additions does not matter: a result is correct to the bit or wrong. */
-enum { CHECK_ROWS = 5, CHECK_GROUPS = 3, CHECK_REFINED = 2, CHECK_PANELS = 3, CHECK_COLUMNS = 21 };
+enum { CHECK_ROWS = 5, CHECK_GROUPS = 3, CHECK_REFINED = 4, CHECK_PANELS = 3, CHECK_COLUMNS = 21 };
 
 typedef struct {
     uint32_t seed;
     uint8_t w[CHECK_PANELS * CHECK_GROUPS * 272];
-    int8_t q[CHECK_ROWS * CHECK_GROUPS * GROUP], rest[CHECK_ROWS * CHECK_REFINED * GROUP];
-    float scales[CHECK_ROWS * CHECK_GROUPS], sums[CHECK_ROWS * CHECK_GROUPS], rest_scales[CHECK_ROWS * CHECK_REFINED];
-    int32_t refined[CHECK_ROWS * CHECK_REFINED];
+    int8_t q[CHECK_ROWS * CHECK_GROUPS * GROUP];
+    float scales[CHECK_ROWS * CHECK_GROUPS], sums[CHECK_ROWS * CHECK_GROUPS];
+    quire_refined refined[CHECK_ROWS * CHECK_REFINED];
 } small_problem;
 
 static int next_random(small_problem *problem, int limit) {
@@ -77,15 +77,16 @@ static void fill_problem(small_problem *problem, int kind) {
             memcpy(problem->w + at, &half, 2);
         }
     for (size_t i = 0; i < sizeof problem->q; i++) problem->q[i] = (int8_t)(next_random(problem, 255) - 127);
-    for (size_t i = 0; i < sizeof problem->rest; i++) problem->rest[i] = (int8_t)(next_random(problem, 255) - 127);
     memset(problem->q, 127, GROUP);
     for (int i = 0; i < CHECK_ROWS * CHECK_GROUPS; i++) {
         problem->scales[i] = next_scale(problem);
         problem->sums[i] = next_scale(problem);
     }
     for (int i = 0; i < CHECK_ROWS * CHECK_REFINED; i++) {
-        problem->rest_scales[i] = next_scale(problem);
-        problem->refined[i] = i % CHECK_REFINED * (1 + i / CHECK_REFINED % 2); /* groups 0 and 1, or 0 and 2 */
+        const int step = i % CHECK_REFINED * 5 + i / CHECK_REFINED; /* steps of all groups */
+        quire_refined *one = &problem->refined[i];
+        *one = (quire_refined){.scale = next_scale(problem), .group = step / STEPS, .step = step % STEPS};
+        for (int j = 0; j < STEP; j++) one->q[j] = (int8_t)(next_random(problem, 255) - 127);
     }
 }
 
@@ -94,15 +95,14 @@ static void fill_problem(small_problem *problem, int kind) {
 int quire_check_variant(const quire_variant *variant) {
     small_problem problem = {.seed = 6};
     quire_input input = {
-        .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .q = problem.q,
-        .scales = problem.scales, .sums = problem.sums, .rest = problem.rest, .rest_scales = problem.rest_scales,
-        .refined = problem.refined};
-    for (int test = 0; test < 6; test++) { /* all kinds; all rows and one row */
-        const int kind = test % 3;
+        .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .num_copies = 1, .q = problem.q,
+        .scales = problem.scales, .sums = problem.sums, .refined = problem.refined};
+    for (int test = 0; test < 2 * NUM_KINDS; test++) { /* all kinds; all rows and one row */
+        const int kind = test % NUM_KINDS;
         float scratch[CHECK_GROUPS * (SCRATCH_FLOATS + LOOKED_UP_FLOATS)];
         float computed[CHECK_ROWS * CHECK_COLUMNS], right[CHECK_ROWS * CHECK_COLUMNS];
         fill_problem(&problem, kind);
-        input.num_rows = test < 3 ? CHECK_ROWS : 1;
+        input.num_rows = test < NUM_KINDS ? CHECK_ROWS : 1;
         variant->panels(problem.w, kind, &input, scratch, computed, CHECK_COLUMNS, CHECK_COLUMNS);
         quire_variant_portable.panels(problem.w, kind, &input, scratch, right, CHECK_COLUMNS, CHECK_COLUMNS);
         for (int i = 0; i < input.num_rows * CHECK_COLUMNS; i++)

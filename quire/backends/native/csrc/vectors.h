@@ -222,28 +222,6 @@ static inline float peak(vec x) {
 #define HAS_HALF_ARITHMETIC 0
 #endif
 
-/* ranks[i]: how many of the keys are larger than keys[i] */
-static inline void count_larger(const int32_t *restrict keys, int count, int32_t *restrict ranks) {
-#if defined(__AVX512F__) && !defined(QUIRE_PORTABLE)
-    for (int i = 0; i < count; i += LANES) {
-        const __mmask16 rest = count - i < LANES ? (__mmask16)((1u << (count - i)) - 1) : 0xffff;
-        const __m512i some = _mm512_maskz_loadu_epi32(rest, keys + i);
-        __m512i larger = _mm512_setzero_si512();
-        for (int j = 0; j < count; j++) {
-            const __mmask16 is_larger = _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(keys[j]), some);
-            larger = _mm512_mask_add_epi32(larger, is_larger, larger, _mm512_set1_epi32(1));
-        }
-        _mm512_mask_storeu_epi32(ranks + i, rest, larger);
-    }
-#else
-    memset(ranks, 0, (size_t)count * sizeof *ranks);
-    for (int j = 0; j < count; j++) {
-        const int32_t key = keys[j];
-        for (int i = 0; i < count; i++) ranks[i] += key > keys[i];
-    }
-#endif
-}
-
 /* 2^x for |x| <= 127, with a relative error of about 3e-7. Terms are added in pairs to shorten the chain. */
 static inline vec power_of_two(vec x) {
     const vec shifted = add(x, fill(MAGIC)), r = sub(x, sub(shifted, fill(MAGIC))), square = mul(r, r);

@@ -5,6 +5,7 @@
      ints, expanded                        a vector of LANES 32-bit integers; a group of LANES / PANEL panels, expanded
      start_products(group, kind)           initial sums of a group
      dot_step(kind, sums, codes, inputs)   4 products for each lane: the bytes of a step, and 4 inputs in memory
+     dot_refined(kind, codes, inputs)      the sums of a step alone
      scale_products(kind, sums, group)     the sums of a group times its scales
      expand_starts(codes, place, group)    what start_products needs for the signed bytes of one panel
      prepare_inputs(kind, q, count, out)   the inputs in the form for dot_step: q itself, or a changed copy in `out`
@@ -14,6 +15,7 @@
      unpacked, unpack(w, kind)             the codes of a group of one panel, in registers
      SPREAD, spread(q, out)                32 inputs in the form for dot_unpacked, and the number of its bytes
      dot_unpacked(kind, codes, q, spread)  32 products for each of 8 rows of the matrix, as `eight_scaled` needs them
+     dot_eight(kind, codes, inputs)        the same for a step
      eight_scaled(kind, products, scales)  the products times the scales of the 8 rows
 
    The integer sums are exact. The float operations on a row are the same for any number of rows in a tile and in both
@@ -25,7 +27,7 @@
 #include "recurrence.h"
 
 enum { AT_ONCE = LANES / PANEL }; /* panels in a vector */
-enum { REFINED_TOGETHER = 4 }; /* input rows whose refined groups are computed side by side */
+enum { REFINED_TOGETHER = 4 }; /* input rows whose refined steps are computed side by side */
 enum { MAX_STREAMED = 2 }; /* with more rows, expanding a panel pays */
 #if !defined(AHEAD)
 #define AHEAD 2048 /* prefetch distance in bytes of a panel that is not expanded */
@@ -101,31 +103,21 @@ static inline void write_outputs(vec out, float *y, int count) {
     memcpy(y, lanes, (size_t)count * sizeof *y);
 }
 
-/* Sums the refined groups of `num` input rows separately from the others, and adds them to `sums` [rows, LANES]. The
-   rows are computed side by side, because the products of a group depend on each other. */
+/* Sums the refined steps of `num` input rows separately from the others, and adds them to `sums` [rows, LANES]. The
+   rows are computed side by side, because the sums of a row depend on each other. */
 static inline __attribute__((always_inline)) void refine_rows(
     const panel_job *job, const int kind, int row, float *sums, const int num) {
-    const quire_input *x = job->x;
-    const int count = x->num_refined;
-    const size_t first = (size_t)row * (size_t)count;
-    const int32_t *refined = x->refined + first;
-    const float *scales = x->rest_scales + first;
-    const int8_t *rest = prepare_inputs(kind, x->rest + first * GROUP, (size_t)(num * count) * GROUP, job->copy);
+    const int count = job->x->num_refined;
+    const quire_refined *first = job->x->refined + (size_t)row * (size_t)count;
     vec apart[REFINED_TOGETHER];
     for (int m = 0; m < num; m++) apart[m] = fill(0);
-    for (int r = 0; r < count; r++) {
-        const expanded *groups[REFINED_TOGETHER];
-        ints products[REFINED_TOGETHER];
-        for (int m = 0; m < num; m++) groups[m] = job->w + refined[m * count + r];
-        for (int m = 0; m < num; m++) products[m] = start_products(groups[m], kind);
-#pragma GCC unroll 8
-        for (int step = 0; step < 8; step++)
-            for (int m = 0; m < num; m++)
-                products[m] = dot_step(
-                    kind, products[m], load_codes(groups[m], step), rest + (m * count + r) * GROUP + 4 * step);
-        for (int m = 0; m < num; m++)
-            apart[m] = mul_add(scale_products(kind, products[m], groups[m]), fill(scales[m * count + r]), apart[m]);
-    }
+    for (int r = 0; r < count; r++)
+        for (int m = 0; m < num; m++) {
+            const quire_refined *one = first + m * count + r;
+            const expanded *group = job->w + one->group;
+            const ints products = dot_refined(kind, load_codes(group, one->step), one->q);
+            apart[m] = mul_add(scale_products(kind, products, group), fill(one->scale), apart[m]);
+        }
     for (int m = 0; m < num; m++) store(sums + LANES * m, add(load(sums + LANES * m), apart[m]));
 }
 
@@ -211,32 +203,46 @@ static inline __attribute__((always_inline)) void multiply_all(
 /* Few rows, from the packed bytes */
 
 typedef struct {
-    const int8_t *q, *rest; /* [G, 32], [R, 32] */
-    const uint8_t *spread, *spread_rest; /* [G, SPREAD], [R, SPREAD] */
-    const float *scales, *sums, *rest_scales;
-    const int32_t *refined;
+    const int8_t *q; /* [G, 32] */
+    const uint8_t *spread; /* [G, SPREAD] */
+    const float *scales, *sums;
+    const quire_refined *refined;
     int num_groups, num_refined;
 } streamed_row;
+
+/* Sums the refined steps of one input row, from the packed bytes. */
+static inline __attribute__((always_inline)) __m256 refine_packed(
+    const uint8_t *w, const int kind, const streamed_row *row) {
+    const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
+    __m256 out = _mm256_setzero_ps();
+    for (const quire_refined *one = row->refined; one < row->refined + row->num_refined; one++) {
+        const uint8_t *group = w + one->group * size;
+        const int is_high = kind == QUIRE_Q4 && one->step >= STEPS / 2;
+        __m256i codes = load_bytes(group + PANEL * STEP * (is_high ? one->step - STEPS / 2 : one->step));
+        if (kind == QUIRE_Q4)
+            codes = _mm256_and_si256(_mm256_srl_epi16(codes, _mm_cvtsi32_si128(4 * is_high)), _mm256_set1_epi8(15));
+        const __m256i products = dot_eight(kind, codes, one->q);
+        out = _mm256_fmadd_ps(eight_scaled(kind, products, eight_halves(group + tail)), _mm256_set1_ps(one->scale), out);
+    }
+    return out;
+}
 
 static inline __attribute__((always_inline)) void stream_one(
     const uint8_t *w, const int kind, const streamed_row *row, float *y, int count) {
     const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
-    __m256 out = _mm256_setzero_ps(), apart = out;
-    for (int g = 0, r = 0; g < row->num_groups; g++, w += size) {
+    const uint8_t *first = w;
+    __m256 out = _mm256_setzero_ps();
+    for (int g = 0; g < row->num_groups; g++, w += size) {
         if (AHEAD)
             for (int line = 0; line < size; line += 64) __builtin_prefetch(w + AHEAD + line);
         const unpacked codes = unpack(w, kind);
         const __m256 scales = eight_halves(w + tail);
-        __m256i products = dot_unpacked(kind, &codes, row->q + GROUP * g, row->spread + SPREAD * g);
+        const __m256i products = dot_unpacked(kind, &codes, row->q + GROUP * g, row->spread + SPREAD * g);
         out = _mm256_fmadd_ps(eight_scaled(kind, products, scales), _mm256_set1_ps(row->scales[g]), out);
         if (kind == QUIRE_Q4) out = _mm256_fmadd_ps(eight_halves(w + tail + 16), _mm256_set1_ps(row->sums[g]), out);
-        if (r == row->num_refined || row->refined[r] != g) continue;
-        products = dot_unpacked(kind, &codes, row->rest + GROUP * r, row->spread_rest + SPREAD * r);
-        apart = _mm256_fmadd_ps(eight_scaled(kind, products, scales), _mm256_set1_ps(row->rest_scales[r]), apart);
-        r++;
     }
     float lanes[PANEL];
-    _mm256_storeu_ps(lanes, _mm256_add_ps(out, apart));
+    _mm256_storeu_ps(lanes, _mm256_add_ps(out, refine_packed(first, kind, row)));
     memcpy(y, lanes, (size_t)count * sizeof *y);
 }
 
@@ -246,13 +252,11 @@ static inline __attribute__((always_inline)) void stream_all(
     uint8_t *at = (uint8_t *)scratch;
     streamed_row rows[MAX_STREAMED];
     for (int m = 0; m < x->num_rows; m++) {
-        const size_t first = (size_t)m * (size_t)x->num_groups, first_rest = (size_t)m * (size_t)x->num_refined;
+        const size_t first = (size_t)m * (size_t)x->num_groups, first_refined = (size_t)m * (size_t)x->num_refined;
         rows[m] = (streamed_row){
-            x->q + first * GROUP, x->rest + first_rest * GROUP, at, at + (size_t)x->num_groups * SPREAD,
-            x->scales + first, x->sums + first, x->rest_scales + first_rest, x->refined + first_rest,
+            x->q + first * GROUP, at, x->scales + first, x->sums + first, x->refined + first_refined,
             x->num_groups, x->num_refined};
         for (int g = 0; g < x->num_groups; g++, at += SPREAD) spread(rows[m].q + GROUP * g, at);
-        for (int r = 0; r < x->num_refined; r++, at += SPREAD) spread(rows[m].rest + GROUP * r, at);
     }
     for (int column = 0; column < count; column += PANEL, w += panel)
         for (int m = 0; m < x->num_rows; m++)
@@ -268,7 +272,7 @@ static void multiply_panels(
     else multiply_all(w, QUIRE_Q8, x, scratch, y, stride, count);
 }
 
-_Static_assert(2 * MAX_STREAMED * SPREAD <= 4 * SCRATCH_FLOATS, "a group of few rows and its refinement");
+_Static_assert(MAX_STREAMED * SPREAD <= 4 * SCRATCH_FLOATS, "a group of few rows");
 _Static_assert(sizeof(expanded) + TILE * GROUP <= 4 * SCRATCH_FLOATS, "a group and the copy of its inputs");
 
 enum { SAVES_AVX = 0x06, SAVES_AVX512 = 0xe6 }; /* registers that the operating system saves for a program */
