@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.text.tool_formats import PROMPTED
 from quire.weights.families import FAMILIES, Family
 
 OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
@@ -21,7 +22,7 @@ def family_rows() -> list[dict[str, Any]]:
             "formats": ["safetensors", "gguf"],
             "has_experts": row.experts is not None,
             "has_windows": row.windows.value != 0,
-            "tools": row.tools or "in the prompt",
+            "tools": row.tools or PROMPTED.name,
             "reasoning": row.reasoning or None,
         }
         for row in FAMILIES
@@ -39,4 +40,4 @@ def family_table() -> str:
 def _cells(row: Family) -> tuple[str, ...]:
     classes = ", ".join(f"`{name}`" for name in row.architectures)
     reasoning = f"`{row.reasoning}`" if row.reasoning else ""
-    return (row.name, row.models, classes, f"`{row.gguf}`", f"`{row.tools}`" if row.tools else "prompt", reasoning)
+    return (row.name, row.models, classes, f"`{row.gguf}`", f"`{row.tools or PROMPTED.name}`", reasoning)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
+from quire.backends.kv_division import KVCosts, KVMemory, MemoryRequest
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
@@ -21,8 +23,9 @@ from quire.backends.native.expert_memory import MEMORY_SHARE
 from quire.backends.support import skip_notice, transformers_notice
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
+from quire.core.block import BLOCK_SIZE
 from quire.engine.composition import EngineConfig, choose_backend
-from quire.errors import QuireError
+from quire.errors import InvalidRequest, QuireError
 from quire.sizes import memory_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.hub import cache_dir, weight_bytes
@@ -32,15 +35,19 @@ from quire.weights.tensors import check_tensors, num_active_weights, num_weights
 
 TYPICAL_CONTEXT = 8192
 KV_ITEM_BYTES = 2
+GPU_MAX_SEQS = 256
 GPU_KV_SHARE = 0.9  # of the memory that the weights leave free
 MEASURED_BYTES = 128 << 20  # larger than any cache
 READ_SHARE = 0.6  # of the memory's speed that a whole step reaches; the rest is attention, norms and waiting
 
 
 def check_model(path: Path) -> dict[str, Any]:
-    """Return the report as plain values. `problem` is empty if the model runs."""
+    """Return the report as plain values. `problem` is empty if the model runs.
+
+    A folder with config.json and without weights is checked as far as its config allows.
+    """
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, "auto" if _has_weights(path) else "dummy")
     except QuireError as error:
         return {"path": str(path), "runs": False, "problem": str(error)}
     try:
@@ -49,6 +56,11 @@ def check_model(path: Path) -> dict[str, Any]:
         return {"path": str(path), "runs": False, "problem": str(error)}
     finally:
         checkpoint.close()
+
+
+def _has_weights(path: Path) -> bool:
+    """Return whether there are weights, or nothing at all: opening the path then gives the error."""
+    return path.is_file() or not (path / "config.json").exists() or any(path.glob("*.safetensors*"))
 
 
 def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
@@ -70,8 +82,6 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     elif not problem and backend == "torch" and memory.gpu_total and place.device == "cpu":
         problem = "its weights do not fit on the GPU; --backend native or --device cpu runs it on the CPU"
     through = transformers_notice(spec.architecture) if spec.unsupported and backend == "torch" and not problem else ""
-    is_fp32 = backend == "torch" and place.device == "cpu"
-    token_bytes = _token_bytes(KVSpec.of(spec), 2 * KV_ITEM_BYTES if is_fp32 else KV_ITEM_BYTES)
     return {
         "path": str(path),
         "runs": not problem,
@@ -85,9 +95,10 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "is_mapped": is_mapped,
         "weight_bytes": place.num_bytes,
         "free_bytes": memory.gpu_free if place.device in ("cuda", "metal") else memory.cpu_free,
-        "kv_bytes_per_token": token_bytes,
         "max_model_len": spec.max_model_len,
-        "cached_tokens": _num_cached_tokens(place, memory, token_bytes),
+        **_cache_facts(spec, place, memory, is_fp32=backend == "torch" and place.device == "cpu"),
+        "has_weights": _has_weights(path),
+        "has_tokenizer": path.is_file() or (path / "tokenizer.json").exists(),
         "tokens_per_s": None if problem or is_mapped else _estimate_speed(spec, place),
     }
 
@@ -118,20 +129,30 @@ def _find_disk_problem(num_bytes: int) -> str:
     )
 
 
-def _token_bytes(kv_spec: KVSpec, item_bytes: int) -> int:
-    """Return the bytes per token of a typical context.
-
-    Layers with a window keep less of it, and recurrent states get half of the memory.
-    """
-    num_bytes = kv_spec.context_bytes(TYPICAL_CONTEXT, item_bytes) - kv_spec.state_bytes(item_bytes)
-    return max(num_bytes * (2 if kv_spec.has_states else 1) // TYPICAL_CONTEXT, 1)
-
-
-def _num_cached_tokens(place: Fit, memory: Memory, token_bytes: int) -> int:
-    """Return how many tokens the KV cache holds by default, once the weights are loaded."""
-    if place.device in ("cuda", "metal"):
-        return max(int((memory.gpu_free - place.num_bytes) * GPU_KV_SHARE), 0) // token_bytes
-    return max(min(int((memory.cpu_free - place.num_bytes) * CPU_SHARE), CPU_CAP), 0) // token_bytes
+def _cache_facts(spec: ModelSpec, place: Fit, memory: Memory, *, is_fp32: bool) -> dict[str, int]:
+    """Return what the KV cache holds by default, once the weights are loaded. Divided as the backends divide it."""
+    on_gpu = place.device in ("cuda", "metal")
+    item_bytes = 2 * KV_ITEM_BYTES if is_fp32 else KV_ITEM_BYTES
+    kv_spec = KVSpec.of(spec).within(spec.max_model_len)
+    costs = KVCosts.of(kv_spec, BLOCK_SIZE, item_bytes)
+    free = (memory.gpu_free if on_gpu else memory.cpu_free) - place.num_bytes
+    budget = int(free * GPU_KV_SHARE) if on_gpu else min(int(free * CPU_SHARE), CPU_CAP)
+    max_num_seqs = GPU_MAX_SEQS if on_gpu else DEFAULT_MAX_SEQS
+    request = MemoryRequest(
+        BackendOptions(), costs, spec.max_model_len, max_num_seqs, DEFAULT_MAX_CHUNK, has_overlap=on_gpu
+    )
+    try:
+        pools = request.divide(free, budget)
+    except InvalidRequest:  # less than one useful pool
+        pools = KVMemory(1, max_num_seqs, DEFAULT_MAX_CHUNK)
+    context_bytes = kv_spec.context_bytes(TYPICAL_CONTEXT, item_bytes) - costs.state
+    return {
+        "kv_bytes_per_token": context_bytes // TYPICAL_CONTEXT,
+        "cached_tokens": (pools.num_blocks - 1) * BLOCK_SIZE,
+        "state_bytes": costs.state,
+        "cached_states": max(pools.num_states - 1, 0),
+        "window": costs.window,
+    }
 
 
 def _estimate_speed(spec: ModelSpec, place: Fit) -> float | None:
@@ -174,18 +195,32 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         return
     device = {"cpu": "the CPU", "cuda": "the GPU", "metal": "the GPU"}[report["device"]]
     later = "" if report["is_free"] else ", once enough memory is free"
-    yield f"runs here   yes, on {device} with the {report['backend']} backend{later}"
+    missing = "" if report["has_weights"] else ", once its weights are in this folder"
+    yield f"runs here   yes, on {device} with the {report['backend']} backend{later}{missing}"
     if report["notice"]:
         yield f"            {report['notice']}"
+    if not report["has_tokenizer"]:
+        yield "            it has no tokenizer.json, which `quire serve` and `quire generate` need"
     yield f"weights     {memory_size(report['weight_bytes'])} of {memory_size(report['free_bytes'])} that are free"
     if report["is_mapped"]:
         yield "            larger than the memory: experts are mapped from a file, and steps wait for the disk"
+    yield from _context_lines(report)
+    if report["tokens_per_s"] is not None:
+        yield f"speed       about {report['tokens_per_s']:,.0f} tokens/s for one request: an estimate from memory speed"
+
+
+def _context_lines(report: dict[str, Any]) -> Iterator[str]:
     fits = report["cached_tokens"]
     yield (
         f"context     up to {report['max_model_len']:,} tokens; {memory_size(report['kv_bytes_per_token'])} of KV cache"
-        f" per token, and by default room for {fits:,} tokens of all requests together"
+        f" per token of {TYPICAL_CONTEXT:,}, and by default room for {fits:,} tokens of all requests together"
     )
+    if report["state_bytes"]:
+        yield (
+            f"            and for {report['cached_states']:,} recurrent states of {memory_size(report['state_bytes'])}:"
+            " a prompt continues from the last stored state (docs/caching.md)"
+        )
+    if report["window"]:
+        yield f"            layers with a window keep the last {report['window']:,} tokens only"
     if fits < report["max_model_len"]:
         yield "            less than one context: --kv-memory sets the size, --max-model-len limits the context"
-    if report["tokens_per_s"] is not None:
-        yield f"speed       about {report['tokens_per_s']:.3g} tokens/s for one request: an estimate from memory speed"

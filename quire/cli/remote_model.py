@@ -211,7 +211,7 @@ def _explanation(cache: dict[str, Any]) -> dict[str, Any]:
         "num_blocks": _whole(cache["matched_blocks"]),
         "stopped_at": cache["stopped_at"],
         "reason": cache["reason"],
-        "num_kv_tokens": _whole(cache.get("kv_tokens", 0)),
+        "num_kv_tokens": _whole(cache.get("kv_tokens") or 0),
         "stopped_text": cache.get("stopped_text"),
     }
 

@@ -270,6 +270,7 @@ def announce(startup: Startup) -> None:
         "",
         *_others(startup),
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
+        *_dummy_warning(startup),
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         *_other_pools(ready),
@@ -290,6 +291,12 @@ def announce(startup: Startup) -> None:
     ]
     typer.echo("\n".join(lines))
     sys.stdout.flush()
+
+
+def _dummy_warning(startup: Startup) -> list[str]:
+    if startup.config.models[0].engine.load_format != "dummy":
+        return []
+    return ["             random weights (--load-format dummy): answers have no meaning"]
 
 
 def _other_pools(ready: Ready) -> list[str]:

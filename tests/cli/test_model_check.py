@@ -16,6 +16,7 @@ from quire.cli.main import app
 from quire.text.reasoning import REASONING_FORMATS
 from quire.text.tool_formats import TOOL_FORMATS
 from quire.weights.families import FAMILIES
+from tests.backends.torch.families import EVERY_FAMILY
 from tests.tiny import write_tiny_model
 from tests.weights.makers import config, llama_arrays, write_folder
 
@@ -35,6 +36,41 @@ def test_a_model_that_runs(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, ["doctor", str(tmp_path / "tiny")]).stdout
     assert "runs here   yes, on the CPU with the native backend" in text
     assert "tokens/s for one request" in text
+
+
+def test_a_folder_with_only_a_config(tmp_path: Path) -> None:
+    """Before a download: everything that the config tells."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config("LlamaForCausalLM", model_type="llama")))
+    code, found = report(folder)
+    assert (code, found["runs"], found["has_weights"], found["has_tokenizer"]) == (0, True, False, False)
+    assert found["weight_bytes"] > 0
+    text = CliRunner().invoke(app, ["doctor", str(folder)]).stdout
+    assert "yes, on the CPU with the native backend, once its weights are in this folder" in text
+    assert "it has no tokenizer.json" in text
+    settings = config("NewestForCausalLM", model_type="newest")
+    (folder / "config.json").write_text(json.dumps(settings))
+    code, found = report(folder)
+    assert (code, found["runs"]) == (1, False)
+    assert "quire has no equations for 'NewestForCausalLM'" in found["problem"]
+
+
+def test_recurrent_states_and_windows(tmp_path: Path) -> None:
+    for name in ("qwen3_5", "gpt_oss"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(EVERY_FAMILY[name]().to_dict()))
+        code, found = report(folder)
+        assert (code, found["problem"]) == (0, "")
+        text = CliRunner().invoke(app, ["doctor", str(folder)]).stdout
+        if name == "qwen3_5":
+            assert found["state_bytes"] > 0
+            assert found["cached_states"] > 64
+            assert f"{found['cached_states']:,} recurrent states" in text
+        else:
+            assert found["window"] > 0
+            assert "layers with a window keep the last" in text
 
 
 def test_missing_tensors_are_found_without_a_load(tmp_path: Path) -> None:

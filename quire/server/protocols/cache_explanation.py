@@ -51,12 +51,12 @@ class CacheView(msgspec.Struct):
         Meta(description="The text of this prompt before and from `stopped_at`; null: complete or off."),
     ] = None
     kv_tokens: Annotated[
-        int,
+        int | None,
         Meta(
             description="Tokens whose keys and values are cached, if a missing state or window is the reason why fewer"
-            " are reused; otherwise 0."
+            " are reused; otherwise null."
         ),
-    ] = 0
+    ] = None
 
 
 def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerpt | None = None) -> CacheView:
@@ -69,7 +69,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
         reason=explanation.reason.value,
         message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text) + ".",
         stopped_text=None if stopped_text is None else StoppedText(stopped_text.before, stopped_text.after),
-        kv_tokens=explanation.num_kv_tokens,
+        kv_tokens=explanation.num_kv_tokens or None,
     )
 
 
