@@ -28,10 +28,12 @@ PlacesOption = Annotated[
     ),
 ]
 StateBytesOption = Annotated[int | None, typer.Option(help="Bytes of a recurrent state, in place of the machine's.")]
-WindowOption = Annotated[int | None, typer.Option(help="Tokens that the layers with a window see.")]
+WindowOption = Annotated[
+    int | None, typer.Option(help="Tokens that the layers with a window see; needs --num-window-blocks.")
+]
 WindowBlocksOption = Annotated[
     int | None,
-    typer.Option(help="Number of blocks for layers with a window; default: they keep the whole context."),
+    typer.Option(help="Number of blocks for layers with a window; needs --window. Without both, all layers are whole."),
 ]
 
 EVERY = "every-"
