@@ -194,7 +194,7 @@ PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_part
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma3"])
 def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of one and two rows, in a model wide enough for them. Gemma norms the parts before they are added."""
+    """Products of one and three rows, in a model wide enough for them. Gemma norms the parts before they are added."""
     sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1}
     products = PRODUCTS
     if name == "gemma3":
@@ -202,7 +202,7 @@ def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pyt
     else:  # narrow: no parts
         products = [product for product in PRODUCTS if product != "product_in_parts"]
     reference = small(name, tmp_path, **sizes)
-    rig = FusedRig(tmp_path, max_num_seqs=2)
+    rig = FusedRig(tmp_path, max_num_seqs=3)
     used: Counter[str] = Counter()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pyt
 
     for product in PRODUCTS:
         monkeypatch.setattr(fused_linear, product, counted(getattr(fused_linear, product)))
-    prompts = [prompt(4, 1), prompt(5, 2)]
+    prompts = [prompt(4, 1), prompt(5, 2), prompt(6, 3)]
     ids = [rig.start(tokens, 2) for tokens in prompts]
     rig.run(*ids)
     assert not used  # without a graph the library's products are used
@@ -222,7 +222,7 @@ def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pyt
     assert set(used) == set(products)
     rig.reset()
     before = used.copy()
-    ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 3)]  # two rows, then one
+    ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 2), rig.start(prompts[2], 3)]  # three rows, then one
     answers = rig.run(*ids)
     if DEVICE == "cpu":  # a graph is replayed by calling; on a GPU no function is called
         assert all(used[product] > before[product] for product in products)
