@@ -113,7 +113,7 @@ def test_shapes_without_weights_are_served(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()
     with serving(str(folder), "--load-format", "dummy", "--num-blocks", "20", "--threads", "1") as server:
-        server.wait_for("random weights (--load-format dummy): answers have no meaning")
+        server.wait_for(r"random weights \(--load-format dummy\): answers have no meaning")
         answer = server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True})
         assert answer.json["usage"]["completion_tokens"] == 3
     (folder / "tokenizer.json").unlink()
