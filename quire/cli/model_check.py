@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
-from quire.backends.kv_division import KVCosts, KVMemory, MemoryRequest
+from quire.backends.kv_division import TYPICAL_CONTEXT, KVCosts, KVMemory, MemoryRequest
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
@@ -33,9 +33,8 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import check_tensors, num_active_weights, num_weights
 
-TYPICAL_CONTEXT = 8192
 KV_ITEM_BYTES = 2
-GPU_MAX_SEQS = 256
+GPU_MAX_SEQS = 256  # as `CUDA_MAX_SEQS` of the torch backend, whose module imports torch
 GPU_KV_SHARE = 0.9  # of the memory that the weights leave free
 MEASURED_BYTES = 128 << 20  # larger than any cache
 READ_SHARE = 0.6  # of the memory's speed that a whole step reaches; the rest is attention, norms and waiting
