@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 from quire.core.block import NULL_BLOCK_ID, Linked
 from quire.core.draft import StepDraft
 from quire.core.events import Admitted, Observer, Preempted, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
+from quire.core.load_admission import LoadAdmission
 from quire.core.pins import Pin
 from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation, PrefixHit
@@ -21,6 +23,14 @@ from quire.errors import InvariantViolation
 # A resumed request that lost its blocks cannot be preempted until it has computed this many new tokens. Otherwise it
 # could spend all of its tier's share on recomputing the same prompt.
 MAX_SPARED_TOKENS = 32
+
+
+class Outcome(Enum):
+    """What became of a waiting request that was next."""
+
+    ADMITTED = auto()
+    PARKED = auto()  # it waits for a load from a lower tier
+    BLOCKED = auto()  # it does not fit
 
 
 class _PreemptionPlan(NamedTuple):
@@ -91,13 +101,15 @@ class Admission:
         self._waiting = waiting
         self._max_chunk_tokens = max_chunk_tokens
         self._observe = observe
+        self.loads = LoadAdmission(cache, waiting, observe)
         self._failed_attempt: tuple[int, ...] = ()  # key of the last failed `_plan_preemption`
         self._failed_missing = (0, 0)  # KV blocks and window blocks that were missing
 
-    def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
+    def explain(self, request: Request, hit: PrefixHit, *, is_started: bool = False) -> CacheExplanation:
         """Explain where a hit ends and why.
 
-        Blocks that other requests are computing now count as in flight.
+        Blocks that other requests are computing now count as in flight. `is_started`: the request starts with this hit;
+        otherwise it would first wait for loads from lower tiers.
         """
         chain, size = self._cache.chain(request), self._cache.block_size
 
@@ -109,7 +121,8 @@ class Admission:
                 for owner in self._running
             )
 
-        return self._cache.explain(request, hit, is_in_flight)
+        found = self._cache.explain(request, hit, is_in_flight)
+        return (self.loads.describe if is_started else self.loads.foresee)(request, hit, found)
 
     # Prefixes in flight
 
@@ -180,8 +193,8 @@ class Admission:
 
     # Starting a request
 
-    def try_admit(self, step: StepDraft, request: Request) -> bool:
-        """Start a waiting request. If it does not fit, return False and change nothing.
+    def try_admit(self, step: StepDraft, request: Request) -> Outcome:
+        """Start a waiting request, or let it wait for a load. If it does not fit, change nothing.
 
         The request gets blocks for its whole known context at once. One block per running request is left free: running
         requests grow, and without free blocks they would soon preempt the new one. Missing blocks are taken from
@@ -189,13 +202,14 @@ class Admission:
         waiter. Otherwise all later requests would overtake the waiters.
         """
         if not all(self._may_preempt(request, victim, step) for victim in step.victims):
-            return False  # only a request that may preempt every victim of this step can still start
+            return Outcome.BLOCKED  # only a request that may preempt every victim of this step can still start
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
         num_kept = 0
         if not is_entitled:
             num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_num_seqs // 2)
         # A request of an owed tier is waiting: free batch rows are reserved for it, and other requests have to preempt.
         may_take_free = step.closed_from is None
+        has_preempted = False
         while True:
             victims = [
                 running
@@ -206,33 +220,42 @@ class Admission:
             ]
             has_free_seq = may_take_free and self._running.num_free_seqs > num_kept
             if not victims and step.budget < 1:
-                return False
+                return Outcome.BLOCKED
             if not has_free_seq and not any(self._may_lose_row(victim) for victim in victims):
-                return False
-            hit = self._find_hit(request, step)
-            hit, missing = self._find_room(request, hit, num_kept)
+                return Outcome.BLOCKED
+            found = self._find_hit(request, step)
+            hit, missing = self._find_room(request, found, num_kept)
             num_windows = 0  # window blocks that are missing
             if self._cache.hybrid is not None:
                 num_windows = self._cache.hybrid.start_shortage(request, hit, self._running.requests)
             if missing <= 0 and num_windows <= 0 and has_free_seq:
-                if step.budget < 1:
-                    return False
-                self._admit(step, request, hit)
-                return True
+                # A request for which others were preempted starts at once. If there is no room to copy the tail of its
+                # hit, there is none to load it either.
+                return self._start(step, request, hit, num_kept, may_load=not has_preempted and hit is found)
             if not victims and self._running and not self._needs_pins(request, hit):
-                return False
+                return Outcome.BLOCKED
             plan = self._plan_preemption(
                 request, hit, missing, victims, has_free_seq=has_free_seq, num_windows=num_windows
             )
             if plan is None:
-                if not self._running and not step.has_in_flight:
+                if not self._running and not step.has_in_flight and not self.loads.has_any:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
-                return False  # preempting all candidates would not free enough: preempt none
+                return Outcome.BLOCKED  # preempting all candidates would not free enough: preempt none
             for _ in range(plan.num_pins):
                 self._cache.pins.yield_oldest()
             for victim in plan.victims:
                 self.preempt(step, victim, request)
             may_take_free = may_take_free or bool(plan.victims)
+            has_preempted = has_preempted or bool(plan.victims)
+
+    def _start(self, step: StepDraft, request: Request, hit: PrefixHit, num_kept: int, *, may_load: bool) -> Outcome:
+        """Admit a request that fits, unless it should wait for a load first or no tokens are left in this step."""
+        if may_load and self.loads.park(request, hit, step.now_ns, num_kept + self._num_spare(request, hit)):
+            return Outcome.PARKED
+        if step.budget < 1:
+            return Outcome.BLOCKED
+        self._admit(step, request, hit)
+        return Outcome.ADMITTED
 
     def _may_lose_row(self, victim: Request) -> bool:
         """Whether the victim's tier holds more batch rows than its guaranteed number."""
@@ -325,13 +348,14 @@ class Admission:
         return fork if (fork.start, fork.num_tokens) > (hit.start, hit.num_tokens) else hit
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
+        self.loads.note_start(request, hit)
         is_resumed = request.num_preemptions > 0
         if is_resumed:
             num_lost = len(request.tokens) - hit.start  # tokens to recompute
             request.num_spared_until = request.num_preempted_at + min(num_lost, MAX_SPARED_TOKENS)
         else:
             request.num_cached_tokens = hit.start
-            request.cache_explanation = self.explain(request, hit)
+            request.cache_explanation = self.explain(request, hit, is_started=True)
         step.copies += self._cache.grow(request, len(request.tokens), hit)
         if self._cache.hybrid is not None:
             step.window_copies += self._cache.hybrid.begin(request, hit)

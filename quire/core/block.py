@@ -45,7 +45,7 @@ class KVCacheBlock(Linked):
     `last_child`.
     """
 
-    __slots__ = ("key", "last_child", "parent_key", "tokens", "twins", "window")
+    __slots__ = ("is_reused", "key", "last_child", "parent_key", "tokens", "twins", "window")
 
     def __init__(self, block_id: int) -> None:
         super().__init__(block_id)
@@ -57,6 +57,7 @@ class KVCacheBlock(Linked):
         # match then reads this instead of the tables of the tree.
         self.last_child: KVCacheBlock | None = None
         self.window: WindowBlock | None = None  # the same tokens in the layers with a window, while they are cached
+        self.is_reused = False  # a second request used the content, and a lower tier was told
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +101,13 @@ class FreeKVCacheBlockQueue(Generic[L]):
         while block is not None and block is not self._tail:
             yield block  # type: ignore[misc]
             block = block.next_free
+
+    def backwards(self) -> Iterator[L]:
+        """All blocks, the last first. The list must not change meanwhile."""
+        block = self._tail.prev_free
+        while block is not None and block is not self._head:
+            yield block  # type: ignore[misc]
+            block = block.prev_free
 
     def pop_front(self) -> L:
         block = self._head.next_free

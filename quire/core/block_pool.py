@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.core.block import NULL_BLOCK_ID, FreeKVCacheBlockQueue, KVCacheBlock
@@ -39,7 +39,8 @@ class BlockPool:
         self._observe = observe
         self._num_cached = 0
         self._num_shared = 0
-        self._num_evictions = 0
+        self.num_evictions = 0
+        self.on_eviction: Callable[[KVCacheBlock], None] | None = None  # called before a block loses its content
         self.num_releases = 0  # grows with each released block; callers compare it to detect that memory was freed
         self.changed: set[int] | None = None  # ids of changed blocks, emptied by a BlockMap; None: not recorded
 
@@ -67,7 +68,7 @@ class BlockPool:
             num_cached=self._num_cached,
             num_in_use=self.num_usable - num_free,
             num_shared=self._num_shared,
-            num_evictions=self._num_evictions,
+            num_evictions=self.num_evictions,
         )
 
     def take(self, count: int) -> list[KVCacheBlock]:
@@ -164,10 +165,12 @@ class BlockPool:
 
     def _evict(self, block: KVCacheBlock) -> None:
         """Drop the content of a cached block that has just left the free list."""
+        if self.on_eviction is not None:
+            self.on_eviction(block)
         num_tokens = block.num_tokens
         key = block.key
         self._num_cached -= 1
-        self._num_evictions += 1
+        self.num_evictions += 1
         descendants = self._tree.remove(block)
         if key is not None and self._tree.find(key) is None:
             self._tree.remember(key)

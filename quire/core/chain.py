@@ -26,6 +26,14 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The tokens of `pack_tokens`."""
+    words = array("I", packed)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tolist()
+
+
 def root_key(secret: bytes, salt: str) -> bytes:
     """Parent key of the first block for one salt.
 
@@ -65,6 +73,10 @@ class TokenChain:
 
     def parent_key(self, index: int) -> bytes:
         return self.key(index - 1) if index else self.root
+
+    def key_of(self, parent_key: bytes, tokens: bytes) -> bytes:
+        """Key of any tokens after a block of this chain, such as a partial block."""
+        return self._digest(parent_key, tokens)
 
     def block(self, index: int) -> bytes:
         """Packed tokens of full block `index`."""

@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 
 from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
 from quire.core.check_hybrid import check_hybrid
+from quire.core.check_tiers import check_tiers
 from quire.core.kv_cache import KVCacheManager
 from quire.core.pins import PinBoard
 from quire.core.prefix import PrefixTree
@@ -56,10 +57,14 @@ def audit(
     yield from _check_waiting(scheduler, max_blocks)
     for plan in scheduler.in_flight:
         _count(holders, [copy.source for copy in plan.copies])
+    if cache.tiers is not None:
+        _count(holders, [block.block_id for load in cache.tiers.loads for block in load.nodes])
     yield from _check_cache(cache, holders, roots, max_blocks)
     if cache.hybrid is not None:
         check_hybrid(scheduler, cache.hybrid)
         yield
+    if cache.tiers is not None:
+        yield from check_tiers(scheduler, cache.tiers, max_blocks)
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:

@@ -32,6 +32,9 @@ def _check_windows(scheduler: Scheduler, windows: WindowMemory) -> None:
         holders.update(copy.source for copy in plan.window_copies)
     for pin in scheduler.cache.pins:
         holders.update(block.block_id for block in pin.windows)
+    if scheduler.cache.tiers is not None:
+        for load in scheduler.cache.tiers.loads:
+            holders.update(block.block_id for block in load.held_windows)
     free = list(pool.free())
     free_ids = {block.block_id for block in free}
     if len(free) != len(free_ids) or pool.num_free != len(free):
@@ -91,6 +94,8 @@ def _check_states(scheduler: Scheduler, states: StateMemory) -> None:
             _fail(f"{request!r} continues from {slot!r}")
     for pin in scheduler.cache.pins:
         holders.update([] if pin.state is None else [pin.state.slot_id])
+    if scheduler.cache.tiers is not None:
+        holders.update(slot.slot_id for load in scheduler.cache.tiers.loads for slot in load.held_states)
     num_cached = num_published = 0
     for slot in pool.slots[EMPTY_SLOT + 1 :]:
         if slot.ref_count != holders[slot.slot_id]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.core.request import FinishReason, Priority
+from quire.core.step import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,15 @@ class PrefixWaited:
     """A request waits because a running request is computing their common prefix."""
 
     request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoaded:
+    """A load from a lower tier has ended."""
+
+    source: Tier  # the slowest tier that it read
+    num_tokens: int
+    is_whole: bool  # everything was loaded and published
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,7 @@ Event = (
     | Admitted
     | PrefixHitFound
     | PrefixWaited
+    | PrefixLoaded
     | Preempted
     | Evicted
     | PinYielded
@@ -112,3 +124,29 @@ Observer = Callable[[Event], None]
 
 def ignore(_event: Event) -> None:
     """Observer that does nothing."""
+
+
+# Changes of the prefix tree, for readers that keep a copy of it. They name content, not blocks: a second block with the
+# same content is no change. Partial tails and prefixes with a salt are left out. Named tuples, because there is one for
+# each block that is filled.
+
+
+class Published(NamedTuple):
+    """Content is in the tree. Its parent was published before it."""
+
+    key: bytes  # chain key
+    parent_key: bytes  # chain key of the block before it; the root key of the empty salt for the first block
+    tokens: bytes  # packed; a whole block
+
+
+class Removed(NamedTuple):
+    """Content left the tree with its last block, and all content after it."""
+
+    keys: tuple[bytes, ...]  # children before their parents
+
+
+class Cleared(NamedTuple):
+    """The tree is empty."""
+
+
+TreeChange = Published | Removed | Cleared

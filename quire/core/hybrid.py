@@ -70,7 +70,7 @@ class HybridMemory:
             blocks, table = self.windows.pool.blocks, parent.window_table
             return lambda number: blocks[table[number]] if number < len(table) and table[number] else None
         nodes = hit.blocks if hit.tail is None else (*hit.blocks, hit.tail)
-        return lambda number: _cached_window(nodes[number])
+        return lambda number: cached_window(nodes[number])
 
     @property
     def num_releases(self) -> int:
@@ -168,7 +168,7 @@ def _no_window(_number: int) -> None:
     return None
 
 
-def _cached_window(node: KVCacheBlock) -> WindowBlock | None:
+def cached_window(node: KVCacheBlock) -> WindowBlock | None:
     """The window block of a node, or of a twin with the same tokens."""
     if node.window is not None or node.twins is None:
         return node.window

@@ -14,12 +14,16 @@ from quire.core.block_pool import BlockPool, PoolStats
 from quire.core.chain import Digest, TokenChain, hash_block_tokens
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.hybrid import HybridMemory
+from quire.core.lower_tier import LowerTier
 from quire.core.pins import PinBoard
 from quire.core.placement import ALL_PLACES, Place
 from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.request import PackedPrompt, Request, check_salt, check_tokens
+from quire.core.saves import NO_SAVES, SaveLimits
 from quire.core.state_pool import StateStats
 from quire.core.step import BlockCopy
+from quire.core.tier_search import Reach
+from quire.core.tiers import LowerTierStats, Tiers
 from quire.core.window_pool import WindowStats
 from quire.errors import ContextTooLong, OutOfBlocks
 
@@ -40,6 +44,7 @@ class CacheStats(PoolStats):
     num_recomputed_tokens: int = 0  # computed again although their keys and values were found: no state or window
     windows: WindowStats | None = None  # None: the model has no window blocks
     states: StateStats | None = None  # None: the model has no recurrent states
+    tiers: tuple[LowerTierStats, ...] = ()  # below the device, the fastest first
 
     @classmethod
     def none(cls) -> CacheStats:
@@ -69,7 +74,10 @@ class KVCacheManager:
         num_states: int = 0,
         num_live_states: int = 2,
         places: Collection[Place] = ALL_PLACES,
+        tiers: Sequence[LowerTier] = (),
+        save_limits: SaveLimits = NO_SAVES,
     ) -> None:
+        """`tiers`: below the device, the fastest first."""
         self.block_size = check_block_size(block_size)
         self.is_caching = is_caching
         self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
@@ -87,6 +95,9 @@ class KVCacheManager:
                 places=places,
             )
         self.pins = PinBoard(self.pool, observe, self.hybrid)
+        self.tiers: Tiers | None = None
+        if tiers and is_caching:
+            self.tiers = Tiers(self.tree, self.pool, self.hybrid, tiers, save_limits)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -120,6 +131,24 @@ class KVCacheManager:
             return NO_HIT
         hit = self.tree.match(self.chain(request), len(request.tokens) - 1)
         return hit if self.hybrid is None else self.hybrid.continue_hit(self.chain(request), hit)
+
+    def reach(self, request: Request, hit: PrefixHit) -> Reach | None:
+        """How far lower tiers extend a hit; None if not at all."""
+        if self.tiers is None or not self._is_searched(request):
+            return None
+        return self.tiers.find(self.chain(request), len(request.tokens) - 1, hit)
+
+    def worthwhile_reach(self, request: Request, hit: PrefixHit) -> Reach | None:
+        """How far lower tiers extend a hit if only loads that save time are made."""
+        if self.tiers is None or not self._is_searched(request):
+            return None
+        return self.tiers.choose(self.chain(request), len(request.tokens) - 1, hit)
+
+    def was_evicted(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the full block after a hit was evicted recently."""
+        end = (len(hit.blocks) + 1) * self.block_size
+        is_wanted = self._is_searched(request) and end < len(request.tokens)
+        return is_wanted and self.tree.was_evicted(self.chain(request).key(len(hit.blocks)))
 
     def _is_searched(self, request: Request) -> bool:
         return self.is_caching and request.sampling.prompt_logprobs is None
@@ -202,6 +231,7 @@ class KVCacheManager:
             num_recomputed_tokens=self._num_recomputed_tokens,
             windows=None if self.hybrid is None or self.hybrid.windows is None else self.hybrid.windows.pool.stats(),
             states=None if self.hybrid is None or self.hybrid.states is None else self.hybrid.states.pool.stats(),
+            tiers=() if self.tiers is None else self.tiers.stats(),
         )
 
     def _can_cache(self, request: Request, index: int) -> bool:
@@ -228,6 +258,8 @@ class KVCacheManager:
     def _start(self, request: Request, hit: PrefixHit) -> list[BlockCopy]:
         pool = self.pool
         pool.share(hit.blocks)
+        if self.tiers is not None and not request.num_preemptions:  # a resumed request uses its own content
+            self.tiers.saves.note_use(hit.blocks)
         table = [block.block_id for block in hit.blocks]
         num_existing = hit.num_tokens  # tokens whose KV exists now; a copied tail exists only after its step has run
         copies: list[BlockCopy] = []
@@ -320,11 +352,15 @@ class KVCacheManager:
         hit = self.tree.match(chain, num_tokens)
         if self.hybrid is not None:
             hit = self.hybrid.continue_hit(chain, hit.without_tail())
+        if self.tiers is not None:
+            self.tiers.saves.note_use(hit.blocks)
         return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size
 
     def clear(self) -> None:
-        """Drop all cached content and all pins. Running requests keep their blocks."""
+        """Drop all cached content, in all tiers, and all pins. Running requests keep their blocks."""
         self.pins.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
         self.pool.clear()
         if self.hybrid is not None and self.hybrid.states is not None:
             self.hybrid.states.pool.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heapreplace
 
-from quire.core.admission import Admission
+from quire.core.admission import Admission, Outcome
 from quire.core.draft import StepDraft
 from quire.core.events import Observer, ignore
 from quire.core.heap import Key
@@ -62,6 +62,7 @@ class Planner:
         self.max_chunk_tokens = max_chunk_tokens
         self.max_mixed_tokens = max_mixed_tokens  # prompt tokens per MIXED_ANSWERS answers; None: no limit
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
+        self.loads = self._admission.loads
         self._num_steps = 0
         self._is_stalled = False  # in the last step a running request waited for memory of one that cannot be preempted
 
@@ -70,16 +71,16 @@ class Planner:
         step = StepDraft(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
         self._num_steps += 1
         self._waiting.unpark(self._admission.can_share)
+        self.loads.expire(now_ns)
         self._begin(step)
         if any(step.wanting) or any(map(self._waiting.num_ready, TIERS)):  # else no turn gives anything
             for turn in self._ledger.turns():
                 self._take_turn(step, turn)
-        running, index = self._running.requests, 0
-        while index < len(running):
-            if self._plan(step, running[index]):
-                index += 1
+        self._plan_running(step)
         if not step.slices and step.left_out:
             self._plan_left_out(step)
+        if not step.slices and self._is_stalled and not has_in_flight and not self.loads.has_any:
+            self._end_stall(step)
         self._end(step)
         return step
 
@@ -178,7 +179,9 @@ class Planner:
                 continue
             elif (num_most := self._num_affordable(turn, head[1], left, left_ns)) < 1:
                 return
-            elif self._admission.try_admit(step, head[1]):
+            elif (outcome := self._admission.try_admit(step, head[1])) is Outcome.PARKED:
+                continue
+            elif outcome is Outcome.ADMITTED:
                 num_given = self._give(step, head[1], num_most)
                 left -= num_given
                 left_ns = self._pay(head[1], num_given, left_ns)
@@ -305,6 +308,23 @@ class Planner:
         )
         return True
 
+    def _plan_running(self, step: StepDraft) -> None:
+        running, index = self._running.requests, 0
+        while index < len(running):
+            if self._plan(step, running[index]):
+                index += 1
+
+    def _end_stall(self, step: StepDraft) -> None:
+        """Preempt a request that has progressed: all requests wait for memory of others that may not be preempted.
+
+        Window blocks are not all taken at admission, so a request that never was preempted can take those that a
+        resumed one needs. It gives them back, whatever its urgency.
+        """
+        victim = next((request for request in reversed(self._running.requests) if request.has_progressed), None)
+        if victim is not None:
+            self._admission.preempt(step, victim, victim)
+            self._plan_running(step)
+
     def _plan_left_out(self, step: StepDraft) -> None:
         """Plan the rationed requests after all: no other request can compute anything in this step."""
         requests, step.left_out = step.left_out, []
@@ -328,9 +348,9 @@ class Planner:
                 self._is_stalled = True
                 return False  # it, or a less urgent request, cannot be preempted before its next result
             if victim is request and len(running) == 1:
-                if not step.has_in_flight:
+                if not step.has_in_flight and not self.loads.has_any:
                     raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
-                return False  # sources of copies in flight hold the other blocks; their commit frees them
+                return False  # loads, or sources of copies in flight, hold the other blocks; their end frees them
             self._admission.preempt(step, victim, request)
             if victim is request:
                 return False

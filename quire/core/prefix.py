@@ -16,6 +16,8 @@ from quire.core.block import TOKEN_BYTES, KVCacheBlock
 from quire.core.chain import Digest, TokenChain, hash_block_tokens, root_key
 from quire.core.children import SortedBlocks
 from quire.core.continuation import Continuation
+from quire.core.events import Cleared, Published, Removed, TreeChange
+from quire.core.step import Tier
 
 
 def common_run(a: bytes, b: bytes) -> int:
@@ -62,6 +64,8 @@ class StopReason(StrEnum):
     IN_FLIGHT = "in_flight"  # a running request is computing the next block
     NOT_FOUND = "not_found"  # no cached content follows this prefix
     NO_STATE = "no_state"  # keys and values are cached further, but the last recurrent state is here
+    LOAD_FAILED = "load_failed"  # the rest is stored in a lower tier, but could not be loaded, or not in time
+    NOT_LOADED = "not_loaded"  # the rest is stored in a lower tier, but computing it is faster, or memory is short
     NO_WINDOW = "no_window"  # keys and values are cached further, but not those of the layers with a window
     OFF = "off"  # the cache is disabled, or the request needs every prompt position computed
 
@@ -73,6 +77,8 @@ class CacheExplanation:
     stopped_at: int  # position of the first token that is not reused
     reason: StopReason
     num_kv_tokens: int = 0  # tokens whose keys and values were found, if more than `num_tokens`
+    source: Tier | None = None  # the slowest tier that the matched tokens come from; None: none were matched
+    num_loaded_tokens: int = 0  # of the matched ones, those loaded from a lower tier
 
 
 class Inserted(NamedTuple):
@@ -97,9 +103,13 @@ class PrefixTree:
         self.digest = digest
         self._max_ghosts = max_ghosts
         self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> full block
-        self._children: dict[bytes, SortedBlocks] = {}  # chain key or root key -> blocks that follow it
+        self._children: dict[bytes, SortedBlocks[KVCacheBlock]] = {}  # chain key or root key -> blocks that follow it
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # recently evicted keys, oldest first
         self.on_removal: Callable[[KVCacheBlock], None] | None = None  # called before a block loses its content
+        self.on_change: Callable[[TreeChange], None] | None = None  # set it before the first insertion
+        # Keys whose children are reported to `on_change`: the root of the empty salt and, while `on_change` is set, all
+        # content that follows it. So nothing below the root of a salt is reported.
+        self._public = {self.root("")}
         self.num_twins = 0  # inserted so far
         self.num_collisions = 0
 
@@ -118,6 +128,10 @@ class PrefixTree:
     def find(self, key: bytes) -> KVCacheBlock | None:
         """The indexed full block of this key."""
         return self._index.get(key)
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether the block of this key was evicted recently."""
+        return key in self._ghosts
 
     def positions(self) -> Iterable[tuple[bytes, Iterable[KVCacheBlock]]]:
         """Each key that has children, with the children in token order."""
@@ -237,6 +251,9 @@ class PrefixTree:
             self._ghosts.pop(key, None)
             if (parent := self._index.get(parent_key)) is not None:
                 parent.last_child = block
+            if self.on_change is not None and parent_key in self._public:
+                self._public.add(key)
+                self.on_change(Published(key, parent_key, tokens))
         return Inserted(True, superseded)
 
     def remove(self, block: KVCacheBlock) -> list[KVCacheBlock]:
@@ -261,7 +278,12 @@ class PrefixTree:
         del self._index[key]
         self._remove_from_parent(block)
         self._unpublish(block)
-        return self._drop_descendants(key) if key in self._children else []
+        keys = [key]
+        dropped = self._drop_descendants(key, keys) if key in self._children else []
+        if self.on_change is not None and key in self._public:
+            self._public.difference_update(keys)
+            self.on_change(Removed(tuple(reversed(keys))))
+        return dropped
 
     def remember(self, key: bytes) -> None:
         """Keep an evicted key for a while, so that `explain` can distinguish evicted from unknown content."""
@@ -279,6 +301,9 @@ class PrefixTree:
         self._index.clear()
         self._children.clear()
         self._ghosts.clear()
+        self._public = {self.root("")}
+        if self.on_change is not None:
+            self.on_change(Cleared())
 
     def _promote_twin(self, block: KVCacheBlock, key: bytes) -> None:
         """Replace an indexed block by its first twin. Its children stay."""
@@ -297,7 +322,8 @@ class PrefixTree:
         if not siblings:
             del self._children[block.parent_key]
 
-    def _drop_descendants(self, key: bytes) -> list[KVCacheBlock]:
+    def _drop_descendants(self, key: bytes, removed: list[bytes]) -> list[KVCacheBlock]:
+        """Remove all blocks after this key. Appends the keys of the full ones to `removed`, parents first."""
         dropped: list[KVCacheBlock] = []
         keys = [key]
         while keys:
@@ -306,6 +332,7 @@ class PrefixTree:
                     del self._index[block.key]
                     self.remember(block.key)
                     keys.append(block.key)
+                    removed.append(block.key)
                 for member in (block, *(block.twins or ())):
                     self._unpublish(member)
                     dropped.append(member)
@@ -320,3 +347,4 @@ class PrefixTree:
                 parent.last_child = None
         block.key = block.parent_key = block.twins = block.last_child = None
         block.tokens = b""
+        block.is_reused = False

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.core.chain import TokenChain
     from quire.core.prefix import CacheExplanation
     from quire.core.state_pool import StateSlot
+    from quire.core.step import Tier
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256
@@ -206,20 +207,25 @@ class Request:
         "enqueued_ns",
         "epoch",
         "finish_reason",
+        "has_failed_load",
         "is_prefix_waiting",
         "kv_start",
         "last_step",
         "live_states",
+        "loaded_from",
         "next_point",
         "num_cached_tokens",
         "num_computed",
         "num_in_flight",
+        "num_load_waits",
+        "num_loaded_tokens",
         "num_planned",
         "num_preempted_at",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
         "num_spared_until",
+        "num_unloaded_tokens",
         "num_windows_passed",
         "num_windows_published",
         "parent",
@@ -275,13 +281,16 @@ class Request:
         self.state = RequestState.NEW
         self.finish_reason: FinishReason | None = None
         self.epoch = 0  # increased when results in flight become invalid for this request
-        self.sequence = 0  # order of arrival; breaks ties
-        self.urgency = 0  # `Policy.urgency`, set at admission
-        self.arrived_ns = 0
-        self.enqueued_ns = 0  # start of the last wait
+        self.sequence = self.urgency = 0  # order of arrival, which breaks ties; `Policy.urgency`, set at admission
+        self.arrived_ns = self.enqueued_ns = 0  # the second is the start of the last wait
         self.earlier_waits_ns = 0  # total time of the waits before it, so that a preemption does not reset the age
         self.waited_ns = 0  # total time of all completed waits
         self.is_prefix_waiting = False
+        self.num_load_waits = 0  # loads from lower tiers for which it has waited
+        self.num_unloaded_tokens = 0  # that the device had before the first of these loads
+        self.num_loaded_tokens = 0  # that these loads brought
+        self.loaded_from: Tier | None = None  # the slowest tier of these loads
+        self.has_failed_load = False  # one of these loads failed or was late
         self.num_preemptions = 0
         self.num_preempted_at = -1  # largest number of computed tokens at a preemption
         self.num_spared_until = -1  # no waiting request preempts it before it has computed this many tokens
@@ -292,8 +301,7 @@ class Request:
         self.batch_index: int | None = None
         self.block_table: list[int] = []  # append-only while held, replaced (never cleared) on release
         self.kv_start = 0  # the KV of tokens before it was cached: it is not written again if they are computed again
-        self.num_computed = 0
-        self.num_planned = 0
+        self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # samples of steps that are not committed yet
         self.num_published = 0  # leading full blocks passed to the tree
         self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission

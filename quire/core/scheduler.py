@@ -7,6 +7,7 @@ Knows nothing of text, tensors or clocks: `now_ns` is an argument.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from types import MappingProxyType
 
 from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
@@ -16,7 +17,7 @@ from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Request, RequestState
 from quire.core.running import RunningSet
-from quire.core.step import StepPlan, StepResult, TokenUpdate
+from quire.core.step import Content, StepPlan, StepResult, Tier, TokenUpdate, Transfers
 from quire.core.waiting import WaitingQueue
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
@@ -85,7 +86,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight)
+        return bool(self._requests or self._in_flight) or self.planner.loads.has_any
 
     def get(self, request_id: int) -> Request | None:
         return self._requests.get(request_id)
@@ -161,11 +162,41 @@ class Scheduler:
         self._now_ns = now_ns = max(self._now_ns, now_ns)
         self.cache.pins.expire(now_ns)
         step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
+        tiers = self.cache.tiers
+        transfers: Transfers = ((), (), ()) if tiers is None else tiers.pop_plan()
         if not step.slices:
-            return StepPlan((), (), ())
-        plan = StepPlan(tuple(step.slices), tuple(step.copies), self._running.pop_released(), tuple(step.window_copies))
+            return StepPlan((), (), (), (), *transfers)
+        released = self._running.pop_released()
+        plan = StepPlan(tuple(step.slices), tuple(step.copies), released, tuple(step.window_copies), *transfers)
         self._in_flight.append(plan)
         return plan
+
+    # Lower tiers
+
+    def schedule_idle(self) -> StepPlan:
+        """Plan saves of cached content while nothing runs. The plan has no slices."""
+        tiers = self.cache.tiers
+        if tiers is None:
+            return StepPlan((), (), ())
+        tiers.saves.choose_idle(block for pin in self.cache.pins for block in pin.blocks)
+        return StepPlan((), (), (), (), *tiers.pop_plan())
+
+    def finish_load(self, load_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
+        """Apply the end of a load: all its copies are made, except those of `failures`.
+
+        `read_ns`: the time that its pieces on disk took to be read.
+        """
+        self.planner.loads.finish(load_id, failures, read_ns)
+
+    def finish_save(self, content: Content, tier: Tier, *, is_saved: bool) -> None:
+        """Apply the end of a save to one tier."""
+        if self.cache.tiers is not None:
+            self.cache.tiers.finish_save(content, tier, is_saved=is_saved)
+
+    def lose_stored(self, tier: Tier, contents: Collection[Content]) -> None:
+        """Forget content that is no longer stored in a lower tier."""
+        if self.cache.tiers is not None:
+            self.cache.tiers.lose(tier, contents)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""
@@ -176,6 +207,10 @@ class Scheduler:
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
         requests, block_size, hybrid = self._requests, self.cache.block_size, self.cache.hybrid
+        # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
+        self.cache.settle(plan.copies)
+        if hybrid is not None:
+            hybrid.settle(plan.window_copies)
         has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
@@ -202,9 +237,6 @@ class Scheduler:
                 update = self._accept(request, tokens) if tokens else TokenUpdate(request.request_id, (), None)
                 logprobs, prompt = result.logprobs.get(index, ()), result.prompt_logprobs.get(index)
                 updates.append(update._replace(logprobs=logprobs, prompt_logprobs=prompt))
-        self.cache.settle(plan.copies)
-        if hybrid is not None:
-            hybrid.settle(plan.window_copies)
         return updates
 
     def _accept(self, request: Request, tokens: tuple[int, ...]) -> TokenUpdate:

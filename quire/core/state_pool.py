@@ -7,6 +7,7 @@ it and writes the next state to a slot of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -73,6 +74,7 @@ class StatePool:
         self.num_cached = 0  # snapshots that no request or pin holds
         self.num_snapshots = 0  # published, held or not
         self.num_evictions = 0
+        self.on_eviction: Callable[[StateSlot], None] | None = None  # called before a snapshot is lost
 
     @property
     def num_usable(self) -> int:
@@ -162,6 +164,8 @@ class StatePool:
         while heap:
             score, _, slot = heappop(heap)
             if slot.parent_key is not None and slot.ref_count == 0 and slot.score == score:
+                if self.on_eviction is not None:
+                    self.on_eviction(slot)
                 self._clock = score
                 self.num_evictions += 1
                 self._remove(slot)

@@ -7,6 +7,7 @@ request).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -53,6 +54,58 @@ class BlockCopy(NamedTuple):
     destination: int
 
 
+class Tier(StrEnum):
+    """Where content is cached."""
+
+    DEVICE = "device"  # the runner's own memory, which steps read and write
+    HOST = "host"
+    DISK = "disk"
+
+
+class MemoryKind(IntEnum):
+    """The pools of a runner."""
+
+    BLOCK = 0  # a KV block
+    WINDOW = 1  # a window block
+    STATE = 2  # a recurrent state
+
+
+class MemoryRef(NamedTuple):
+    """A place in the runner's memory: a block, a window block or a state slot."""
+
+    kind: MemoryKind
+    index: int  # type: ignore[assignment]  # also the name of a method of tuples, which is not used
+
+
+class Content(NamedTuple):
+    """Names cached content by its tokens, in every tier and every process with the same root secret."""
+
+    kind: MemoryKind
+    key: bytes  # digest of the parent key and the tokens
+    parent_key: bytes  # chain key of the full block before it, or the root key
+    tokens: bytes  # packed; a block's own tokens, or the tokens between that block and a state
+
+
+class Save(NamedTuple):
+    """Content to copy from the runner's memory to lower tiers."""
+
+    content: Content
+    source: MemoryRef
+    tiers: tuple[Tier, ...]
+
+
+class Load(NamedTuple):
+    """Content to copy from a lower tier to the runner's memory."""
+
+    load_id: int
+    content: Content
+    tier: Tier
+    target: MemoryRef
+
+
+Transfers = tuple[tuple[Save, ...], tuple[Load, ...], tuple[Content, ...]]  # saves, loads and drops of a plan
+
+
 class StepPlan(NamedTuple):
     """Everything a runner needs for one step.
 
@@ -63,10 +116,13 @@ class StepPlan(NamedTuple):
     copies: tuple[BlockCopy, ...]  # to be made before the forward pass
     released: tuple[int, ...]  # batch indices released since the last plan
     window_copies: tuple[BlockCopy, ...] = ()  # the same as `copies`, among the window blocks
+    saves: tuple[Save, ...] = ()  # to be read before the copies; steps may overwrite their sources
+    loads: tuple[Load, ...] = ()  # to be started; no step uses their targets until they are reported as done
+    drops: tuple[Content, ...] = ()  # to be dropped from host memory, before the saves
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to run. An empty plan is not committed."""
+        """Whether there is nothing to run. An empty plan is not committed; it may have saves and loads."""
         return not self.slices
 
     @property

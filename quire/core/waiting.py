@@ -1,4 +1,4 @@
-"""The waiting queue: a lane for each tier, and the requests that wait for a prefix."""
+"""The waiting queue: a lane for each tier, and the requests that wait for a prefix to be computed or loaded."""
 
 from __future__ import annotations
 
@@ -116,6 +116,52 @@ class PrefixWaiters:
         return ready
 
 
+class LoadWaiters:
+    """Requests that wait while a prefix is loaded from a lower tier."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[int, Request]] = {}  # load id -> request id -> waiter
+        self._load_of: dict[int, int] = {}  # request id of a waiter -> load id
+        self._counts: Counter[tuple[Priority, str]] = Counter()  # (tier, tenant) -> number of waiters
+
+    def __len__(self) -> int:
+        return len(self._load_of)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._load_of
+
+    def __iter__(self) -> Iterator[Request]:
+        for group in self._groups.values():
+            yield from group.values()
+
+    def count(self, priority: Priority, tenant: str) -> int:
+        return self._counts[priority, tenant]
+
+    def load_of(self, request: Request) -> int:
+        return self._load_of[request.request_id]
+
+    def park(self, request: Request, load_id: int) -> None:
+        self._groups.setdefault(load_id, {})[request.request_id] = request
+        self._load_of[request.request_id] = load_id
+        self._counts[request.priority, request.tenant] += 1
+
+    def remove(self, request: Request) -> None:
+        load_id = self._load_of.pop(request.request_id)
+        del self._groups[load_id][request.request_id]
+        if not self._groups[load_id]:
+            del self._groups[load_id]
+        self._counts[request.priority, request.tenant] -= 1
+        if not self._counts[request.priority, request.tenant]:
+            del self._counts[request.priority, request.tenant]
+
+    def pop(self, load_id: int) -> list[Request]:
+        """Remove and return the waiters of a load."""
+        waiters = list(self._groups.get(load_id, {}).values())
+        for request in waiters:
+            self.remove(request)
+        return waiters
+
+
 class WaitingQueue:
     """All waiting requests, up to a limit."""
 
@@ -125,6 +171,7 @@ class WaitingQueue:
         self.max_requests = max_requests
         self._lanes = {priority: make_lane(priority) for priority in Priority}
         self.prefix_waiters = PrefixWaiters()
+        self.load_waiters = LoadWaiters()
         self._ids: set[int] = set()
         self.num_tokens = 0  # known tokens of all waiting requests
 
@@ -132,20 +179,22 @@ class WaitingQueue:
         return len(self._ids)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order; prefix waiters included."""
+        """In no particular order; prefix waiters and load waiters included."""
         for lane in self._lanes.values():
             yield from lane
         yield from self.prefix_waiters
+        yield from self.load_waiters
 
     def __contains__(self, request: Request) -> bool:
         return request.request_id in self._ids
 
     def num_prefix_waiters(self, request: Request) -> int:
-        """Number of prefix waiters of the same tier and tenant."""
-        return self.prefix_waiters.count(request.priority, request.tenant)
+        """Number of requests of the same tier and tenant that wait for a prefix to be computed or loaded."""
+        account = request.priority, request.tenant
+        return self.prefix_waiters.count(*account) + self.load_waiters.count(*account)
 
     def num_ready(self, priority: Priority) -> int:
-        """Number of waiting requests of a tier that could start now, without prefix waiters."""
+        """Number of waiting requests of a tier that could start now, without those that wait for a prefix."""
         return len(self._lanes[priority])
 
     def check_room(self) -> None:
@@ -176,11 +225,25 @@ class WaitingQueue:
         for request in self.prefix_waiters.pop_ready(can_share):
             self._lanes[request.priority].push(request)
 
+    def park_for_load(self, request: Request, load_id: int) -> None:
+        """Let a request wait for a load."""
+        self._lanes[request.priority].remove(request)
+        self.load_waiters.park(request, load_id)
+
+    def unpark_load(self, load_id: int) -> list[Request]:
+        """Move the waiters of a load back into their lanes, and return them."""
+        waiters = self.load_waiters.pop(load_id)
+        for request in waiters:
+            self._lanes[request.priority].push(request)
+        return waiters
+
     def remove(self, request: Request) -> None:
-        """Remove a request from its lane or from the prefix waiters."""
+        """Remove a request from its lane, from the prefix waiters or from the load waiters."""
         self._ids.remove(request.request_id)
         if request in self.prefix_waiters:
             self.prefix_waiters.remove(request)
+        elif request in self.load_waiters:
+            self.load_waiters.remove(request)
         else:
             self._lanes[request.priority].remove(request)
         self.num_tokens -= len(request.tokens)

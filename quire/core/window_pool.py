@@ -7,7 +7,7 @@ and no other request takes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -56,6 +56,7 @@ class WindowPool:
         self.num_cached = 0
         self.num_releases = 0
         self.num_evictions = 0
+        self.on_eviction: Callable[[WindowBlock], None] | None = None  # called before a block loses its content
 
     @property
     def num_usable(self) -> int:
@@ -86,6 +87,8 @@ class WindowPool:
         for _ in range(count):
             block = (self._passed or self._kept).pop_front()
             if block.node is not None:
+                if self.on_eviction is not None:
+                    self.on_eviction(block)
                 block.node.window = None
                 block.node = None
                 self.num_cached -= 1
