@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.core.block import BLOCK_SIZE
-from quire.core.step import StepPlan, StepResult
+from quire.core.step import MemoryKind, MemoryRef, StepPlan, StepResult
 
 DEFAULT_MAX_SEQS = 64  # on a CPU
 DEFAULT_MAX_CHUNK = 512  # tokens per step from one prompt
@@ -74,6 +74,67 @@ class RunnerFacts:
     state_bytes: int = 0  # the part of it that holds recurrent states
 
 
+@dataclass(frozen=True, slots=True)
+class MemorySizes:
+    """Bytes of one piece of each kind of memory, in all layers."""
+
+    block: int
+    window: int = 0  # 0: the model has no window blocks
+    state: int = 0  # 0: the model has no recurrent states
+
+    def of(self, kind: MemoryKind) -> int:
+        return (self.block, self.window, self.state)[kind]
+
+
+class PendingCopy(Protocol):
+    """Copies that were started."""
+
+    def is_done(self) -> bool: ...
+
+    def join_steps(self) -> bool:
+        """Let the steps that are enqueued from now on wait for these copies, on the device.
+
+        Such steps may use the pieces at once, but the buffers are in use until `is_done`. Returns False if that is not
+        possible, or not yet.
+        """
+
+
+class Copied:
+    """Copies that were made before the call returned."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def join_steps(self) -> bool:
+        return True
+
+
+class BlockIO(Protocol):
+    """Copies pieces of a runner's memory to and from host buffers. Called by the engine, between steps.
+
+    A buffer has `sizes.of(kind)` bytes: the piece in all layers. `layout` describes these bytes: two runners with the
+    same weights and the same layout understand each other's buffers.
+    """
+
+    sizes: MemorySizes
+    layout: str
+    pieces_per_step: int  # that can be copied beside a step without delaying it much
+    max_exports: int  # pieces that can be exported at once, before a large step
+    is_host_memory: bool  # the runner's memory is host memory itself, so that a host tier below it makes no sense
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Allocate host memory that is fast to copy from and to (pinned, for a GPU). May take seconds."""
+
+    def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        """Copy pieces into buffers, as the steps enqueued so far leave them. Later steps may overwrite the pieces."""
+
+    def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        """Copy buffers into pieces, after the steps enqueued so far.
+
+        Until the copy is done, the caller changes no buffer and enqueues no step that uses the pieces.
+        """
+
+
 class Runner(Protocol):
     """Executes plans strictly in order, so the next plan may reuse a block as soon as it is free.
 
@@ -93,8 +154,14 @@ class Runner(Protocol):
         Returns False if nothing was left to prepare. A runner that was never prepared gives the same results, slower.
         """
 
+    def block_io(self) -> BlockIO | None:
+        """Access to the memory for tiers below it. None: this runner has no such access."""
+
     def forward(self, plan: StepPlan) -> None:
-        """Enqueue a step: its block copies, then its forward pass. Does not wait for the device."""
+        """Enqueue a step: its block copies, then its forward pass. Does not wait for the device.
+
+        Saves and loads of the plan are made by the engine, through `block_io`.
+        """
 
     def sample(self, masks: TokenMasks | None) -> None:
         """Enqueue sampling for the step that was enqueued last. Does not wait for the device."""

@@ -19,14 +19,22 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, RunnerFacts, TokenMasks
+from quire.backends.base import (
+    DEFAULT_MAX_SEQS,
+    BackendOptions,
+    BlockIO,
+    Capacity,
+    Progress,
+    RunnerFacts,
+    TokenMasks,
+)
+from quire.backends.fake_block_io import POISON, FakeBlockIO, FakeMemory, LateCopy
 from quire.backends.kv_spec import KVSpec
 from quire.core.request import SamplingParams
-from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import MemoryKind, MemoryRef, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.checkpoint import Checkpoint
 
-POISON = -1  # content of memory that has not been written; digests are never negative
 _MASK = 2**62 - 1
 NUM_BLOCKS = 2048  # default size of the pool
 NUM_STATES = 8  # states per request, live ones and snapshots
@@ -180,6 +188,16 @@ class _Logits(NamedTuple):
     last_token: int
 
 
+class _Step(NamedTuple):
+    """A plan, and the lengths of the block table and the window table of each slice when it was enqueued.
+
+    Tables grow while the step is in flight. The blocks that are added belong to later steps.
+    """
+
+    plan: StepPlan
+    table_sizes: list[tuple[int, int]]
+
+
 class FakeRunner:
     """Executes plans in `forward` and `sample`, or, with `is_late`, in `collect`: eager execution would hide races.
 
@@ -192,14 +210,13 @@ class FakeRunner:
         self._step_s = step_s
         self._is_late = is_late
         self._random = Random(seed)
-        self.memory = [[POISON] * capacity.block_size for _ in range(capacity.num_blocks)]
-        self.window_memory = [[POISON] * capacity.block_size for _ in range(capacity.num_window_blocks)]
-        self.states = [POISON] * capacity.num_states
-        if self.states:
-            self.states[0] = 0  # the empty state
+        pools = FakeMemory(capacity)
+        self.memory, self.window_memory, self.states = pools.blocks, pools.window_blocks, pools.states
         self._last_sample: list[int | None] = [None] * capacity.max_num_seqs
-        self._forwarded: tuple[StepPlan, list[_Logits] | None] | None = None  # not sampled yet
-        self._late: deque[tuple[StepPlan, TokenMasks | None]] = deque()  # not executed yet
+        self._forwarded: tuple[_Step, list[_Logits] | None] | None = None  # not sampled yet
+        self._late: deque[tuple[_Step, TokenMasks | None] | LateCopy] = deque()  # not executed yet
+        self._importing: list[LateCopy] = []  # not done when last asked
+        self._block_io = FakeBlockIO(pools, capacity, self._enqueue if is_late else None, seed)
         self._results: deque[StepResult] = deque()  # not collected yet
 
     def capacity(self) -> Capacity:
@@ -214,28 +231,36 @@ class FakeRunner:
     def prepare(self) -> bool:
         return False
 
+    def block_io(self) -> BlockIO:
+        return self._block_io
+
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:
             raise InvariantViolation("forward before the last step was sampled")
         self._check(plan)
-        self._forwarded = plan, None if self._is_late else self._run(plan)
+        step = _Step(plan, [(len(piece.block_table), len(piece.window_table)) for piece in plan.slices])
+        self._forwarded = step, None if self._is_late else self._run(step)
 
     def sample(self, masks: TokenMasks | None) -> None:
         if self._forwarded is None:
             raise InvariantViolation("sample without a forward pass")
-        plan, logits = self._forwarded
+        step, logits = self._forwarded
         self._forwarded = None
         if logits is None:
-            self._late.append((plan, masks))
+            self._late.append((step, masks))
         else:
-            self._results.append(self._choose(plan, logits, masks))
+            self._results.append(self._choose(step.plan, logits, masks))
 
     def collect(self) -> StepResult:
         if self._step_s:
             time.sleep(self._step_s)
         if self._late:
-            plan, masks = self._late.popleft()
-            return self._choose(plan, self._run(plan), masks)
+            late = self._late.popleft()
+            assert not isinstance(late, LateCopy)  # copies that no step precedes have started
+            step, masks = late
+            result = self._choose(step.plan, self._run(step), masks)
+            self._start_copies()
+            return result
         if not self._results:
             raise InvariantViolation("collect with no step in flight")
         return self._results.popleft()
@@ -247,23 +272,45 @@ class FakeRunner:
         self._late.clear()
         self._results.clear()
 
-    def _run(self, plan: StepPlan) -> list[_Logits]:
+    def _enqueue(self, copy: LateCopy) -> None:
+        if self._forwarded is not None:
+            raise InvariantViolation("memory is copied between the forward pass of a step and its sampling")
+        if wrong := self._imported_pieces() & set(copy.pieces):
+            raise InvariantViolation(f"memory that is being imported is copied: {sorted(wrong)}")
+        if not copy.is_export:
+            self._importing.append(copy)
+        self._late.append(copy)
+        self._start_copies()
+
+    def _imported_pieces(self) -> set[MemoryRef]:
+        """Return the targets of imports that are not done."""
+        self._importing = [copy for copy in self._importing if copy.is_pending]
+        return {ref for copy in self._importing for ref in copy.pieces}
+
+    def _start_copies(self) -> None:
+        """Start the copies that no step precedes."""
+        while self._late and isinstance(copy := self._late[0], LateCopy):
+            self._late.popleft()
+            copy.start()
+
+    def _run(self, step: _Step) -> list[_Logits]:
+        plan = step.plan
         for batch_index in plan.released:
             self._last_sample[batch_index] = None
         for copy in self._random.sample(plan.copies, len(plan.copies)):
             self.memory[copy.destination][:] = self.memory[copy.source]
         for copy in self._random.sample(plan.window_copies, len(plan.window_copies)):
             self.window_memory[copy.destination][:] = self.window_memory[copy.source]
-        return [self._compute(piece) for piece in plan.slices]
+        return [self._compute(piece, *sizes) for piece, sizes in zip(plan.slices, step.table_sizes, strict=True)]
 
-    def _compute(self, piece: SeqSlice) -> _Logits:
+    def _compute(self, piece: SeqSlice, num_blocks: int, num_windows: int) -> _Logits:
         size, table = self._capacity.block_size, piece.block_table
         tokens = piece.tokens or (self._own_sample(piece.batch_index),)
         first_written = max(piece.start, piece.kv_start)
-        for index in range(first_written // size, len(table)):
+        for index in range(first_written // size, num_blocks):
             first = max(first_written - index * size, 0)
             self.memory[table[index]][first:] = [POISON] * (size - first)
-        fold, hybrid = Fold(size), self._hybrid(piece)
+        fold, hybrid = Fold(size), self._hybrid(piece, num_windows)
         for index in range(-(-piece.start // size)):
             fold.read(self.memory[table[index]][: piece.start - index * size])
         snapshots = {snapshot.position: snapshot.slot for snapshot in piece.snapshots}
@@ -285,7 +332,7 @@ class FakeRunner:
             self.states[piece.state_target] = hybrid.state
         return _Logits(hybrid.value(fold.value(), has_states=has_states), tokens[-1])
 
-    def _hybrid(self, piece: SeqSlice) -> Hybrid:
+    def _hybrid(self, piece: SeqSlice, num_windows: int) -> Hybrid:
         """Read the window and the state before a slice, and poison the window memory that it writes."""
         size, window = self._capacity.block_size, self._capacity.window if self._capacity.num_window_blocks else 0
         seen: list[int] = []
@@ -293,7 +340,7 @@ class FakeRunner:
             first = max(piece.start - window + 1, 0)
             table = piece.window_table
             seen = [self.window_memory[table[at // size]][at % size] for at in range(first, piece.start)]
-            for index in range(piece.start // size, len(table)):
+            for index in range(piece.start // size, num_windows):
                 offset = max(piece.start - index * size, 0)
                 self.window_memory[table[index]][offset:] = [POISON] * (size - offset)
         return Hybrid(window, seen, self.states[piece.state_source] if self.states else 0)
@@ -349,6 +396,7 @@ class FakeRunner:
             raise InvariantViolation(f"the result of these copies depends on their order: {plan.copies}")
         self._check_windows(plan)
         self._check_states(plan)
+        self._check_imports(plan)
         written: set[int] = set()
         read: list[int] = []
         batch_indices: set[int] = set()
@@ -374,6 +422,23 @@ class FakeRunner:
             read += table[:first_written]
         if not written.isdisjoint(read) or not written.isdisjoint(sources - self._tails(plan)):
             raise InvariantViolation("a block is written by one slice and read by another")
+
+    def _check_imports(self, plan: StepPlan) -> None:
+        """Check that the step uses nothing that is being imported."""
+        importing = self._imported_pieces()
+        if not importing:
+            return
+        used: set[MemoryRef] = set()
+        for kind, copies in ((MemoryKind.BLOCK, plan.copies), (MemoryKind.WINDOW, plan.window_copies)):
+            used |= {MemoryRef(kind, index) for copy in copies for index in copy}
+        for piece in plan.slices:
+            num_blocks = -(-(piece.start + piece.length) // self._capacity.block_size)
+            slots = [piece.state_source, piece.state_target, *(snapshot.slot for snapshot in piece.snapshots)]
+            used |= {MemoryRef(MemoryKind.BLOCK, block) for block in piece.block_table[:num_blocks]}
+            used |= {MemoryRef(MemoryKind.WINDOW, block) for block in piece.window_table[:num_blocks]}
+            used |= {MemoryRef(MemoryKind.STATE, slot) for slot in slots}
+        if wrong := used & importing:
+            raise InvariantViolation(f"the step uses memory that is being imported: {sorted(wrong)}")
 
     def _tails(self, plan: StepPlan) -> set[int]:
         """Return blocks to which a slice appends. They may be copied from, because copies are done first."""

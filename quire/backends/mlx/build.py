@@ -11,10 +11,12 @@ import mlx.core as mx
 import mlx_lm
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
+from quire.backends.block_io import layout_text, model_key
 from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.attention import install_attention
 from quire.backends.mlx.batch import BatchMode, build_passes
+from quire.backends.mlx.block_io import LAYOUT
 from quire.backends.mlx.evaluation import file_errors
 from quire.backends.mlx.kernel_check import check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
@@ -22,6 +24,7 @@ from quire.backends.mlx.model import PagedModel, adapt_model
 from quire.backends.mlx.own_thread import OwnThread
 from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
+from quire.backends.mlx.quantization import dtype_name
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -88,7 +91,18 @@ def _make_runner(
         max_chunk_tokens=max_chunk_tokens,
         max_mixed_tokens=_max_mixed_tokens(measured),
     )
-    return MlxRunner(model, store, capacity, _facts(loaded, store, is_gpu), thread)
+    facts = _facts(loaded, store, is_gpu)
+    layout = layout_text(
+        "mlx",
+        LAYOUT,
+        libraries=f"{mx.__version__},{mlx_lm.__version__}",  # type: ignore[attr-defined]
+        device=facts.device,
+        weights=loaded.description,  # as loaded, possibly quantised
+        kv=",".join(sorted({dtype_name(shape.dtype) for shape in shapes})),
+        block_size=options.block_size,
+        model=model_key(checkpoint.spec, shapes, max_model_len),
+    )
+    return MlxRunner(model, store, capacity, facts, layout, thread)
 
 
 def _use_device(name: str) -> bool:

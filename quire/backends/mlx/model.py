@@ -152,7 +152,7 @@ class CacheLayout:
 def _shape(cache: Any) -> LayerShape:
     window = cache.max_size if isinstance(cache, RotatingKVCache) else 0
     if cache.keys is None:  # the layer uses the keys of another one
-        return LayerShape(1, 1, 1, mx.float32, window)
+        return LayerShape(1, 1, 1, mx.float32, window, is_unused=True)
     keys, values = cache.keys, cache.values
     return LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype, window)
 

@@ -33,6 +33,7 @@ class LayerShape:
     value_size: int
     dtype: mx.Dtype
     window: int  # number of keys that a query sees, itself included; 0: all
+    is_unused: bool = False  # the layer uses the keys and values of another one, and stores nothing
 
     @property
     def token_bytes(self) -> int:
@@ -143,6 +144,15 @@ class KVStore:
     @property
     def arrays(self) -> list[mx.array]:
         return [pool for layer in self.layers for pool in (layer.keys_pool, layer.values_pool)]
+
+    @property
+    def stored_layers(self) -> list[LayerCache]:
+        """The layers with keys and values of their own."""
+        return [layer for layer in self.layers if not layer.shape.is_unused]
+
+    @property
+    def stored_arrays(self) -> list[mx.array]:
+        return [pool for layer in self.stored_layers for pool in (layer.keys_pool, layer.values_pool)]
 
     @property
     def num_bytes(self) -> int:

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
+from quire.backends.mlx.block_io import MlxBlockIO
 from quire.backends.mlx.model import PagedModel
 from quire.backends.mlx.own_thread import OwnThread
 from quire.backends.mlx.paged_cache import KVStore
@@ -49,6 +50,7 @@ class _Step:
     read_first: list[mx.array] = field(default_factory=list)  # contents of block copies
     sampled: Sampled | None = None
     error: Exception | None = None  # of the evaluation
+    is_started: bool = False  # its evaluation
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -67,7 +69,7 @@ class MlxRunner:
     """`thread` does all work: it has loaded the model, and computes every step."""
 
     def __init__(
-        self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts, thread: OwnThread
+        self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts, layout: str, thread: OwnThread
     ) -> None:
         self.model = model
         self.store = store
@@ -81,6 +83,7 @@ class MlxRunner:
         self._limits = store.limits
         self._thread = thread
         self._is_closed = False
+        self._block_io = MlxBlockIO(store, layout, facts.weight_bytes, self._run_between_steps)
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -93,6 +96,9 @@ class MlxRunner:
 
     def prepare(self) -> bool:
         return False
+
+    def block_io(self) -> BlockIO:
+        return self._block_io
 
     def forward(self, plan: StepPlan) -> None:
         self._run(self._forward, plan)
@@ -118,7 +124,22 @@ class MlxRunner:
             raise InvariantViolation("the runner is closed")
         return self._thread.run(function, *args)
 
+    def _run_between_steps(self, function: Callable[..., None], *args: Any) -> None:
+        self._run(self._between_steps, function, *args)
+
     # In the runner's thread
+
+    def _between_steps(self, function: Callable[..., None], *args: Any) -> None:
+        """Compute all steps that were enqueued, then call a function that reads or writes the pools."""
+        if self._building is not None:
+            raise InvariantViolation("memory is copied between the forward pass of a step and its sampling")
+        for step in self._steps:
+            if not step.is_started:
+                self._evaluate(step)
+            self._wait_for(step)
+        if self._broken:
+            raise RuntimeError(self._broken)
+        function(*args)
 
     def _forward(self, plan: StepPlan) -> None:
         if self._building is not None:
@@ -155,14 +176,9 @@ class MlxRunner:
         if not self._steps:
             raise InvariantViolation("collect with no step in flight")
         step = self._steps.popleft()
-        if step.error is None:
-            try:
-                mx.synchronize()
-            except Exception as error:
-                step.error = error
-                self._recover()
+        self._wait_for(step)
         following = self._steps[0] if self._steps else self._building
-        if following is not None:
+        if following is not None and not following.is_started:
             self._evaluate(following)
         if step.error is not None:
             raise step.error
@@ -186,6 +202,7 @@ class MlxRunner:
 
     def _evaluate(self, step: _Step) -> None:
         """Start to compute a step. The previous step must be done."""
+        step.is_started = True
         try:
             if step.read_first:
                 mx.eval(step.read_first)
@@ -194,6 +211,15 @@ class MlxRunner:
         except Exception as error:
             step.error = error
             self._recover()
+
+    def _wait_for(self, step: _Step) -> None:
+        """Wait until a step that was started is computed, or has failed."""
+        if step.error is None:
+            try:
+                mx.synchronize()
+            except Exception as error:
+                step.error = error
+                self._recover()
 
     def _recover(self) -> None:
         """After a failed step, compute the pools: the writes of some layers may not be computed yet.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Memory:
         self.blocks = zeroed(sizes.num_blocks * full)
         self.window_blocks = zeroed(sizes.num_window_blocks * window) if window else np.zeros(0, np.uint8)
         self.states: Floats = np.zeros(sizes.num_states * state_bytes(kv) // STATE_ITEM_BYTES, np.float32)
-        self._kv, self._sizes, self._block_size = kv, sizes, block_size
+        self.kv, self._sizes, self._block_size = kv, sizes, block_size
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +45,7 @@ class Memory:
         """Return views of the pools of states: rows of convolutions, then matrices, [slots, ...] for each layer."""
         views: list[Floats] = []
         at, num_states = 0, self._sizes.num_states
-        for layer in self._kv.layers:
+        for layer in self.kv.layers:
             if isinstance(layer, LayerState):
                 matrices = (layer.num_heads, layer.key_size, layer.value_size)
                 for shape in ((layer.num_rows, layer.num_channels), *([matrices] if layer.num_heads else [])):
@@ -53,11 +54,29 @@ class Memory:
                     at += size
         return views
 
+    def pools(self) -> tuple[list[Bytes], list[Bytes], list[Bytes]]:
+        """Return views [layers, blocks or slots, bytes] of blocks, window blocks and states.
+
+        Layers of equal size that lie side by side are one view.
+        """
+        full: list[int] = []
+        window: list[int] = []
+        for layer in self.kv.kv_layers:
+            if layer.shared_with is None:
+                has_window = self.has_window_blocks and layer.window
+                (window if has_window else full).append(layer_block_bytes(layer, self._block_size))
+        states = [math.prod(pool.shape[1:]) * STATE_ITEM_BYTES for pool in self.state_arrays()]
+        return (
+            _views(self.blocks, full, self._sizes.num_blocks),
+            _views(self.window_blocks, window, self._sizes.num_window_blocks),
+            _views(self.states.view(np.uint8), states, self._sizes.num_states),
+        )
+
     def place(self, layers: ctypes.Array[Layer]) -> None:
         """Set the pools of all layers."""
         next_block, next_window_block = self.blocks.ctypes.data, self.window_blocks.ctypes.data
         next_state = self.states.ctypes.data
-        for layer, kv in zip(layers, self._kv.layers, strict=True):
+        for layer, kv in zip(layers, self.kv.layers, strict=True):
             if isinstance(kv, LayerState):
                 next_state = _place_state(layer, kv, next_state, self._sizes.num_states)
             elif kv.shared_with is not None:
@@ -69,6 +88,16 @@ class Memory:
             else:
                 layer.pool = next_block
                 next_block += self._sizes.num_blocks * layer_block_bytes(kv, self._block_size)
+
+
+def _views(memory: Bytes, layer_bytes: list[int], count: int) -> list[Bytes]:
+    views, at = [], 0
+    for size, layers in groupby(layer_bytes):
+        num_layers = len(list(layers))
+        end = at + num_layers * count * size
+        views.append(memory[at:end].reshape(num_layers, count, size))
+        at = end
+    return views
 
 
 def _place_state(layer: Layer, kv: LayerState, at: int, num_states: int) -> int:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
+from quire.backends.block_io import counts_of, layout_text, model_key
+from quire.backends.host_block_io import HostBlockIO
 from quire.backends.native.batch import Batch, build_batch
 from quire.backends.native.library import Floats, Ints, kernels_in_use
 from quire.backends.native.model import NativeModel
@@ -19,6 +21,7 @@ from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 MAX_CHUNK_TOKENS = 512  # of a prompt, by default
+LAYOUT = 1  # version of the bytes of blocks and states; raise it when a change of C changes their meaning or rounding
 MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
 
 
@@ -64,6 +67,7 @@ class NativeRunner:
         self._sampler = NativeSampler(model.engine.library, model.engine.handle)
         self._forwarded: _Forwarded | None = None
         self._steps: deque[_Step] = deque()
+        self._block_io: HostBlockIO | None = None
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -84,6 +88,29 @@ class NativeRunner:
 
     def prepare(self) -> bool:
         return False
+
+    def block_io(self) -> BlockIO:
+        if self._block_io is None:
+            memory = self.model.memory
+            self._block_io = HostBlockIO(
+                memory.pools(), counts_of(self._capacity), self._layout(), self.model.weight_bytes
+            )
+        return self._block_io
+
+    def _layout(self) -> str:
+        """Kernels and precision are part of it: the same tokens give other bits with others."""
+        limits = self.model.limits
+        return layout_text(
+            "native",
+            LAYOUT,
+            kv="float16",
+            states="float32",
+            block_size=limits.block_size,
+            precision=self.model.precision,
+            kernels=kernels_in_use(),
+            window=limits.window,
+            model=model_key(self.model.spec, self.model.memory.kv, limits.max_model_len),
+        )
 
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:

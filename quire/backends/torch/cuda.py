@@ -20,10 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
+from quire.backends.block_io import counts_of
 from quire.backends.kv_spec import KVSpec, LayerKV
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
+from quire.backends.torch.block_io import torch_layout
+from quire.backends.torch.cuda_block_io import CudaBlockIO
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import Kind, StepGraph, StepGraphs, graph_sizes, mixed_sizes
@@ -160,6 +163,7 @@ class CudaRunner:
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
         self._spare_results: list[Tensor] = []
+        self._block_io: CudaBlockIO | None = None
         if self._stream is not None:  # the tensors above were written on another stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -191,6 +195,13 @@ class CudaRunner:
                 return self._sampler.prepare(self.store.dtype)
         time.sleep(POLL_S)
         return True
+
+    def block_io(self) -> BlockIO:
+        """The first call allocates staging memory and compiles kernels, or loads them."""
+        if self._block_io is None:
+            layout = torch_layout("fused", self.model, self.store, self._capacity.max_model_len)
+            self._block_io = CudaBlockIO(self.store, self.states, counts_of(self._capacity), layout, self._stream)
+        return self._block_io
 
     def _has_compiled(self) -> bool:
         return self._compiling is None or not self._compiling.is_running
@@ -473,6 +484,8 @@ class CudaRunner:
             self._compiling.cancel()
         if self._stream is not None:
             self._stream.synchronize()
+        if self._block_io is not None:
+            self._block_io.close()
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -156,19 +156,20 @@ class KVStore:
             return
         sources = torch.tensor([copy.source for copy in copies], device=self.device)
         destinations = torch.tensor([copy.destination for copy in copies], device=self.device)
-        for layer in self._layers_of(is_window=is_window):
+        for layer in self.layers_of(is_window=is_window):
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
     def purge(self, blocks: Sequence[int], window_blocks: Sequence[int] = ()) -> None:
         """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
         for is_window, some in ((False, blocks), (True, window_blocks)):
             whole = torch.tensor(sorted(set(some)), dtype=torch.int64, device=self.device)
-            for layer in self._layers_of(is_window=is_window):
+            for layer in self.layers_of(is_window=is_window):
                 for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
                     clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     layer.index_copy_(0, index, clean)
 
-    def _layers_of(self, *, is_window: bool) -> list[Tensor]:
+    def layers_of(self, *, is_window: bool) -> list[Tensor]:
+        """Return the layers [blocks, 2, K, block size, D] that store keys and values in one kind of blocks."""
         pools = [pool for shape, pool in self.pools.items() if bool(shape.window) == is_window]
         return [layer for pool in pools for layer in pool]
 

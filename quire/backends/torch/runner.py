@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.backends.base import DEFAULT_MAX_CHUNK, Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import DEFAULT_MAX_CHUNK, BlockIO, Capacity, RunnerFacts, TokenMasks
+from quire.backends.block_io import counts_of
+from quire.backends.host_block_io import HostBlockIO
 from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
+from quire.backends.torch.block_io import make_host_block_io
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
@@ -72,6 +75,7 @@ class TorchRunner:
         self._penalties = Penalties(spec.vocab_size, store.device)
         self._forwarded: _Forwarded | None = None
         self._steps: deque[_Step] = deque()
+        self._block_io: HostBlockIO | None = None
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -94,6 +98,13 @@ class TorchRunner:
 
     def prepare(self) -> bool:
         return False
+
+    def block_io(self) -> BlockIO | None:
+        """None on a GPU, where this runner is only used if Triton does not work."""
+        if self._block_io is None and self.store.device.type == "cpu":
+            counts, max_model_len = counts_of(self._capacity), self._capacity.max_model_len
+            self._block_io = make_host_block_io(self.model, self.store, self.states, counts, max_model_len)
+        return self._block_io
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:

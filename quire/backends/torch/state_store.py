@@ -59,14 +59,19 @@ class StateStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(pool.nbytes for pool in (*self.conv.values(), *self.matrices.values()))
+        return sum(pool.nbytes for pool in self.pools())
+
+    def pools(self) -> list[Tensor]:
+        """Return the pools [slots, ...], layer by layer."""
+        found = [(self.conv[index], self.matrices.get(index)) for index in self.conv]
+        return [pool for pools in found for pool in pools if pool is not None]
 
     def purge(self, slots: Sequence[int]) -> None:
         """Set values that are not finite to 0, so that the next request that gets the slot cannot read them."""
         if not slots:
             return
         index = torch.tensor(sorted(set(slots)), device=self.device)
-        for pool in (*self.conv.values(), *self.matrices.values()):
+        for pool in self.pools():
             pool.index_copy_(0, index, pool.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
 

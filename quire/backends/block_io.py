@@ -1,0 +1,89 @@
+"""What the block I/O of all backends shares: checks of pieces and buffers, and the description of their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from quire.backends.base import Capacity, MemorySizes
+from quire.core.step import MemoryKind, MemoryRef
+from quire.errors import InvariantViolation
+from quire.weights.spec import OTHER, AttentionSpec, ModelSpec
+
+# On a CPU, the bytes that are copied beside a step: a part of the weights, because a step reads most of them.
+MIN_STEP_BYTES = 4 << 20  # takes about a millisecond
+MAX_STEP_BYTES = 32 << 20
+WEIGHT_SHARE = 64
+MAX_EXPORTS = 64  # on a CPU; a block takes much less time to copy than to compute
+
+Counts = tuple[int, int, int]  # blocks, window blocks and state slots of a runner, number 0 included
+
+
+def counts_of(capacity: Capacity) -> Counts:
+    return capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
+
+
+def check_pieces(
+    pieces: Sequence[MemoryRef],
+    buffers: Sequence[memoryview],
+    sizes: MemorySizes,
+    counts: Counts,
+    *,
+    is_export: bool,
+) -> None:
+    """Raise if a copy would be out of bounds, or its result would depend on the order of the copies.
+
+    Number 0 is refused for every kind: the null blocks have no content, and the empty state must stay empty.
+    """
+    if len(pieces) != len(buffers):
+        raise InvariantViolation(f"{len(pieces)} pieces and {len(buffers)} buffers: not one buffer for each piece")
+    for ref, buffer in zip(pieces, buffers, strict=True):
+        size, count = sizes.of(ref.kind), counts[ref.kind]
+        if not 0 < ref.index < count:
+            name = MemoryKind(ref.kind).name
+            bounds = f"from 1 to {count - 1}" if count > 1 else "none"
+            raise InvariantViolation(f"{name} {ref.index} is not in the runner's memory: it has {bounds}")
+        if buffer.nbytes != size or not buffer.c_contiguous or buffer.itemsize != 1:
+            name = MemoryKind(ref.kind).name
+            kind = "" if buffer.c_contiguous else ", not contiguous,"
+            kind += "" if buffer.itemsize == 1 else f" in words of {buffer.itemsize}, not bytes,"
+            raise InvariantViolation(f"a buffer of {buffer.nbytes} bytes{kind} for {name} {ref.index} of {size} bytes")
+        if is_export and buffer.readonly:
+            raise InvariantViolation(f"{MemoryKind(ref.kind).name} {ref.index} is exported to a read-only buffer")
+    if not is_export and len(set(pieces)) < len(pieces):
+        raise InvariantViolation(f"two buffers are imported into one piece: {sorted(pieces)}")
+
+
+def model_key(spec: ModelSpec, stored: object, max_model_len: int) -> str:
+    """Return a digest of all that decides the keys, values and states of a model, except its weights.
+
+    These are its equations, and what each layer stores (`stored`, by its `repr`). Long contexts may have other rotary
+    frequencies, so `max_model_len` decides too. For models of other libraries it is not known how, so the number itself
+    is part of the key.
+    """
+    ropes = [
+        layer.mixer.rope.inverse_frequencies(max_model_len)
+        for layer in spec.layers
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope is not None
+    ]
+    equations = (
+        spec.architecture,
+        spec.layers,
+        spec.hidden_size,
+        spec.norm_eps,
+        spec.embedding_scale,
+        spec.norm_offset,
+        spec.rounds_norms_first,
+    )
+    other = max_model_len if spec.family == OTHER else 0
+    return blake2b(repr((equations, dict.fromkeys(ropes), stored, other)).encode(), digest_size=8).hexdigest()
+
+
+def layout_text(backend: str, version: int, **facts: object) -> str:
+    """Return a layout. `version` is raised when a change of the backend changes the meaning of its bytes."""
+    return " ".join((f"{backend}/{version}", *(f"{name}={value}".replace(" ", "_") for name, value in facts.items())))
+
+
+def cpu_pieces_per_step(sizes: MemorySizes, weight_bytes: int) -> int:
+    budget = min(max(weight_bytes // WEIGHT_SHARE, MIN_STEP_BYTES), MAX_STEP_BYTES)
+    return max(budget // max(sizes.block, sizes.window, 1), 1)

@@ -1,0 +1,44 @@
+"""Block I/O of the reference runner on a CPU, and the layout of the pools of both torch runners."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.backends.block_io import Counts, layout_text, model_key
+from quire.backends.host_block_io import Bytes, HostBlockIO
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.models.base import Model
+from quire.backends.torch.state_store import StateStore
+
+LAYOUT = 1  # version of the bytes of blocks and states; raise it when their meaning changes
+
+
+def torch_layout(kind: str, model: Model, store: KVStore, max_model_len: int) -> str:
+    """`kind`: the equations that fill the pools. Those of other versions and devices round in other ways."""
+    return layout_text(
+        "torch",
+        LAYOUT,
+        libraries=torch.__version__,
+        device=store.device.type,
+        kind=kind,
+        kv=str(store.dtype).removeprefix("torch."),
+        block_size=store.block_size,
+        window=max(store.windows, default=0),
+        model=model_key(model.spec, model.kv_spec.within(max_model_len), max_model_len),
+    )
+
+
+def make_host_block_io(
+    model: Model, store: KVStore, states: StateStore | None, counts: Counts, max_model_len: int
+) -> HostBlockIO:
+    full = [_bytes(pool) for shape, pool in store.pools.items() if not shape.window]
+    window = [_bytes(pool) for shape, pool in store.pools.items() if shape.window]
+    slots = [] if states is None else [_bytes(pool[None]) for pool in states.pools()]
+    layout = torch_layout("reference", model, store, max_model_len)
+    return HostBlockIO((full, window, slots), counts, layout, model.num_bytes)
+
+
+def _bytes(pool: Tensor) -> Bytes:
+    """View [layers, pieces, ...] as [layers, pieces, bytes]."""
+    return pool.view(pool.shape[0], pool.shape[1], -1).view(torch.uint8).numpy()

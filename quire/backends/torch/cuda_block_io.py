@@ -1,0 +1,355 @@
+"""Block I/O of the GPU runner: copies beside the steps, through staging buffers on the device.
+
+An export gathers its pieces into staging on the stream of the steps, so it reads what the steps before it left, and
+steps after it may overwrite the pieces. A second stream then copies the staging to the host. An import copies buffers
+into staging on a third stream and scatters them into the pools on a fourth one, after the steps enqueued so far.
+
+    export   steps     step, gather 0, gather 1, step ...
+             exports             copy 0,   copy 1
+
+    import   imports   copy 0, copy 1, copy 2 ...                 until the ring has no free slot
+             moves             scatter 0, scatter 1 ...           after the steps enqueued so far
+
+Streams wait for each other through events on the device; the host never waits. The slots of a ring of staging are used
+in turn, each after its last use has ended. The stream of the steps waits for a slot only if an export has more pieces
+than the ring holds (`max_exports`). Copies are limited to `COPY_BYTES`: the small copies of a step use the same
+copy engines, and wait for the copy that an engine is working on.
+
+The caller uses pieces or buffers after `is_done` returned true. At that point an event after the copies has completed.
+Everything that was written before a completed event is visible to the host, and to kernels launched afterwards on any
+stream, so the stream of the steps does not have to wait for the imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.backends.base import Copied, MemorySizes, PendingCopy
+from quire.backends.block_io import Counts, check_pieces
+from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, piece_table, scatter_pieces
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.pinned_memory import PinnedMemory
+from quire.backends.torch.state_store import StateStore
+from quire.core.step import MemoryRef
+from quire.errors import InvariantViolation
+
+EXPORT_BYTES = 1 << 30  # of staging: a prompt of 8,192 tokens of an 8B model may evict as much in one step
+IMPORT_BYTES = 128 << 20
+STAGING_SHARE = 128  # each of the two takes at most this part of the card's memory
+STEP_BYTES = 128 << 20  # copied beside a step: takes 2.5 ms
+SLOT_BYTES = 32 << 20  # at most, unless a piece is larger; copied together
+COPY_BYTES = 8 << 20  # takes 0.15 ms at 55 GB/s
+MAX_COPIES = 512  # of imports in flight: with twice as many, a launch would wait for the device
+EXTRA_EXPORTS = 32  # beyond the staging: the steps wait for them, but a step that evicts so much takes much longer
+MAX_PIECES = 128  # beside a step: each takes time on the host
+ALIGNMENT = 512
+
+
+class _NoStream:
+    """Replaces a stream where there is no CUDA: everything is computed in the call."""
+
+    def wait_event(self, event: object) -> None:
+        del event
+
+    def wait_stream(self, stream: object) -> None:
+        del stream
+
+    def synchronize(self) -> None: ...
+
+
+class _NoEvent:
+    def record(self, stream: object) -> None:
+        del stream
+
+    def query(self) -> bool:
+        return True
+
+
+class _Slot:
+    """A part of a ring."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # uint8
+        self.filled, self.emptied = make_event(memory.device), make_event(memory.device)
+
+
+class _Ring:
+    """Staging on the device. Slots are used in turn."""
+
+    def __init__(self, num_bytes: int, slot_bytes: int, device: torch.device) -> None:
+        num_slots = max(num_bytes // slot_bytes, 2)
+        memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
+        self._slots = [_Slot(part) for part in memory.split(slot_bytes)]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def take(self) -> _Slot:
+        self._turn = (self._turn + 1) % len(self._slots)
+        return self._slots[self._turn]
+
+
+class _Chunk(NamedTuple):
+    """Pieces of one kind that fit a slot."""
+
+    table: PieceTable
+    first: int  # index of its first piece among all pieces of the call
+    num_pieces: int
+    hosts: list[Tensor]  # host memory, in parts that are copied one by one
+    lengths: list[int]  # of these parts
+
+    def staged(self, slot: _Slot) -> Tensor:
+        """Return the pieces in a slot, as words."""
+        return slot.memory[: self.num_pieces * _piece_bytes(self.table)].view(self.table.word)
+
+    def copies(self, slot: _Slot) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the parts of a slot, each with its host memory."""
+        parts = slot.memory[: sum(self.lengths)].split(self.lengths)  # type: ignore[no-untyped-call]
+        return zip(parts, self.hosts, strict=True)
+
+
+class _Transfer:
+    """An export or import that was started. Imports of many pieces are enqueued part by part."""
+
+    def __init__(self, owner: CudaBlockIO, num_chunks: int) -> None:
+        self._owner = owner
+        self.num_waiting = num_chunks  # chunks that are not enqueued yet
+        self.event = make_event(owner.device)  # recorded after the last one
+
+    def is_done(self) -> bool:
+        self._owner.advance()
+        return not self.num_waiting and bool(self.event.query())
+
+    def join_steps(self) -> bool:
+        self._owner.advance()
+        if self.num_waiting:
+            return False
+        self._owner.let_steps_wait(self.event)
+        return True
+
+
+class _Waiting(NamedTuple):
+    """A chunk of an import that is not enqueued yet."""
+
+    chunk: _Chunk
+    indices: Tensor
+    transfer: _Transfer
+
+
+class CudaBlockIO:
+    """`stream` is that of the steps; None without CUDA."""
+
+    def __init__(
+        self, store: KVStore, states: StateStore | None, counts: Counts, layout: str, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.device = device = store.device
+        pools = (store.layers_of(is_window=False), store.layers_of(is_window=True), states.pools() if states else [])
+        self._tables = [piece_table(some, device) if some else None for some in pools]
+        self.sizes = MemorySizes(*map(_piece_bytes, self._tables))
+        self.layout = layout
+        self._counts = counts
+        self._host = PinnedMemory(device)
+        export_bytes, import_bytes = (_staging_bytes(most, device) for most in (EXPORT_BYTES, IMPORT_BYTES))
+        largest = max(self.sizes.block, self.sizes.window, self.sizes.state)
+        slot_bytes = -(-max(min(SLOT_BYTES, import_bytes // 4), largest) // ALIGNMENT) * ALIGNMENT
+        self._slot_bytes = slot_bytes
+        self._exported = _Ring(export_bytes, slot_bytes, device)
+        self._imported = _Ring(import_bytes, slot_bytes, device)
+        self.is_host_memory = False
+        common = max(self.sizes.block, self.sizes.window, 1)  # states are larger, and few
+        fitting = len(self._exported) * (slot_bytes // common)
+        self.max_exports = fitting + EXTRA_EXPORTS
+        self.pieces_per_step = min(max(STEP_BYTES // common, 1), fitting, MAX_PIECES)
+        self._steps: Any = stream or _NoStream()
+        self._exports, self._imports, self._moves = (make_stream(device) for _ in range(3))
+        self._waiting: deque[_Waiting] = deque()
+        self._in_flight: deque[tuple[Any, int]] = deque()  # of imports: an event, and the copies before it
+        self._is_closed = False
+        with torch.inference_mode(), self._on(self._steps):
+            self._load_kernels()
+
+    def let_steps_wait(self, event: Any) -> None:
+        self._steps.wait_event(event)
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        return self._host.allocate(num_bytes)
+
+    @torch.inference_mode()
+    def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        self._check(pieces, buffers, is_export=True)
+        numbers, chunks = self._divide(pieces, buffers)
+        if not chunks:
+            return Copied()
+        transfer = _Transfer(self, 0)
+        with self._on(self._steps):
+            indices = self._send(numbers)
+        for group in _groups(chunks, len(self._exported)):
+            slots = [self._exported.take() for _ in group]
+            with self._on(self._steps):
+                for chunk, slot in zip(group, slots, strict=True):
+                    self._steps.wait_event(slot.emptied)
+                    gather_pieces(chunk.table, _part(indices, chunk), chunk.staged(slot))
+                    slot.filled.record(self._steps)
+            with self._on(self._exports):
+                for chunk, slot in zip(group, slots, strict=True):
+                    self._exports.wait_event(slot.filled)
+                    for staged, host in chunk.copies(slot):
+                        _copy(staged, host)
+                    slot.emptied.record(self._exports)
+        transfer.event.record(self._exports)
+        return transfer
+
+    @torch.inference_mode()
+    def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        self._check(pieces, buffers, is_export=False)
+        numbers, chunks = self._divide(pieces, buffers)
+        if not chunks:
+            return Copied()
+        transfer = _Transfer(self, len(chunks))
+        self._moves.wait_stream(self._steps)  # steps that were enqueued may still read the pieces' old content
+        with self._on(self._moves):
+            indices = self._send(numbers)
+        self._waiting.extend(_Waiting(chunk, indices, transfer) for chunk in chunks)
+        self.advance()
+        return transfer
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Enqueue chunks that wait, as far as the limit of copies in flight allows."""
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+        num_copies = sum(count for _, count in self._in_flight)
+        while self._waiting and num_copies < MAX_COPIES:
+            group = [self._waiting.popleft() for _ in range(min(len(self._waiting), len(self._imported)))]
+            num_new = sum(len(one.chunk.hosts) for one in group)
+            self._import(group)
+            event = make_event(self.device)
+            event.record(self._moves)
+            self._in_flight.append((event, num_new))
+            num_copies += num_new
+
+    def _import(self, group: Sequence[_Waiting]) -> None:
+        slots = [self._imported.take() for _ in group]
+        with self._on(self._imports):
+            for (chunk, _, _), slot in zip(group, slots, strict=True):
+                self._imports.wait_event(slot.emptied)
+                for staged, host in chunk.copies(slot):
+                    _copy(host, staged)
+                slot.filled.record(self._imports)
+        with self._on(self._moves):
+            for (chunk, indices, transfer), slot in zip(group, slots, strict=True):
+                self._moves.wait_event(slot.filled)
+                scatter_pieces(chunk.table, _part(indices, chunk), chunk.staged(slot))
+                slot.emptied.record(self._moves)
+                transfer.num_waiting -= 1
+                if not transfer.num_waiting:
+                    transfer.event.record(self._moves)
+
+    def close(self) -> None:
+        """Wait for copies in flight, drop those that wait, and unpin the host memory."""
+        self._is_closed = True
+        self._waiting.clear()
+        for stream in (self._exports, self._imports, self._moves):
+            stream.synchronize()
+        self._host.close()
+
+    def _check(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview], *, is_export: bool) -> None:
+        if self._is_closed:
+            raise InvariantViolation("the runner is closed")
+        check_pieces(pieces, buffers, self.sizes, self._counts, is_export=is_export)
+
+    def _divide(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> tuple[list[int], list[_Chunk]]:
+        """Return the numbers of the pieces, kind by kind, and the chunks that they are copied in."""
+        numbers: list[int] = []
+        chunks: list[_Chunk] = []
+        for kind, table in enumerate(self._tables):
+            own = [(ref.index, buffer) for ref, buffer in zip(pieces, buffers, strict=True) if ref.kind == kind]
+            if table is None or not own:
+                continue  # pieces of a kind that no layer stores have no bytes
+            size = _piece_bytes(table)
+            for some in _groups(own, self._slot_bytes // size):
+                hosts = self._host_parts([buffer for _, buffer in some])
+                chunks.append(_Chunk(table, len(numbers), len(some), hosts, [host.nbytes for host in hosts]))
+                numbers += [number for number, _ in some]
+        return numbers, chunks
+
+    def _host_parts(self, buffers: Sequence[memoryview]) -> list[Tensor]:
+        """Return the memory of buffers, in parts to copy. Buffers that lie side by side are copied together."""
+        runs: list[tuple[int, int, Tensor]] = []  # first and last address
+        for buffer in buffers:
+            tensor = self._tensor(buffer)
+            first = tensor.data_ptr()
+            last = first + buffer.nbytes
+            if runs and runs[-1][1] == first and (joined := self._host.find(runs[-1][0], last)) is not None:
+                runs[-1] = (runs[-1][0], last, joined)
+            else:
+                runs.append((first, last, tensor))
+        parts: list[Tensor] = []
+        for first, last, tensor in runs:
+            parts += (tensor,) if last - first <= COPY_BYTES else tensor.split(COPY_BYTES)  # type: ignore[no-untyped-call]
+        return parts
+
+    def _tensor(self, buffer: memoryview) -> Tensor:
+        """Return a buffer as a tensor. Memory that was not allocated here is not pinned: its copies block the host."""
+        if not buffer.readonly:
+            return torch.frombuffer(buffer, dtype=torch.uint8)
+        first = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        found = self._host.find(first, first + buffer.nbytes)
+        return torch.frombuffer(bytearray(buffer), dtype=torch.uint8) if found is None else found
+
+    def _send(self, numbers: list[int]) -> Tensor:
+        """Copy numbers to the device on the current stream, without waiting."""
+        host = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
+
+    def _load_kernels(self) -> None:
+        """Compile both kernels with no work, so that the first copies do not wait for the compiler."""
+        none = torch.zeros(1, 3, dtype=torch.int64, device=self.device)
+        index = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for table in {table.word: table for table in self._tables if table is not None}.values():
+            empty = PieceTable(none, 0, 1, table.word)
+            staging = torch.empty(8, dtype=table.word, device=self.device)
+            gather_pieces(empty, index, staging)
+            scatter_pieces(empty, index, staging)
+
+    def _on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(stream) if self.device.type == "cuda" else contextlib.nullcontext()
+
+
+def make_event(device: torch.device) -> Any:
+    return torch.cuda.Event() if device.type == "cuda" else _NoEvent()  # type: ignore[no-untyped-call]
+
+
+def make_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else _NoStream()  # type: ignore[no-untyped-call]
+
+
+def _piece_bytes(table: PieceTable | None) -> int:
+    return 0 if table is None else table.num_words * table.word.itemsize
+
+
+def _staging_bytes(most: int, device: torch.device) -> int:
+    if device.type != "cuda":
+        return most
+    return min(most, int(torch.cuda.get_device_properties(device).total_memory) // STAGING_SHARE)
+
+
+def _part(indices: Tensor, chunk: _Chunk) -> Tensor:
+    return indices[chunk.first : chunk.first + chunk.num_pieces]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _groups(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
