@@ -9,7 +9,7 @@ import shlex
 import sys
 
 # Module name -> package name, where they differ.
-_PACKAGES = {"yaml": "pyyaml"}
+_PACKAGES = {"yaml": "pyyaml", "zmq": "pyzmq"}
 
 
 class QuireError(Exception):
@@ -103,6 +103,13 @@ class ModelTooLarge(LoadFailed):
     """A model does not fit into memory next to models that may not be unloaded.
 
     The message has the sizes.
+    """
+
+
+class CacheFolderError(QuireError):
+    """The folder of the disk cache cannot be used.
+
+    The message says why, and what to do.
     """
 
 

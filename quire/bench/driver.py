@@ -207,7 +207,7 @@ class Bench:
         """Measure clients that arrive together, each with its own prompt and salt, so that nothing is shared."""
         num_prompt, num_output = num_prompt or self.config.prompt_tokens, num_output or self.config.output_tokens
         prompts = [self.prompts.make(num_prompt) for _ in range(clients)]
-        self.engine.scheduler.cache.clear()
+        self.engine.clear_cache()
         with self.threads.using(num_threads), self.session() as session:
             begun_s = time.perf_counter()
             for prompt in prompts:

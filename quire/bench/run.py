@@ -34,7 +34,7 @@ def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage:
     bench.warm_up()
     speedup = measure_speedup(bench) if "speedup" in config.parts else None
     prefix = measure_prefix(bench) if "prefix" in config.parts else None
-    llm.engine.scheduler.cache.clear()
+    llm.engine.clear_cache()
     return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, None)
 
 

@@ -58,7 +58,7 @@ def _share_head(bench: Bench) -> _Sharing:
     head = bench.prompts.make(bench.config.head_tokens)
     tails = bench.prompts.tails(3, TAIL_TOKENS)
     scheduler = bench.engine.scheduler
-    scheduler.cache.clear()
+    bench.engine.clear_cache()
     with bench.session() as session:
         cold = session.add([*head, *tails[0]], LIVE_TOKENS)
         session.run(until=lambda: bool(cold.token_times))
@@ -76,7 +76,7 @@ def _share_head(bench: Bench) -> _Sharing:
 def _run_siblings(bench: Bench) -> SiblingReport:
     config, block_size = bench.config, bench.engine.capacity.block_size
     bench.begin_stage(f"prefix, {config.num_siblings} siblings")
-    bench.engine.scheduler.cache.clear()
+    bench.engine.clear_cache()
     prompt = bench.prompts.make(config.head_tokens)
     with bench.session() as session:
         tracks = [session.add(prompt, 4) for _ in range(config.num_siblings)]

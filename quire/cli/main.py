@@ -16,7 +16,7 @@ from quire import __version__
 from quire.errors import InvalidRequest, QuireError
 
 # Commands by group: name -> one-line help. Each is a function of that name in quire/cli/NAME.py, or in the file that
-# FILES names.
+# FILES names. If that module has SUBCOMMANDS, they are the functions to run.
 GROUPS: dict[str, dict[str, str]] = {
     "Run a model": {
         "run": "Chat with a model, or answer one prompt.",
@@ -39,6 +39,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "pull": "Download a model; without a name, the default one.",
         "show": "Show the facts of a model.",
         "rm": "Delete a downloaded model.",
+        "cache": "Show, check and clear the prefix cache on disk.",
         "doctor": "Check this machine: what runs, and what is missing.",
     },
     "Measure": {
@@ -93,9 +94,14 @@ class _Commands(TyperGroup):
         if name not in COMMANDS:
             return None
         module = importlib.import_module(f"quire.cli.{FILES.get(name, name)}")
-        command = typer.Typer(**_SETTINGS)
+        command = typer.Typer(name=cmd_name, **_SETTINGS)
         settings = {**HELP, **getattr(module, "CONTEXT", {})}
-        command.command(name=cmd_name, context_settings=settings)(getattr(module, name))
+        if subcommands := getattr(module, "SUBCOMMANDS", None):
+            command.callback(context_settings=settings, no_args_is_help=True)(getattr(module, name))
+            for subname, function in subcommands.items():
+                command.command(name=subname, context_settings=settings)(function)
+        else:
+            command.command(name=cmd_name, context_settings=settings)(getattr(module, name))
         found: Any = get_command(command)
         if old := getattr(module, "OLD_OPTIONS", None):
             parse = found.parse_args

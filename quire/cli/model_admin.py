@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -11,6 +10,7 @@ import typer
 
 from quire.cli import options
 from quire.cli.server_client import ServerClient, printable, reach_server
+from quire.cli.tables import print_table
 from quire.errors import InvalidRequest
 from quire.sizes import reported_size
 
@@ -118,7 +118,7 @@ def _print_models(entries: list[dict[str, Any]]) -> None:
         shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
         held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
         rows.append((name, ", ".join(aliases), state, held, str(context)))
-    _print_table(("name", "aliases", "state"), ("memory", "context"), rows)
+    print_table(("name", "aliases", "state"), ("memory", "context"), rows)
 
 
 def _print_requests(entries: list[dict[str, Any]]) -> None:
@@ -130,26 +130,7 @@ def _print_requests(entries: list[dict[str, Any]]) -> None:
         cached = f", {entry.get('cached_tokens')} cached" if entry.get("cached_tokens") else ""
         answer = f"{entry.get('completion_tokens')}{'' if limit is None else f' of {limit}'}"
         rows.append((*texts, age, "" if prompt is None else f"{prompt}{cached}", answer))
-    _print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
-
-
-def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table without lines; columns of numbers come last."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a file has room for long names
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in texts:
-        table.add_column(column, overflow="fold")
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    console.print(table)
+    print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
 
 
 def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:

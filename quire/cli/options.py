@@ -94,6 +94,22 @@ NormalShareOption = Annotated[
 LowShareOption = Annotated[
     float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
 ]
+HostCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default.",
+    ),
+]
+DiskCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default."
+    ),
+]
+CacheDirOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Folder of the disk cache, by default ~/.cache/quire/kv.")
+]
 LocalOption = Annotated[bool, typer.Option("--local", help="Load the model in this process, even if a server runs.")]
 
 _FIELDS = {

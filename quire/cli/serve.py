@@ -61,12 +61,30 @@ MaxMixedTokens = Annotated[
     int | None,
     Opt(help="Maximum prompt tokens in a step beside every 64 answers; the default depends on the device."),
 ]
+NumBlocks = Annotated[
+    int | None,
+    Opt(help="Number of blocks of the KV cache, instead of --kv-memory. Window blocks and states are added."),
+]
 StateDir = Annotated[
     str | None,
     Opt(
         metavar="PATH",
         help="Folder for uploaded files and batches, by default ~/.local/state/quire; none: disable them.",
     ),
+]
+KvEvents = Annotated[
+    str | None,
+    Opt(
+        metavar="TCP",
+        help="Address for events of the prefix cache, for routers, like tcp://127.0.0.1:5557; off by default.",
+    ),
+]
+KvEventsReplay = Annotated[
+    str | None,
+    Opt(metavar="TCP", help="Address where a router can request events that it missed, like tcp://127.0.0.1:5558."),
+]
+KvEventsTopic = Annotated[
+    str | None, Opt(help="Topic of the events, by default kv@HOST:PORT@{model} with the server's address.")
 ]
 DefaultMaxTokens = Annotated[
     int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
@@ -119,12 +137,12 @@ def serve(
     max_chunk_tokens: MaxChunkTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
-    num_blocks: Annotated[
-        int | None,
-        Opt(help="Number of blocks of the KV cache, instead of --kv-memory. Window blocks and states are added."),
-    ] = None,
+    num_blocks: NumBlocks = None,
     kv_memory: options.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
+    host_cache: options.HostCacheOption = None,
+    disk_cache: options.DiskCacheOption = None,
+    cache_dir: options.CacheDirOption = None,
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
     quantize: options.QuantizeOption = None,
@@ -156,14 +174,15 @@ def serve(
     ssl_keyfile: Annotated[Path | None, Opt(help="File with the private key of the TLS certificate.")] = None,
     root_path: Annotated[str, Opt(help="Path prefix that a reverse proxy removes.")] = "",
     metrics_compat: Annotated[str | None, Opt(help="vllm: also export metrics under vLLM's names.")] = None,
+    kv_events: KvEvents = None,
+    kv_events_replay: KvEventsReplay = None,
+    kv_events_topic: KvEventsTopic = None,
     log_level: Annotated[str, Opt(help="Log level: debug, info, warning or error.")] = "info",
     log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
 ) -> None:
     """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be environment variables, QUIRE_NAME."""
     options = dict(locals())
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
-        signal.signal(number, _leave)
     _serve(options)
 
 
@@ -195,6 +214,8 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _serve(options: dict[str, Any]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
+        signal.signal(number, _leave)
     _warn_of_unknown_variables()
     named = options.pop("model_option")
     if named is not None and options["model"]:
@@ -227,7 +248,7 @@ def _serve(options: dict[str, Any]) -> None:
 
 def make_config(options: dict[str, Any]) -> ServeConfig:
     """The configuration of the server. Refuses options that cannot work, before a model is downloaded."""
-    from quire.engine.composition import EngineConfig
+    from quire.engine.composition import EngineConfig, check_cache_folders
     from quire.server.config import ServeConfig
 
     given = dict(options)
@@ -243,6 +264,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     draft = ServeConfig(models=list_models(options, engine), **server)
     for model in draft.models:
         check_memory(model.engine)
+    check_cache_folders([model.engine for model in draft.models])
     return replace(draft, models=locate_all(draft.models))
 
 
@@ -274,9 +296,11 @@ def announce(startup: Startup) -> None:
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         *_other_pools(ready),
+        *_lower_tiers(config, ready),
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
+        *_events(startup),
         f"  started    in {startup.timings_s['all']:.1f} s: {parts}",
         "",
         f"  export OPENAI_BASE_URL={config.url}/v1",
@@ -310,6 +334,38 @@ def _other_pools(ready: Ready) -> list[str]:
         part = f"{capacity.num_states - 1:,} recurrent states"
         parts.append(part + (f" ({reported_size(facts.state_bytes)})" if facts.state_bytes else ""))
     return [f"             with {' and '.join(parts)}"] if parts else []
+
+
+def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
+    """Lines about host memory and disk below the KV cache, with the number of tokens from which on they pay."""
+    lines = []
+    for tier in ready.tiers:
+        names = {"host": "host cache", "disk": "disk cache"}
+        limit = tier.max_bytes or config.models[0].engine.disk_cache or 0
+        found = f", {tier.num_pieces:,} blocks found ({reported_size(tier.num_bytes)})" if tier.num_pieces else ""
+        pays = "not used: loads would take longer than computing"
+        if tier.break_even_tokens is not None:
+            pays = "faster than computing"
+            if tier.break_even_tokens > 1:
+                pays += f" from {tier.break_even_tokens:,} tokens on"
+        lines.append(f"             {names[tier.tier]} up to {reported_size(limit)}{found}; {pays}")
+    return lines
+
+
+def _events(startup: Startup) -> list[str]:
+    """Lines about the KV events of each model; none if they are off. Port 0: chosen when the model is loaded."""
+    lines: list[str] = []
+    for index, model in enumerate(startup.config.models):
+        settings = startup.config.kv_events_of(index)
+        events = startup.ready.kv_events if index == 0 else settings
+        if events is None or settings is None:
+            return []
+        replay = "" if events.replay_endpoint is None else f", replay at {events.replay_endpoint}"
+        name = f"{model.names[0]}: " if len(startup.config.models) > 1 else ""
+        lines.append(f"  {'' if lines else 'KV events':9}  {name}{events.endpoint}{replay}, topic {events.topic}")
+    if startup.ready.kv_events is not None and (reason := startup.ready.kv_events.silent_because) is not None:
+        lines.append(f"             {startup.model} announces nothing: {reason}")
+    return lines
 
 
 def _others(startup: Startup) -> list[str]:

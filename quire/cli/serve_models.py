@@ -24,6 +24,8 @@ ENGINE_FIELDS = (
         "max_num_seqs",
         "num_blocks",
         "kv_memory",
+        "host_cache",
+        "disk_cache",
         "dtype",
         "precision",
         "quantize",
@@ -33,7 +35,7 @@ ENGINE_FIELDS = (
     *("device", "threads"),
 )
 # Options whose values are paths; state_dir may also be `none`.
-PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir")
+PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir", "cache_dir")
 
 
 def read_file(path: Path) -> dict[str, Any]:

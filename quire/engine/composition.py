@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,12 +18,17 @@ from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import make_policy
+from quire.core.saves import NO_SAVES
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
-from quire.errors import InvalidRequest, MissingExtra, QuireError
+from quire.engine.tiers.break_even import measure_prefill
+from quire.engine.tiers.cache_folder import root_secret
+from quire.engine.tiers.opening import OpenedTiers, TierSettings
+from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import parse_size
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.opening import LOAD_FORMATS, open_checkpoint
+from quire.weights.hub import cache_dir
+from quire.weights.opening import LOAD_FORMATS, open_checkpoint, weight_files
 from quire.weights.spec import ModelSpec
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`.
@@ -44,6 +50,8 @@ LIMITS = {
     "max_mixed_tokens": 1 << 20,
     "max_waiting": 1 << 24,
 }
+SIZES = ("kv_memory", "host_cache", "disk_cache")  # may be text such as 8G
+LOWEST = {"threads": 1, "num_blocks": 2, "kv_memory": 1, "max_model_len": 2, "host_cache": 0, "disk_cache": 0}
 # The backend sets these if the user does not.
 CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens", "max_mixed_tokens")
 
@@ -97,11 +105,12 @@ class EngineConfig:
     normal_share: float | None = None
     low_share: float | None = None
     enable_prefix_caching: bool = True
+    host_cache: int | None = None  # bytes of host memory for content evicted from a GPU; None or 0: off
+    disk_cache: int | None = None  # bytes of disk; None or 0: off
+    cache_dir: str | None = None  # folder of the disk cache; None: `kv` in quire's own cache folder
 
     def __post_init__(self) -> None:
-        kv_memory: object = self.kv_memory
-        if isinstance(kv_memory, str):
-            object.__setattr__(self, "kv_memory", parse_size("kv_memory", kv_memory))  # frozen after this
+        self._parse_sizes()
         if self.backend not in ("auto", *BACKENDS):
             raise InvalidRequest(f"backend = {self.backend!r} is not one of auto, {', '.join(BACKENDS)}")
         if self.backend != "fake" and self.device not in DEVICES:  # the fake backend reads its speed from it
@@ -113,7 +122,7 @@ class EngineConfig:
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-        for name, low in (("threads", 1), ("num_blocks", 2), ("kv_memory", 1), ("max_model_len", 2)):
+        for name, low in LOWEST.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
@@ -123,8 +132,23 @@ class EngineConfig:
                 continue
             if type(value) is not int or not 1 <= value <= high:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number from 1 to {high}")
+        self._check_cache()
+
+    def _parse_sizes(self) -> None:
+        for name in SIZES:
+            value: object = getattr(self, name)
+            if isinstance(value, str):
+                is_off = value == "0" and name != "kv_memory"
+                object.__setattr__(self, name, 0 if is_off else parse_size(name, value))  # frozen after this
+
+    def _check_cache(self) -> None:
         if type(self.enable_prefix_caching) is not bool:
             raise InvalidRequest(f"enable_prefix_caching = {self.enable_prefix_caching!r} is not true or false")
+        for name in ("host_cache", "disk_cache"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise InvalidRequest(f"{name} = {getattr(self, name)} needs prefix caching, which is off")
+        if self.cache_dir == "":
+            raise InvalidRequest("cache_dir = '' is not the path of a folder")
 
     def scheduling(self, capacity: Capacity) -> Scheduling:
         """The scheduler's settings for an engine of this capacity."""
@@ -173,7 +197,71 @@ def make_engine(
         runner = make_runner(checkpoint, config, progress)
     finally:
         checkpoint.close()
-    return Engine(runner, make_scheduler(runner, config, observe, is_server=is_server))
+    try:
+        tiers = open_tiers(path, config, runner)
+        scheduler = make_scheduler(runner, config, observe, is_server=is_server, tiers=tiers)
+        if tiers is None or scheduler.cache.tiers is None:
+            return Engine(runner, scheduler)
+        if config.backend != "fake":  # which computes nothing, so that no load would ever pay
+            scheduler.cache.tiers.ns_per_token = measure_prefill(
+                lambda num_tokens: make_bare_engine(runner, num_tokens + 1), runner.capacity().max_model_len - 1
+            )
+        tiers.start(scheduler.cache.tiers)
+    except BaseException:
+        runner.close()
+        raise
+    return Engine(runner, scheduler, transfers=tiers.transfers)
+
+
+def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers | None:
+    """Open the tiers below the runner's memory. None: there are none."""
+    block_io = runner.block_io() if config.host_cache or config.disk_cache else None
+    settings = TierSettings(config.host_cache or 0, config.disk_cache or 0, disk_cache_folder(config))
+    if not settings.is_any:
+        return None
+    if block_io is None:
+        name = "disk_cache" if settings.disk_bytes else "host_cache"
+        raise InvalidRequest(
+            f"{name} = {getattr(config, name)}: the {runner.facts().backend} backend does not support it on this device"
+        )
+    if settings.host_bytes and block_io.is_host_memory:
+        raise InvalidRequest(
+            f"host_cache = {settings.host_bytes}: the KV cache of this backend is in host memory already;"
+            " kv_memory sets its size"
+        )
+    files = weight_files(path, config.load_format)
+    capacity = runner.capacity()
+    pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
+    return OpenedTiers(settings, block_io, pool_sizes, path.stem, files, config.load_format, runner.facts())
+
+
+def disk_cache_folder(config: EngineConfig) -> Path | None:
+    """The folder of the disk cache. None: there is none."""
+    if not config.disk_cache:
+        return None
+    return cache_dir() / "kv" if config.cache_dir is None else Path(config.cache_dir).expanduser()
+
+
+def check_cache_folders(configs: Sequence[EngineConfig]) -> None:
+    """Refuse folders of the disk cache that cannot be used, before models are loaded. Creates missing folders.
+
+    `configs`: of all models. A folder that none of them uses is a mistake.
+    """
+    unused = [config.cache_dir for config in configs if config.cache_dir is not None]
+    if unused and not any(config.disk_cache for config in configs):
+        raise InvalidRequest(f"cache_dir = {unused[0]!r} has no effect without disk_cache")
+    for folder in {disk_cache_folder(config): None for config in configs}:
+        try:
+            if folder is not None:
+                root_secret(folder)
+        except CacheFolderError as error:
+            raise InvalidRequest(f"cache_dir = {str(folder)!r}: {error}") from None
+
+
+def make_bare_engine(runner: Runner, num_tokens: int) -> Engine:
+    """Make an engine without cache, with just enough blocks for one request of this many tokens."""
+    num_blocks = -(-num_tokens // runner.capacity().block_size) + 1  # plus the null block
+    return Engine(runner, make_scheduler(runner, EngineConfig(enable_prefix_caching=False), num_blocks=num_blocks))
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
@@ -249,6 +337,7 @@ def make_scheduler(
     *,
     num_blocks: int | None = None,
     is_server: bool = False,
+    tiers: OpenedTiers | None = None,
 ) -> Scheduler:
     """Make a scheduler for a runner. `num_blocks`: use at most this many blocks, as the warm-up does."""
     capacity = runner.capacity()
@@ -260,13 +349,15 @@ def make_scheduler(
     cache = KVCacheManager(
         given.num_blocks,
         given.block_size,
-        secret=secrets.token_bytes(16),
+        secret=secrets.token_bytes(16) if tiers is None else tiers.secret,
         is_caching=given.enable_prefix_caching,
         observe=observe,
         window=given.window,
         num_window_blocks=given.num_window_blocks,
         num_states=given.num_states,
         num_live_states=given.num_live_states,
+        tiers=() if tiers is None else tiers.tiers,
+        save_limits=NO_SAVES if tiers is None else tiers.save_limits,
     )
     return Scheduler(
         cache,

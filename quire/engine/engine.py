@@ -12,11 +12,13 @@ from quire.core.placement import choose_boundaries
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
+from quire.core.step import PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
-from quire.errors import InvalidRequest, QuireError
+from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
+from quire.errors import CacheFolderError, InvalidRequest, QuireError
 
+WAIT_S = 0.001  # for transfers, when there is nothing to compute; messages are read this often
 MAX_FAILED_STEPS = 3  # in a row; after that, the runner is considered broken, not the requests
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,9 @@ class Engine:
         *,
         clock: Callable[[], int] = time.monotonic_ns,
         on_plan: Callable[[StepPlan], None] | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
+        """`transfers`: makes saves and loads, if the scheduler's cache has tiers below the device."""
         self.runner = runner
         self.scheduler = scheduler
         self.capacity = runner.capacity()
@@ -68,10 +72,19 @@ class Engine:
         self._masking = GrammarMasks()
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
+        self.transfers = transfers
 
     @property
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether cached content should be saved while nothing runs, or saves are in flight."""
+        tiers = self.scheduler.cache.tiers
+        if self.transfers is None or tiers is None:
+            return False
+        return self.transfers.has_work or tiers.saves.has_unsaved
 
     def add(
         self,
@@ -139,9 +152,15 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap."""
+        if self.transfers is not None:
+            self._settle_transfers(self.transfers)
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
+        if self.transfers is not None:
+            self.transfers.start(plan, is_busy=not plan.is_empty)
+            if plan.is_empty and self._in_flight is None:
+                self.transfers.wait(WAIT_S)  # only loads are in flight
         if self._masking.has_any(plan):
             return self._step_masked(plan)
         launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
@@ -149,8 +168,58 @@ class Engine:
             launched, self._in_flight = self._in_flight, launched
         return [] if launched is None else self._commit(launched)
 
+    # Tiers below the device
+
+    def _settle_transfers(self, transfers: Transfers) -> None:
+        """Apply the transfers that have ended."""
+        for done in transfers.poll(is_busy=len(self.scheduler.running) > 0):
+            match done:
+                case LoadDone(load_id, failures, read_ns):
+                    self.scheduler.finish_load(load_id, failures, read_ns)
+                case SaveDone(content, tier, is_saved):
+                    self.scheduler.finish_save(content, tier, is_saved=is_saved)
+                case Lost(contents):
+                    self.scheduler.lose_stored(Tier.DISK, contents)
+
+    def idle(self) -> None:
+        """Save some cached content. Call it while `has_idle_work` and not `has_work`."""
+        if self.transfers is not None:
+            self._settle_transfers(self.transfers)
+            self.transfers.start(self.scheduler.schedule_idle())
+
+    def save_cache(self, limit_s: float) -> bool:
+        """Save all cached content, for at most `limit_s`. Returns whether it is all saved. Runs no further step."""
+        deadline_ns = self.clock() + int(limit_s * 1e9)
+        if self._in_flight is not None and self.has_idle_work:  # a device may copy only when no step is running
+            earlier, self._in_flight = self._in_flight, None
+            self._commit(earlier)
+        while self.has_idle_work and self.transfers is not None:
+            if self.clock() >= deadline_ns:
+                return False
+            self.idle()
+            self.transfers.wait(WAIT_S)
+        return True
+
+    def clear_cache(self) -> None:
+        """Delete all cached content, in all tiers.
+
+        Raises CacheFolderError if files cannot be deleted. This process does not use them any more even then.
+        """
+        self.scheduler.cache.clear()
+        if self.transfers is not None:
+            self.transfers.clear()
+
+    def drop_cache(self) -> None:
+        """Delete cached content that may be wrong. Logs files that cannot be deleted."""
+        try:
+            self.clear_cache()
+        except CacheFolderError as error:
+            log.error("the cache was cleared because it may be wrong, but %s", error)
+
     def close(self) -> None:
         self._masking.close()
+        if self.transfers is not None:
+            self.transfers.close()
         self.runner.close()
 
     def _step_masked(self, plan: StepPlan) -> list[EngineOutput]:
@@ -200,7 +269,7 @@ class Engine:
         result = self._collect(step)
         updates = self.scheduler.commit(step.plan, result)
         if result.is_poisoned:  # other requests must not reuse what such a request left in the cache
-            self.scheduler.cache.clear()
+            self.drop_cache()
         if self._masking:
             updates = [self._match(update) for update in updates]
         outputs = [self._output(update) for update in updates]

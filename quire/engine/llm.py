@@ -15,7 +15,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
-from quire.engine.composition import EngineConfig, check_supported, make_engine
+from quire.engine.composition import EngineConfig, check_cache_folders, check_supported, make_engine
 from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
@@ -28,6 +28,7 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 Prompt = str | Sequence[int]
 Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
+MAX_SAVE_S = 10.0  # for cached content that is not on disk when an LLM is closed
 OnOutput = Callable[[int, Delta], None]  # index of the prompt, and its new text
 
 
@@ -44,6 +45,7 @@ class LLM:
             self.config = EngineConfig(**settings)
         except TypeError as error:
             raise InvalidRequest(f"settings: {error}") from None
+        check_cache_folders([self.config])
         path = _find(None if model is None else str(model))
         check = partial(check_supported, config=self.config)
         self.text = ModelText.open(path, load_format=self.config.load_format, check=check)
@@ -110,7 +112,12 @@ class LLM:
         return self.engine.scheduler.cache.stats()
 
     def close(self) -> None:
-        self._is_closed = True
+        """Free everything. With a disk cache, first save cached content, for at most `MAX_SAVE_S`."""
+        with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.engine.save_cache(MAX_SAVE_S)
         self.grammars.close()
         self.engine.close()
         self.text.close()

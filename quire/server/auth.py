@@ -43,7 +43,7 @@ class Key:
     ceiling: Priority = Priority.NORMAL  # the highest priority that a request may ask for
     is_admin: bool = False
     limits: Limits = field(default_factory=Limits)
-    namespace: str = ""  # part of every chain key: two namespaces share no cache
+    namespace: str = ""  # part of every chain key, also of content on disk: two namespaces share no cache
     identity: str = ""  # owner name of keys without a name: the number in `name` may be another key's after a restart
 
     def priority(self, wish: Priority | None) -> Priority:
@@ -134,7 +134,8 @@ def make_keyring(
     for prefix, secrets, is_admin in (("key", api_keys, False), ("admin", admin_keys, True)):
         for number, secret in enumerate(secrets, 1):
             key = _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)
-            keys.append((secret, replace(key, identity=f"{prefix}:{_digest(secret).hex()[:16]}")))
+            identity = f"{prefix}:{_digest(secret).hex()[:16]}"
+            keys.append((secret, replace(key, identity=identity, namespace="" if is_shared else identity)))
     for entry in _read(path).keys if path is not None else ():
         if entry.tier.upper() not in Priority.__members__:
             tiers = ", ".join(name.lower() for name in Priority.__members__)

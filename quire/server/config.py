@@ -10,6 +10,14 @@ from pathlib import Path
 
 from quire.core.request import MAX_TOKEN_ID, Priority
 from quire.engine.composition import EngineConfig
+from quire.engine.worker.kv_events import (
+    PORTS_PER_MODEL,
+    Endpoint,
+    KvEventsConfig,
+    check_installed,
+    check_topic,
+    parse_endpoint,
+)
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
 from quire.text.tool_formats import find_tool_format
@@ -39,6 +47,7 @@ class ModelConfig:
     priority: Priority | None = None  # of requests without a priority; None: the key's tier
     tool_format: str | None = None  # the syntax of its tool calls; None: detected from the template
     default_max_tokens: int = DEFAULT_MAX_TOKENS  # of requests without a limit; -1: up to the end of the context
+    kv_events: KvEventsConfig | None = None  # set by the launcher (`ServeConfig.kv_events_of`)
 
     def __post_init__(self) -> None:
         if type(self.default_max_tokens) is not int or not (
@@ -86,6 +95,9 @@ class ServeConfig:
     ssl_keyfile: Path | None = None
     root_path: str = ""
     metrics_compat: str | None = None
+    kv_events: str | None = None  # where the first model announces its cache; None: no model does
+    kv_events_replay: str | None = None
+    kv_events_topic: str | None = None  # `{model}` stands for the model's name
     log_level: str = "info"
     log_format: str = "text"
 
@@ -115,6 +127,7 @@ class ServeConfig:
         self._check_models()
         self._check_tls()
         self._check_exposure()
+        self._check_events()
 
     @property
     def has_keys(self) -> bool:
@@ -135,6 +148,45 @@ class ServeConfig:
         host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
         scheme = "http" if self.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def event_endpoints(self, index: int) -> dict[str, Endpoint]:
+        """Where model number `index` announces its cache, by setting: with ports above those of the model before it."""
+        given = {"kv_events": self.kv_events, "kv_events_replay": self.kv_events_replay}
+        by = index * PORTS_PER_MODEL
+        return {name: parse_endpoint(name, text).offset(by) for name, text in given.items() if text is not None}
+
+    def kv_events_of(self, index: int) -> KvEventsConfig | None:
+        """The settings of model number `index` for KV events."""
+        if self.kv_events is None:
+            return None
+        texts = {name: str(endpoint) for name, endpoint in self.event_endpoints(index).items()}
+        topic = self.kv_events_topic
+        if topic is None:  # the form that llm-d needs; Dynamo reads every topic
+            topic = f"kv@{self.url.partition('://')[2]}@{{model}}"
+        topic = topic.replace("{model}", self.models[index].names[0])
+        return KvEventsConfig(texts["kv_events"], texts.get("kv_events_replay"), topic)
+
+    def _check_events(self) -> None:
+        if self.kv_events is None:
+            for name in ("kv_events_replay", "kv_events_topic"):
+                if (value := getattr(self, name)) is not None:
+                    raise InvalidRequest(f"{name} = {value!r:.80} needs --kv-events, which is not set")
+            return
+        check_installed()
+        check_topic("kv_events_topic", self.kv_events_topic or "")
+        used: dict[int, str] = {}
+        for index, model in enumerate(self.models):
+            for name, endpoint in self.event_endpoints(index).items():
+                port, what = endpoint.port, f"{name} of {model.names[0]}"
+                if port > 65_535:
+                    raise InvalidRequest(f"{name} = {getattr(self, name)!r}: {what} needs port {port}, above 65535")
+                if port in used:
+                    text = (
+                        f"port {port} is needed for {used[port]} and for {what}; model number i adds 2 i to both ports"
+                    )
+                    raise InvalidRequest(f"{name} = {getattr(self, name)!r}: {text}")
+                if port:
+                    used[port] = what
 
     def _check_models(self) -> None:
         if not self.models:

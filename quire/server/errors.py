@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from quire.errors import (
+    CacheFolderError,
     ContextTooLong,
     Draining,
     InvalidRequest,
@@ -107,7 +108,7 @@ def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiEr
             return ApiError(Kind.DIED, message, retry_after_s=1.0, may_retry=True)
         case WorkerDied():
             return ApiError(Kind.DIED, text if text.startswith(_SAFE_TEXTS) else "the model's process failed")
-        case ModelFileError() | MissingExtra():  # a restart failed: the cause is logged
+        case ModelFileError() | MissingExtra() | CacheFolderError():  # a restart failed: the cause is logged
             log.error("the model cannot be loaded again: %s", text)
             message = "the model is being restarted"
             return ApiError(Kind.UNAVAILABLE, message, retry_after_s=10.0, reason="restarting")

@@ -18,6 +18,7 @@ from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
 from quire.engine.worker.garbage_collection import calm_collector
+from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app, make_batches
 from quire.server.auth import make_keyring
@@ -63,6 +64,7 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     )
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
+    _check_events(config)
     sys.setswitchinterval(SWITCH_S)
     main = _Main(config, gate, age_s, on_ready, on_loading, started_s)
     uvicorn_config = make_config(
@@ -70,6 +72,18 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     )
     with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
         runner.run(main.serve(sockets))
+
+
+def _check_events(config: ServeConfig) -> None:
+    """Refuse ports of KV events that are taken, and warn of what an operator may not expect."""
+    for index in range(len(config.models)):
+        for name, endpoint in config.event_endpoints(index).items():
+            check_free(name, endpoint)
+            if not endpoint.is_local:
+                log.warning("KV events at %s: every client that reaches this address can read prompts", endpoint)
+    if config.kv_events is not None and config.has_keys and not config.share_prefix_cache:
+        text = "no KV events are sent for requests with API keys, because keys share no prefixes: set %s to share them"
+        log.warning(text, "--share-prefix-cache")
 
 
 def process_age_s() -> float:
@@ -150,7 +164,8 @@ class _Main:
         budget_bytes = config.memory
         if budget_bytes is None and len(config.models) > 1:
             budget_bytes = default_budget(on_gpu=on_gpu)
-        models = Models(config.models, shared, budget_bytes=budget_bytes, kv_cap_bytes=None if on_gpu else CPU_CAP)
+        configs = [replace(model, kv_events=config.kv_events_of(i)) for i, model in enumerate(config.models)]
+        models = Models(configs, shared, budget_bytes=budget_bytes, kv_cap_bytes=None if on_gpu else CPU_CAP)
         models.default.on_loading = self._on_loading
         return models
 

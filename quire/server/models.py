@@ -177,6 +177,7 @@ class Model:
                 hang_limit_s=self._shared.hang_limit_s,
                 on_step=on_step,
                 on_gap=self.metrics.tokens,
+                kv_events=config.kv_events,
             )
 
         shared = self._shared
@@ -186,7 +187,16 @@ class Model:
         self.metrics.forget_worker()
         await self._start(service)
         self.queues.expect(_intake(service.client))
+        self._log_events(service.client.facts)
         return self._take_facts(service.client.facts)
+
+    def _log_events(self, ready: Ready | None) -> None:
+        if ready is None or (events := ready.kv_events) is None:
+            return
+        replay = "" if events.replay_endpoint is None else f", replay at {events.replay_endpoint}"
+        log.info("%s: KV events at %s%s, topic %r", self.name, events.endpoint, replay, events.topic)
+        if events.silent_because is not None:
+            log.warning("%s: no KV events are sent, because %s", self.name, events.silent_because)
 
     async def _start(self, service: ModelService) -> None:
         supervising = asyncio.create_task(service.client.supervise(), name=f"supervise {self.name}")

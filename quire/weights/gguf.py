@@ -305,6 +305,14 @@ def is_later_part(path: Path) -> bool:
     return name is not None and int(name[2]) != 1
 
 
+def part_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a model, by the name of its first part."""
+    name = _SPLIT_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    return [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, int(name[3]) + 1)]
+
+
 def _open_files(path: Path) -> list[_File]:
     """Open the file, or all parts of a split model, whose first part holds the metadata."""
     files = [_File(path)]

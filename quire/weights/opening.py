@@ -7,7 +7,7 @@ from pathlib import Path
 from quire.errors import ModelFileError, ModelNotFound
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.dummy import DummyCheckpoint
-from quire.weights.gguf import GgufCheckpoint, is_later_part
+from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 
 LOAD_FORMATS = ("auto", "dummy")  # the weights in the files; random weights in the shapes of config.json
@@ -30,6 +30,15 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path}: contains weights only; open its folder, which also holds config.json")
     raise ModelFileError(f"{path}: is neither a .gguf file nor a folder with config.json")
+
+
+def weight_files(path: Path, load_format: str = "auto") -> list[Path]:
+    """Return the files that determine the results of a model: its weights and config.json, or all parts of a GGUF."""
+    if path.is_dir() and (path / "config.json").exists():
+        weights = [] if load_format == "dummy" else sorted(path.glob("*.safetensors"))
+        return [path / "config.json", *weights]
+    first = _only_gguf(path) if path.is_dir() else path
+    return part_paths(first)
 
 
 def _open_dummy(path: Path) -> Checkpoint:

@@ -28,6 +28,7 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.generation import Generation
+from quire.engine.worker.kv_events import KvEventsConfig
 from quire.engine.worker.process import HANG_LIMIT_S, WorkerProcess
 from quire.engine.worker.protocol import (
     Add,
@@ -60,7 +61,15 @@ from quire.engine.worker.protocol import (
     ViewBlocks,
     Working,
 )
-from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
+from quire.errors import (
+    CacheFolderError,
+    InvalidRequest,
+    LostBeforeStart,
+    QueueFull,
+    QuireError,
+    RequestFailed,
+    WorkerDied,
+)
 
 MAX_BACKOFF_S = 30.0
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
@@ -134,8 +143,8 @@ class WorkerConnection:
     def _is_busy(self) -> bool:
         return bool(self._alive or self._queries or self._is_probing)
 
-    def load(self, path: Path, config: EngineConfig) -> None:
-        self.process.send(Load(str(path), config))
+    def load(self, path: Path, config: EngineConfig, kv_events: KvEventsConfig | None) -> None:
+        self.process.send(Load(str(path), config, kv_events))
         self.process.expect_message(LOAD_LIMIT_S)
 
     def submit(self, request: GenerationRequest, generation: Generation) -> None:
@@ -343,15 +352,18 @@ class EngineClient:
         hang_limit_s: float = HANG_LIMIT_S,
         on_step: Callable[[Stepped], None] | None = None,
         on_gap: Callable[[float, int], None] | None = None,
+        kv_events: KvEventsConfig | None = None,
     ) -> None:
         """`on_gap`: called with the time between a token and the one before it, and the number of tokens with that gap.
 
-        The tokens of one answer that arrive together count as evenly spaced.
+        The tokens of one answer that arrive together count as evenly spaced. `kv_events`: where the worker announces
+        its cache.
         """
         self.text = text
         self.max_model_len = text.spec.max_model_len  # until the worker reports what fits its pool
         self._path = path
         self._config = config
+        self._kv_events = kv_events
         self._on_loading = SafeCallback("on_loading", on_loading)
         self._on_step = SafeCallback("on_step", on_step)
         self._on_gap = SafeCallback("on_gap", on_gap)
@@ -518,8 +530,11 @@ class EngineClient:
                 connection.process.send(DropBlocks())
 
     async def clear_cache(self) -> None:
-        """Drop all cached content and all pins. Running requests keep their blocks."""
-        await self._change_cache(ClearCache(next(self._ids)))
+        """Drop all cached content and all pins. Running requests keep their blocks.
+
+        Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
+        """
+        await self._change_cache(ClearCache(next(self._ids)), CacheFolderError)
 
     async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
         """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
@@ -534,13 +549,15 @@ class EngineClient:
         answer = await self._change_cache(UnpinCache(next(self._ids), pin_id))
         return answer is not None and answer.is_found
 
-    async def _change_cache(self, order: ClearCache | PinCache | UnpinCache) -> CacheAnswer | None:
+    async def _change_cache(
+        self, order: ClearCache | PinCache | UnpinCache, error_type: type[QuireError] = InvalidRequest
+    ) -> CacheAnswer | None:
         if (connection := self._serving_connection()) is None:
             return None
         answer = await connection.ask(order)
         assert isinstance(answer, CacheAnswer)
         if answer.error is not None:
-            raise InvalidRequest(answer.error)
+            raise error_type(answer.error)
         return answer
 
     # The worker
@@ -578,7 +595,7 @@ class EngineClient:
             self._count_death(False)
             raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error
         self._connection = connection
-        connection.load(self._path, self._config)
+        connection.load(self._path, self._config, self._kv_events)
         return connection
 
     def _serving_connection(self) -> WorkerConnection | None:

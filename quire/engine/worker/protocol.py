@@ -22,9 +22,11 @@ from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
 from quire.core.request import PackedPrompt, Priority, SamplingParams
+from quire.core.tiers import LowerTierStats
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
+from quire.engine.worker.kv_events import KvEventsConfig, KvEventsStatus
 from quire.text.grammar import Grammar
 
 MAX_FRAME = 256 << 20  # a corrupt length must not exhaust memory
@@ -40,6 +42,7 @@ class Load(msgspec.Struct, tag="load", frozen=True):
 
     path: str
     config: EngineConfig
+    kv_events: KvEventsConfig | None = None  # None: the worker sends no events
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
@@ -135,6 +138,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     facts: RunnerFacts
     timings_s: dict[str, float]  # durations of the start: "import" (the backend's libraries), "weights", "warm_up"
     step_s: float = 0.0  # predicted duration of a full step, from the warm-up
+    tiers: tuple[LowerTierStats, ...] = ()  # below the device
+    kv_events: KvEventsStatus | None = None  # the sockets that were bound
 
     @property
     def weight_bytes(self) -> int:

@@ -17,17 +17,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.core.block_map import BlockMap, held_ranges, view_blocks
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
+from quire.engine.composition import import_backend, make_bare_engine, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
+from quire.engine.worker.kv_events import open_publisher
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
@@ -64,9 +66,15 @@ from quire.engine.worker.protocol import (
     stepped,
 )
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
-from quire.errors import InvalidRequest, InvariantViolation, QuireError
+from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
+
+if TYPE_CHECKING:
+    from quire.engine.worker.event_publisher import EventPublisher
 
 AUDIT_AFTER_S = 1.0  # an audit starts after this much idle time
+SAVE_AFTER_S = 0.5  # saves to disk start after this much idle time
+SAVE_INTERVAL_S = 0.005  # between them
+MAX_FINAL_SAVE_S = 4.0  # at the end; the client kills the process after EXIT_LIMIT_S
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # the announced limit is this multiple of the prediction
 MAX_PATIENCE_S = 300.0  # maximum of that limit: SDKs time out after 600 s, and a hang must be found before that
@@ -105,9 +113,17 @@ class Worker:
     """The loop of a worker process.
 
     `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
+    Without `publisher`, changes of the cache are not announced.
     """
 
-    def __init__(self, channel: Channel, engine: Engine, observer: Observer, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        engine: Engine,
+        observer: Observer,
+        grammars: Grammars | None = None,
+        publisher: EventPublisher | None = None,
+    ) -> None:
         self._channel = channel
         self._engine = engine
         self._observer = observer
@@ -122,6 +138,7 @@ class Worker:
         self._audit: Iterator[None] | None = None  # the current one
         self._is_preparing = True  # the runner may have optional preparation to do while idle
         self._grammars = grammars
+        self._publisher = publisher
         self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
         engine.on_plan = self._announce
@@ -147,10 +164,9 @@ class Worker:
         separate scheduler with just enough blocks is used, so that the worker's own statistics are not affected.
         """
         runner = self._engine.runner
-        num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # plus the null block
-        scheduler = make_scheduler(runner, EngineConfig(enable_prefix_caching=False), num_blocks=num_blocks)
-        spare = Engine(runner, scheduler, on_plan=self._note)
-        runs = ((1, 1), (min(WARM_UP_TOKENS, scheduler.max_model_len - 1), WARM_UP_ANSWER))
+        spare = make_bare_engine(runner, WARM_UP_TOKENS + WARM_UP_ANSWER)
+        spare.on_plan = self._note
+        runs = ((1, 1), (min(WARM_UP_TOKENS, spare.scheduler.max_model_len - 1), WARM_UP_ANSWER))
         for request_id, (num_tokens, num_outputs) in enumerate(runs):
             spare.add(request_id, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=num_outputs))
             while spare.has_work:
@@ -172,8 +188,13 @@ class Worker:
                 self._step()
             elif self._is_preparing:
                 self._prepare()
+            elif self._engine.has_idle_work and self._save_in_s() == 0.0:
+                self._engine.idle()
+                self._audit, self._is_audited = None, False  # an audit in progress would read what has changed
             elif not messages and self._audit_in_s() == 0.0:
                 self._continue_audit()
+            if self._publisher is not None:
+                self._publisher.flush()
 
     def _handle(self, messages: Sequence[ToWorker]) -> None:
         for message in messages:
@@ -191,10 +212,16 @@ class Worker:
         """How long to wait for messages. None: without limit, so that an idle worker uses no CPU."""
         if self._engine.has_work or self._is_preparing:
             return 0.0
-        audit_in_s = self._audit_in_s()
+        # An audit waits for the end of the saves.
+        is_saving = self._engine.has_idle_work
+        limits_s = [max(self._save_in_s(), SAVE_INTERVAL_S) if is_saving else self._audit_in_s()]
         if self._compilations:
-            return SIGN_OF_LIFE_S if audit_in_s is None else min(SIGN_OF_LIFE_S, audit_in_s)
-        return audit_in_s
+            limits_s.append(SIGN_OF_LIFE_S)
+        return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+    def _save_in_s(self) -> float:
+        """Time until cached content is saved: not at once, because the next request may follow soon."""
+        return max(self._last_change_s + SAVE_AFTER_S - time.monotonic(), 0.0)
 
     def _audit_in_s(self) -> float | None:
         """Time until an audit starts or continues. None: no change since the last one."""
@@ -262,7 +289,7 @@ class Worker:
         except InvariantViolation as violation:
             self._num_violations += 1
             log.error("an invariant of the core is broken; clearing the cache: %s", violation)
-            self._engine.scheduler.cache.clear()
+            self._engine.drop_cache()
         self._audit, self._is_audited = None, True
 
     # Requests
@@ -396,8 +423,11 @@ class Worker:
             self._map = None
 
     def _clear_cache(self, message: ClearCache) -> None:
-        self._engine.scheduler.cache.clear()
-        self._channel.send(CacheAnswer(message.query_id))
+        try:
+            self._engine.clear_cache()
+            self._channel.send(CacheAnswer(message.query_id))
+        except CacheFolderError as error:
+            self._channel.send(CacheAnswer(message.query_id, error=str(error)))
 
     def _pin(self, message: PinCache) -> None:
         try:
@@ -449,22 +479,30 @@ def _load_and_run(channel: Channel) -> int:
         raise ValueError(f"the first message is {type(first).__name__}, not Load")
     timings_s: dict[str, float] = {}
     observer = Observer()
-    with _timed(timings_s, "import"):
-        import_backend(first.config)
-    with _timed(timings_s, "weights"):
-        engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer, is_server=True)
-    try:
+    with contextlib.ExitStack() as stack:
+        publisher = None
+        if first.kv_events is not None:  # before the model is loaded, because a port may be taken
+            publisher = stack.enter_context(contextlib.closing(open_publisher(first.kv_events)))
+        with _timed(timings_s, "import"):
+            import_backend(first.config)
+        with _timed(timings_s, "weights"):
+            engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer, is_server=True)
+        stack.callback(engine.close)
         grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
-        worker = Worker(channel, engine, observer, grammars)
+        worker = Worker(channel, engine, observer, grammars, publisher)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
         facts = engine.runner.facts()
         step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_num_batched_tokens)
-        channel.send(Ready(engine.capacity, engine.scheduler.max_model_len, facts, timings_s, step_s))
-        worker.run(rest)
-    finally:
-        engine.close()
+        events = None if publisher is None else publisher.start(engine.scheduler.cache)
+        tiers = engine.scheduler.cache.stats().tiers
+        channel.send(Ready(engine.capacity, engine.scheduler.max_model_len, facts, timings_s, step_s, tiers, events))
+        try:
+            worker.run(rest)
+        except Gone:
+            engine.save_cache(MAX_FINAL_SAVE_S)
+            raise
     return 0
 
 

@@ -6,6 +6,7 @@ A key sees only cached blocks under its own namespace and salt, so it cannot lea
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from quire.core.request import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
-from quire.errors import ContextTooLong, InvalidRequest
+from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView, view
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from quire.server.request_context import RequestContext
 
 DEFAULT_TTL_S = 300.0
+
+log = logging.getLogger(__name__)
 
 Explanation = CacheView
 Ttl = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_PIN_TTL_S})]
@@ -84,6 +87,25 @@ class StateStatsView(msgspec.Struct, frozen=True):
     num_evictions: int
 
 
+class LowerTierView(msgspec.Struct, frozen=True):
+    """A tier below the device. `LowerTierStats` in `quire/core/tiers.py` documents each count."""
+
+    tier: Annotated[str, Meta(extra_json_schema={"enum": ["host", "disk"]})]
+    num_pieces: Annotated[int, Meta(description="Stored blocks, window blocks and states.")]
+    num_bytes: int
+    max_bytes: Annotated[int | None, Meta(description="null: the limit is for all models that share the folder.")]
+    num_loads: Annotated[int, Meta(description="Prefixes that were loaded.")]
+    num_loaded_tokens: int
+    num_loaded_bytes: int
+    num_failed_loads: Annotated[int, Meta(description="Damaged or missing pieces, and loads that took too long.")]
+    num_saves: Annotated[int, Meta(description="Pieces that were stored.")]
+    num_failed_saves: int
+    num_evictions: int
+    break_even_tokens: Annotated[
+        int | None, Meta(description="Loads of fewer tokens are slower than computing them; null: all loads are.")
+    ]
+
+
 class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
     """Cache statistics. `CacheStats` in `quire/core/kv_cache.py` documents each count."""
 
@@ -112,6 +134,7 @@ class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
     ]
     windows: Annotated[WindowStatsView | None, Meta(description="null: the model has no window blocks.")]
     states: Annotated[StateStatsView | None, Meta(description="null: the model has no recurrent states.")]
+    tiers: Annotated[tuple[LowerTierView, ...], Meta(description="Tiers below the device: host memory, disk.")]
 
 
 class Cleared(msgspec.Struct, frozen=True):
@@ -155,6 +178,7 @@ async def stats(context: RequestContext) -> Response:
             | {
                 "windows": None if windows is None else WindowStatsView(**asdict(windows)),
                 "states": None if states is None else StateStatsView(**asdict(states)),
+                "tiers": tuple(LowerTierView(**asdict(tier)) for tier in cache.tiers),
             }
         ),
     )
@@ -162,10 +186,15 @@ async def stats(context: RequestContext) -> Response:
 
 
 async def clear(context: RequestContext) -> Response:
-    """Admin only: clear the prefix cache and remove all pins. Running requests keep their blocks."""
+    """Admin only: clear the prefix cache, in all tiers, and remove all pins. Running requests keep their blocks."""
     service = _service(context, context.request.query_params.get("model"))
     _capacity(service)
-    await service.client.clear_cache()
+    try:
+        await service.client.clear_cache()
+    except CacheFolderError as error:
+        log.error("%s: %s", service.model, error)  # with a path, which is not sent
+        text = "the cache was cleared, but files of the disk cache could not be deleted: the log says why"
+        raise ApiError(Kind.FAILED, text) from error
     return context.json(Cleared(cleared=True))
 
 

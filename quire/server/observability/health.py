@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.engine.composition import Scheduling
+from quire.engine.worker.kv_events import KvEventsStatus
 from quire.engine.worker.protocol import Stats
 from quire.errors import QuireError
 from quire.server.model_service import ModelService
@@ -34,6 +35,7 @@ class Version(msgspec.Struct):
     device: str | None = None
     dtype: str | None = None
     scheduling: Scheduling | None = None  # None: no worker is running
+    kv_events: KvEventsStatus | None = None  # None: the model does not announce its cache
 
 
 def status(models: Models) -> str:
@@ -71,7 +73,11 @@ async def version(context: RequestContext) -> Response:
     if model.service is None or (facts := model.service.client.facts) is None:
         return context.json(Version(__version__, model.name))
     runner, scheduling = facts.facts, model.service.client.scheduling
-    return context.json(Version(__version__, model.name, runner.backend, runner.device, runner.dtype, scheduling))
+    return context.json(
+        Version(
+            __version__, model.name, runner.backend, runner.device, runner.dtype, scheduling, kv_events=facts.kv_events
+        )
+    )
 
 
 async def metrics(context: RequestContext) -> Response:

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.core.request import Priority
+from quire.core.tiers import LowerTierStats
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, Stats, Stepped
 from quire.errors import InvalidRequest
@@ -78,6 +79,8 @@ GAUGES = {
     "recurrent_states": _Spec(
         "Slots of recurrent states, by state: free + cached + in_use = all. Absent if the model has none.", ("state",)
     ),
+    "lower_cache_bytes": _Spec("Bytes of cached content in host memory or on disk. Absent if off.", ("storage",)),
+    "lower_cache_pieces": _Spec("Stored blocks, window blocks and states. Absent if off.", ("storage",)),
     "queue_age_seconds": _Spec("Waiting time of the oldest request of a tier.", ("tier",)),
     "queue_requests": _Spec("Waiting sequences of a tier.", ("tier",)),
     "queue_tokens": _Spec("Tokens to compute for the waiting sequences of a tier.", ("tier",)),
@@ -98,6 +101,12 @@ COUNTERS = {
     "window_evictions": _Spec("Cached window blocks that were reused for other content."),
     "state_evictions": _Spec("Stored recurrent states that were evicted."),
     "prefix_cache_recomputed": _Spec("Prompt tokens computed again for lack of a state or of window blocks."),
+    "lower_cache_loads": _Spec("Prefixes loaded from host memory or disk.", ("storage",)),
+    "lower_cache_loaded_tokens": _Spec("Prompt tokens loaded from host memory or disk.", ("storage",)),
+    "lower_cache_load_failures": _Spec("Stored pieces that were damaged or missing, and late loads.", ("storage",)),
+    "lower_cache_saves": _Spec("Pieces stored in host memory or on disk.", ("storage",)),
+    "lower_cache_save_failures": _Spec("Pieces that could not be stored.", ("storage",)),
+    "lower_cache_evictions": _Spec("Stored pieces that were evicted.", ("storage",)),
     "requests_rejected": _Spec("Requests answered with an error.", ("reason",)),
     "invariant_violations": _Spec("Violated invariants of the core. Each is a bug."),
     "worker_restarts": _Spec("Restarts of the worker process."),
@@ -398,7 +407,17 @@ class Metrics:
         before = _totals(last) if last is not None else {}
         for name, value in _totals(stats).items():
             self._plain[name].inc(max(0, value - before.get(name, 0)))
+        earlier = {} if last is None else {tier.tier: tier for tier in last.cache.tiers}
+        for tier in stats.cache.tiers:
+            self._take_tier(tier, earlier.get(tier.tier))
         self._last, self._worker = stats, num_restarts
+
+    def _take_tier(self, tier: LowerTierStats, last: LowerTierStats | None) -> None:
+        self._set("lower_cache_bytes", tier.num_bytes, tier.tier)
+        self._set("lower_cache_pieces", tier.num_pieces, tier.tier)
+        for name, field in TIER_COUNTERS.items():
+            before = 0 if last is None else getattr(last, field)
+            self._count(name, tier.tier).inc(max(0, getattr(tier, field) - before))
 
     def _take_gauges(self, stats: Stats) -> None:
         cache = stats.cache
@@ -436,6 +455,16 @@ class Metrics:
             self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))
         self._config_labels = labels
         self._set("cache_config_info", 1, *labels)
+
+
+TIER_COUNTERS = {  # name of a counter -> field of LowerTierStats
+    "lower_cache_loads": "num_loads",
+    "lower_cache_loaded_tokens": "num_loaded_tokens",
+    "lower_cache_load_failures": "num_failed_loads",
+    "lower_cache_saves": "num_saves",
+    "lower_cache_save_failures": "num_failed_saves",
+    "lower_cache_evictions": "num_evictions",
+}
 
 
 def _totals(stats: Stats) -> dict[str, int]:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.step import Tier
 from quire.text.excerpt import Excerpt
 
 # Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
@@ -22,8 +23,15 @@ _WHY = {
     " is at token {at}: {again} tokens are computed again",
     StopReason.NO_WINDOW: ". Keys and values are cached up to token {kv}, but those of the layers with a window only up"
     " to token {at}: {again} tokens are computed again",
+    StopReason.LOAD_FAILED: ". The rest, from token {at} on, was stored in host memory or on disk, but could not be"
+    " loaded",
+    StopReason.NOT_LOADED: ". The rest, from token {at} on, is stored in host memory or on disk, but is not loaded,"
+    " because computing it is faster or too few blocks are free",
     StopReason.OFF: ". Caching is off, or the request needs every prompt token to be computed",
 }
+
+
+_LOADED = {Tier.DEVICE: "in memory", Tier.HOST: "loaded from host memory", Tier.DISK: "loaded from disk"}
 
 
 class StoppedText(msgspec.Struct):
@@ -57,6 +65,15 @@ class CacheView(msgspec.Struct):
             " are reused; otherwise null."
         ),
     ] = None
+    source: Annotated[
+        str | None,
+        Meta(
+            description="The slowest tier that matched tokens came from: device (the KV cache), host (host memory) or"
+            " disk; null if none matched.",
+            extra_json_schema={"enum": [*(tier.value for tier in Tier), None]},
+        ),
+    ] = None
+    loaded_tokens: Annotated[int, Meta(description="Matched tokens that were loaded from host memory or disk.")] = 0
 
 
 def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerpt | None = None) -> CacheView:
@@ -70,6 +87,8 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
         message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text) + ".",
         stopped_text=None if stopped_text is None else StoppedText(stopped_text.before, stopped_text.after),
         kv_tokens=explanation.num_kv_tokens or None,
+        source=None if explanation.source is None else explanation.source.value,
+        loaded_tokens=explanation.num_loaded_tokens,
     )
 
 
@@ -85,4 +104,7 @@ def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
     at, kv = explanation.stopped_at, explanation.num_kv_tokens
     why = _WHY[explanation.reason].format(at=f"{at:,}", kv=f"{kv:,}", again=f"{kv - at:,}")
-    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{why}"
+    loaded = ""
+    if explanation.num_loaded_tokens and explanation.source is not None:
+        loaded = f", {explanation.num_loaded_tokens:,} of them {_LOADED[explanation.source]}"
+    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{loaded}{why}"

@@ -1,0 +1,372 @@
+"""`quire cache`: the prefix cache on disk. Every subcommand works while servers use the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import typer
+
+from quire.cli.models import short_path
+from quire.cli.server_client import printable
+from quire.cli.tables import print_table
+from quire.core.block import TOKEN_BYTES
+from quire.core.step import MemoryKind
+from quire.engine.tiers.block_file import DamagedBlock, Fault, check_block, read_header
+from quire.engine.tiers.cache_folder import (
+    SECRET_NAME,
+    Listing,
+    Space,
+    StoredFile,
+    list_files,
+    read_space,
+    remove_stale,
+    space_folders,
+)
+from quire.errors import CacheFolderError, InvalidRequest
+from quire.sizes import file_size
+from quire.weights import hub
+
+T = TypeVar("T")
+MAX_THREADS = 4
+_BATCH = 256  # files handed to the threads at a time
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_KEPT = (Fault.UNREADABLE, Fault.MISSING)  # faults of files that `verify --delete` does not delete
+
+FolderOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-dir", metavar="DIR", help="The cache folder; by default $QUIRE_CACHE_DIR or ~/.cache/quire/kv."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def cache() -> None:
+    """Show, check and clear the prefix cache on disk (`quire serve --disk-cache`)."""
+
+
+def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
+    """List the models with cached content: files, size, tokens and last use."""
+    root = _find_root(cache_dir)
+    spaces = [one for one in _read_spaces(root) if one.listing.files]
+    with _progress("reading headers", sum(len(one.listing.files) for one in spaces)) as step:
+        usages = [_measure(one, step) for one in spaces]
+    usages.sort(key=lambda usage: usage.used_ns, reverse=True)
+    if as_json:
+        typer.echo(json.dumps([usage.document() for usage in usages], indent=2))
+    elif not usages:
+        typer.echo(_nothing(root))
+    else:
+        rows = [
+            (
+                *(usage.name, usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
+                *(f"{usage.num_files:,}", file_size(usage.num_bytes), f"{usage.tokens:,}", _ago(usage.used_ns)),
+            )
+            for usage in usages
+        ]
+        print_table(("model", "backend", "dtype"), ("files", "size", "tokens", "last use"), rows)
+
+
+def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
+    """Show the size of the whole cache, by kind of memory."""
+    root = _find_root(cache_dir)
+    spaces = _read_spaces(root)
+    files = [file for one in spaces for file in one.listing.files]
+    with _progress("reading headers", len(files)) as step:
+        tokens = sum(_measure(one, step).tokens for one in spaces)
+    by_kind = {kind: [file.size for file in files if file.kind is kind] for kind in MemoryKind}
+    used_ns = max((file.used_ns for file in files), default=None)
+    document: dict[str, Any] = {
+        "path": str(root),
+        "num_models": sum(bool(one.listing.files) for one in spaces),
+        "num_files": len(files),
+        "num_bytes": sum(file.size for file in files),
+        "num_tokens": tokens,
+        "kinds": {
+            kind.name.lower(): {"num_files": len(sizes), "num_bytes": sum(sizes)} for kind, sizes in by_kind.items()
+        },
+        "num_temporary": sum(len(one.listing.temporaries) for one in spaces),
+        "num_foreign": sum(len(one.listing.foreign) for one in spaces),
+        "last_used_at": None if used_ns is None else used_ns // 10**9,
+    }
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    elif used_ns is None:
+        typer.echo(_nothing(root))
+    else:
+        _print_stats(root, document, used_ns)
+
+
+def verify(
+    cache_dir: FolderOption = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete damaged files.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read and check every file. The exit code is 1 if damaged files were found and not deleted."""
+    root = _find_root(cache_dir)
+    spaces = _read_spaces(root)
+    files = [(one.space, file) for one in spaces for file in one.listing.files]
+    good = 0
+    newer: list[str] = []
+    faults: dict[str, Fault] = {}
+    deleted: list[str] = []
+    with _progress("checking", sum(file.size for _, file in files), is_bytes=True) as step:
+        for (_, file), fault in zip(files, _in_threads(lambda pair: _find_fault(*pair), files), strict=True):
+            step(file.size)
+            if fault is None:
+                good += 1
+            elif fault is Fault.NEWER_VERSION:
+                newer.append(file.path)
+            elif fault is not Fault.MISSING:  # else a server has evicted it
+                faults[file.path] = fault
+                if delete and fault not in _KEPT and _unlink(file.path):
+                    deleted.append(file.path)
+    foreign = [*newer, *(path for one in spaces for path in one.listing.foreign)]
+    if as_json:
+        document = {
+            "path": str(root),
+            "num_good": good,
+            "num_damaged": len(faults),
+            "num_foreign": len(foreign),
+            "num_deleted": len(deleted),
+            "faults": dict(Counter(faults.values())),
+            "damaged": [{"path": path, "fault": fault} for path, fault in faults.items()],
+            "foreign": foreign,
+        }
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        for path, fault in faults.items():
+            typer.echo(f"{short_path(Path(path))}: {fault}{', deleted' if path in deleted else ''}")
+        note = f", {len(deleted)} of them deleted" if deleted else ""
+        typer.echo(f"{good:,} good, {len(faults):,} damaged{note}, {len(foreign):,} foreign")
+    if len(deleted) < len(faults):
+        raise typer.Exit(1)
+
+
+def clear(
+    cache_dir: FolderOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="NAME", help="Only content of this model, named as in `quire cache ls`."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than", metavar="TIME", help="Only content that was not used for this long, like 12h, 7d or 2w."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Delete cached content of all models, or a part of it. Running servers compute it again."""
+    root = _find_root(cache_dir)
+    spaces = _read_spaces(root)
+    if model is not None:
+        spaces = _select(spaces, model, root)
+    limit_ns = None if older_than is None else time.time_ns() - _parse_age_s(older_than) * 10**9
+    found = [
+        (one.name, file)
+        for one in spaces
+        for file in one.listing.files
+        if file.is_regular and (limit_ns is None or file.used_ns < limit_ns)
+    ]
+    files = [file for _, file in found]
+    if not files:
+        typer.echo(f"nothing to delete in {short_path(root)}")
+        return
+    if not yes:
+        size = file_size(sum(file.size for file in files))
+        if not sys.stdin.isatty():
+            text = f"deleting {len(files):,} files ({size}) needs --yes: standard input is not a terminal"
+            raise InvalidRequest(text)
+        names = printable(", ".join(sorted({name for name, _ in found})))
+        if not typer.confirm(f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"):
+            raise typer.Exit(1)
+    deleted = [file for file in files if _unlink(file.path)]
+    for one in spaces:
+        remove_stale(one.listing.temporaries, time.time_ns())
+    typer.echo(f"deleted {len(deleted):,} files: {file_size(sum(file.size for file in deleted))} freed")
+
+
+# Name -> function, in the order of the help.
+SUBCOMMANDS: dict[str, Callable[..., None]] = {"ls": ls, "stats": stats, "verify": verify, "clear": clear}
+
+
+class _Listed(NamedTuple):
+    """A folder with the name of a space. `space` is None if its facts are missing or damaged."""
+
+    path: Path
+    space: Space | None
+    listing: Listing
+
+    @property
+    def name(self) -> str:
+        return self.space.name if self.space is not None else self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """Summary of a space."""
+
+    path: Path
+    name: str
+    facts: Mapping[str, str]
+    num_files: int
+    num_bytes: int
+    tokens: int
+    used_ns: int
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "path": str(self.path),
+            "facts": dict(self.facts),
+            "num_files": self.num_files,
+            "num_bytes": self.num_bytes,
+            "num_tokens": self.tokens,
+            "last_used_at": self.used_ns // 10**9,
+        }
+
+
+def _find_root(given: str | None) -> Path:
+    """The cache folder. Refuses a folder that is not one."""
+    given = given or os.environ.get("QUIRE_CACHE_DIR")  # as for `quire serve`
+    root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        if given is None:
+            return root  # nothing was cached yet
+        raise InvalidRequest(f"--cache-dir {root}: there is no such folder") from None
+    except NotADirectoryError:
+        raise InvalidRequest(f"--cache-dir {root} is not a folder") from None
+    except OSError as error:
+        raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
+    if names and SECRET_NAME not in names and not space_folders(root):
+        raise InvalidRequest(f"{root} is not a cache folder of quire: it has neither a secret nor cached content")
+    return root
+
+
+def _nothing(root: Path) -> str:
+    return f"nothing is cached in {short_path(root)}"
+
+
+def _read_spaces(root: Path) -> list[_Listed]:
+    return [_Listed(path, read_space(path), list_files(path)) for path in space_folders(root)]
+
+
+def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
+    found = [one for one in spaces if model in (one.name, one.path.name)]
+    if not found:
+        names = sorted({one.name for one in spaces if one.listing.files})
+        there = f"it has {', '.join(names)}" if names else "it is empty"
+        raise InvalidRequest(f"--model {model!r}: {short_path(root)} has no content of such a model; {there}")
+    return found
+
+
+def _measure(one: _Listed, step: Callable[[int], None]) -> _Usage:
+    """Summarise a space. Tokens are counted in its KV blocks: window blocks and states are of the same tokens."""
+    files = one.listing.files
+    tokens = 0
+    for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
+        tokens += num_tokens if file.kind is MemoryKind.BLOCK else 0
+        step(1)
+    facts = one.space.facts if one.space is not None else {}
+    used_ns = max((file.used_ns for file in files), default=0)
+    return _Usage(one.path, one.name, facts, len(files), sum(file.size for file in files), tokens, used_ns)
+
+
+def _count_tokens(file: StoredFile) -> int:
+    try:
+        return len(read_header(file.path).content.tokens) // TOKEN_BYTES
+    except DamagedBlock:
+        return 0
+
+
+def _find_fault(space: Space | None, file: StoredFile) -> Fault | None:
+    """Check one file. None: it is intact and lies in the right place."""
+    try:
+        header = check_block(file.path)
+    except DamagedBlock as damage:
+        return damage.fault
+    if space is not None and header.space != space.digest:
+        return Fault.SPACE
+    if (header.content.kind, header.content.key) != (file.kind, file.key):
+        return Fault.KEY
+    return None
+
+
+def _unlink(path: str) -> bool:
+    """Delete a file or a link. Returns False if it is gone, or a folder."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        return False
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+        return True
+    return False
+
+
+def _in_threads(function: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:
+    """Results in order. Few calls wait at a time, so that Ctrl-C ends the command soon."""
+    left = iter(items)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        while batch := list(islice(left, _BATCH)):
+            yield from pool.map(function, batch)
+
+
+@contextmanager
+def _progress(what: str, total: int, *, is_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr if that is a terminal. Yields a function that advances it."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn() if is_bytes else MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
+    models = document["num_models"]
+    typer.echo(
+        f"{short_path(root)}: {models} model{'s' if models != 1 else ''}, {document['num_files']:,} files,"
+        f" {file_size(document['num_bytes'])}, {document['num_tokens']:,} tokens, last use {_ago(used_ns)}"
+    )
+    rows = [
+        (kind, f"{counts['num_files']:,}", file_size(counts["num_bytes"])) for kind, counts in document["kinds"].items()
+    ]
+    print_table(("kind",), ("files", "size"), rows)
+    for field, text in (("num_temporary", "files being written"), ("num_foreign", "foreign files")):
+        if document[field]:
+            typer.echo(f"{text}: {document[field]:,}")
+    typer.echo("The size limit is a setting of the servers that use the folder.")
+
+
+def _ago(used_ns: int) -> str:
+    seconds = max(0, time.time_ns() - used_ns) // 10**9
+    for unit, size in (("day", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            count = seconds // size
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
+    return f"{seconds} s ago"
+
+
+def _parse_age_s(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,9})\s*([smhdw])", text.strip(), re.ASCII)
+    if found is None:
+        raise InvalidRequest(f"--older-than {text!r:.80} is not a time like 12h, 7d or 2w")
+    return int(found[1]) * _UNITS_S[found[2]]

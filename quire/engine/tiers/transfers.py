@@ -1,0 +1,405 @@
+"""Makes the saves and loads of plans: copies between the runner's memory, host memory and files.
+
+    save    the runner's memory -> a buffer, before the step of the plan overwrites it -> a file, in a thread
+    load    a file -> a buffer, in threads -> the runner's memory, beside steps that do not use the blocks
+
+The host tier needs no file: a save ends in its buffer, and a load starts from it.
+
+Copies to and from the runner's memory are started by the engine's own thread, between steps. While requests run, only
+a few are started per step, so that tokens are not delayed much. Threads only read and write files.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from quire.backends.base import BlockIO, PendingCopy
+from quire.core.step import Content, Load, MemoryRef, Save, StepPlan, Tier
+from quire.engine.tiers.block_file import DamagedBlock
+from quire.engine.tiers.disk_store import DiskStore, Written
+from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
+from quire.errors import CacheFolderError
+
+NUM_WRITERS = 1
+
+log = logging.getLogger(__name__)
+
+
+class SaveDone(NamedTuple):
+    content: Content
+    tier: Tier
+    is_saved: bool
+
+
+class LoadDone(NamedTuple):
+    load_id: int
+    failures: frozenset[Content]
+    read_ns: int  # from the start of the first read of a file to the end of the last; 0: none was read
+
+
+class Lost(NamedTuple):
+    """Content that is no longer on disk."""
+
+    contents: tuple[Content, ...]
+
+
+Done = SaveDone | LoadDone | Lost
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load in flight."""
+
+    load_id: int
+    num_left: int  # pieces
+    failures: set[Content] = field(default_factory=set)
+    first_read_ns: int = 0
+    last_read_ns: int = 0
+
+
+class _Piece(NamedTuple):
+    """A piece of a load, with the buffer that it is copied from."""
+
+    loading: _Loading
+    content: Content
+    target: MemoryRef
+    buffer: memoryview
+    free: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Importing:
+    """Copies to the runner's memory in flight."""
+
+    copy: PendingCopy
+    pieces: Sequence[_Piece]
+    is_joined: bool = False  # steps wait for them on the device: for the scheduler, they have ended
+
+
+class _Read(NamedTuple):
+    """A piece of a load that is read from a file."""
+
+    loading: _Loading
+    content: Content
+    target: MemoryRef
+
+
+class _Exported(NamedTuple):
+    """A save whose content is copied to a buffer."""
+
+    save: Save
+    piece: HostPiece
+    generation: int
+
+
+class _ReadDone(NamedTuple):
+    read: _Read
+    buffer: memoryview
+    is_read: bool
+    now_ns: int
+
+
+class _WriteDone(NamedTuple):
+    exported: _Exported
+    written: Written
+
+
+class Transfers:
+    """Transfers of one engine. All methods are called from its thread.
+
+    `host`: None if there is no host tier. `disk`: None if there is no disk tier. `read_slots`: buffers that are filled
+    from files. `save_slots`: buffers of saves that do not stay in host memory.
+    """
+
+    def __init__(
+        self,
+        block_io: BlockIO,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        *,
+        read_slots: Slots,
+        save_slots: Slots,
+        num_readers: int,
+    ) -> None:
+        self._block_io = block_io
+        self._host = host
+        self.disk = disk
+        self._read_slots = read_slots
+        self._staging = HostStore(save_slots)  # of saves that go to disk only
+        self._readers = ThreadPoolExecutor(num_readers, "kv-read") if disk is not None else None
+        self._writers = ThreadPoolExecutor(NUM_WRITERS, "kv-write") if disk is not None else None
+        self._finished: queue.SimpleQueue[_ReadDone | _WriteDone] = queue.SimpleQueue()
+        self._received: deque[_ReadDone | _WriteDone] = deque()  # from that queue, in order
+        self._reads: deque[_Read] = deque()  # not submitted yet: all buffers are in use
+        self._imports: deque[_Piece] = deque()  # not copied yet
+        self._importing: deque[_Importing] = deque()
+        self._exporting: deque[tuple[PendingCopy, Sequence[_Exported]]] = deque()
+        self._num_jobs = 0  # in threads
+        self._generation = 0  # of the cache: increases when it is cleared; threads read it
+        self._done: list[Done] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is in flight."""
+        return bool(self._num_jobs or self._reads or self._imports or self._importing or self._exporting or self._done)
+
+    # Start
+
+    def start(self, plan: StepPlan, *, is_busy: bool = True) -> None:
+        """Start the transfers of a plan, before its step is enqueued."""
+        for content in plan.drops:
+            if self._host is not None:
+                self._host.drop(content)
+        if plan.saves:
+            self._export(plan.saves)
+        if plan.loads:
+            self._start_loads(plan.loads)
+            self._start_imports(is_busy=is_busy)
+
+    def _export(self, saves: Sequence[Save]) -> None:
+        exported: list[_Exported] = []
+        for save in saves:
+            piece = self._store_of(save).make(save.content.kind)
+            if piece is None:
+                self._done += [SaveDone(save.content, tier, False) for tier in save.tiers]
+            else:
+                exported.append(_Exported(save, piece, self._generation))
+        if not exported:
+            return
+        try:
+            sources, buffers = [one.save.source for one in exported], [one.piece.buffer for one in exported]
+            self._exporting.append((self._block_io.export(sources, buffers), exported))
+        except Exception:
+            log.exception("%d pieces of the cache could not be copied to host memory", len(exported))
+            for one in exported:
+                self._store_of(one.save).discard(one.piece)
+                self._done += [SaveDone(one.save.content, tier, False) for tier in one.save.tiers]
+
+    def _store_of(self, save: Save) -> HostStore:
+        """The memory of the buffer of a save."""
+        return self._host if self._host is not None and Tier.HOST in save.tiers else self._staging
+
+    def _start_loads(self, loads: Sequence[Load]) -> None:
+        counts = Counter(load.load_id for load in loads)  # before any piece ends: a load ends with its last piece
+        loading = {load_id: _Loading(load_id, count) for load_id, count in counts.items()}
+        for load in loads:
+            if load.tier is Tier.DISK:
+                self._reads.append(_Read(loading[load.load_id], load.content, load.target))
+            else:
+                self._use_host(loading[load.load_id], load)
+        self._submit_reads()
+
+    def _use_host(self, loading: _Loading, load: Load) -> None:
+        host = self._host
+        piece = None if host is None else host.use(load.content)
+        if host is None or piece is None:
+            self._end_piece(loading, load.content)
+        else:
+            free = partial(host.release, piece)
+            self._imports.append(_Piece(loading, load.content, load.target, piece.buffer, free))
+
+    # Progress
+
+    def poll(self, *, is_busy: bool) -> list[Done]:
+        """Advance all transfers, and return what has ended. `is_busy`: requests run, and should not be delayed."""
+        with suppress(queue.Empty):
+            while True:
+                self._received.append(self._finished.get_nowait())
+        while self._received:
+            finished = self._received.popleft()
+            self._num_jobs -= 1
+            if isinstance(finished, _ReadDone):
+                self._end_read(finished)
+            else:
+                self._end_write(finished)
+        self._end_exports()
+        self._start_imports(is_busy=is_busy)
+        self._submit_reads()
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until a transfer has probably advanced."""
+        if self._received:
+            return
+        if self._importing or self._exporting:
+            time.sleep(min(limit_s, 0.0001))  # a device reports nothing by itself
+        elif self._num_jobs:
+            with suppress(queue.Empty):
+                self._received.append(self._finished.get(timeout=limit_s))
+        elif self._reads:
+            time.sleep(limit_s)  # their buffers are being allocated
+
+    def _submit_reads(self) -> None:
+        while self._reads:
+            read = self._reads[0]
+            kind = read.content.kind
+            buffer = self._read_slots.take(kind)
+            if buffer is None and self._read_slots.has_any(kind):
+                return
+            self._reads.popleft()
+            if buffer is None:  # no memory could be allocated
+                self._end_piece(read.loading, read.content)
+                continue
+            assert self._readers is not None
+            self._num_jobs += 1
+            read.loading.first_read_ns = read.loading.first_read_ns or time.monotonic_ns()
+            self._readers.submit(self._read, read, buffer, self._generation)
+
+    def _read(self, read: _Read, buffer: memoryview, generation: int) -> None:
+        """Read a file. Runs in a thread."""
+        is_read = False
+        try:
+            assert self.disk is not None
+            if generation == self._generation:  # otherwise the file was deleted
+                self.disk.read(read.content, buffer)
+                is_read = True
+        except DamagedBlock as damage:
+            log.warning("cached content on disk is not used: %s", damage)
+        except Exception:
+            log.exception("cached content on disk could not be read")
+        finally:
+            self._finished.put(_ReadDone(read, buffer, is_read, time.monotonic_ns()))
+
+    def _end_read(self, done: _ReadDone) -> None:
+        read, buffer = done.read, done.buffer
+        kind = read.content.kind
+        read.loading.last_read_ns = max(read.loading.last_read_ns, done.now_ns)
+        if done.is_read:
+            free = partial(self._read_slots.put, kind, buffer)
+            self._imports.append(_Piece(read.loading, read.content, read.target, buffer, free))
+        else:
+            self._read_slots.put(kind, buffer)
+            self._end_piece(read.loading, read.content)
+
+    def _start_imports(self, *, is_busy: bool) -> None:
+        """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once."""
+        if self._imports:
+            self._import(min(self._block_io.pieces_per_step, len(self._imports)))
+        if self._imports and not is_busy:
+            self._import(len(self._imports))
+        self._end_imports(is_busy=is_busy)
+
+    def _import(self, count: int) -> None:
+        pieces = [self._imports.popleft() for _ in range(count)]
+        try:
+            copy = self._block_io.import_([piece.target for piece in pieces], [piece.buffer for piece in pieces])
+        except Exception:
+            log.exception("%d pieces of the cache could not be copied from host memory", count)
+            for piece in pieces:
+                piece.free()
+                self._end_piece(piece.loading, piece.content)
+            return
+        self._importing.append(_Importing(copy, pieces))
+
+    def _end_imports(self, *, is_busy: bool) -> None:
+        for one in () if is_busy else self._importing:
+            if not one.is_joined and one.copy.join_steps():  # nothing runs: the next step may wait on the device
+                one.is_joined = True
+                for piece in one.pieces:
+                    self._end_piece(piece.loading)
+        while self._importing and self._importing[0].copy.is_done():
+            ended = self._importing.popleft()
+            for piece in ended.pieces:
+                piece.free()
+                if not ended.is_joined:
+                    self._end_piece(piece.loading)
+
+    def _end_piece(self, loading: _Loading, failure: Content | None = None) -> None:
+        if failure is not None:
+            loading.failures.add(failure)
+        loading.num_left -= 1
+        if not loading.num_left:
+            read_ns = loading.last_read_ns - loading.first_read_ns
+            self._done.append(LoadDone(loading.load_id, frozenset(loading.failures), read_ns))
+
+    def _end_exports(self) -> None:
+        while self._exporting and self._exporting[0][0].is_done():
+            for exported in self._exporting.popleft()[1]:
+                self._end_export(exported)
+
+    def _end_export(self, exported: _Exported) -> None:
+        save, piece, generation = exported
+        if generation != self._generation:
+            self._store_of(save).discard(piece)
+            return
+        if Tier.HOST in save.tiers and self._host is not None:
+            self._host.add(save.content, piece)
+            self._done.append(SaveDone(save.content, Tier.HOST, True))
+        if Tier.DISK in save.tiers:
+            assert self._writers is not None
+            piece.num_users += 1
+            self._num_jobs += 1
+            self._writers.submit(self._write, exported)
+
+    def _write(self, exported: _Exported) -> None:
+        """Write a file. Runs in a thread.
+
+        If the cache is cleared meanwhile, the file is deleted here, because there is only one such thread: elsewhere,
+        the same content may have been written again before it is deleted.
+        """
+        written = Written(False, ())
+        (content, *_), piece, generation = exported
+        try:
+            assert self.disk is not None
+            if generation == self._generation:
+                written = self.disk.write(content, piece.buffer)
+                if generation != self._generation:
+                    self.disk.remove(content)
+        except Exception:
+            log.exception("cached content could not be written to disk")
+        finally:
+            self._finished.put(_WriteDone(exported, written))
+
+    def _end_write(self, done: _WriteDone) -> None:
+        (save, piece, generation), written = done
+        store = self._store_of(save)
+        store.release(piece)
+        if store is self._staging:
+            store.discard(piece)
+        if written.gone:
+            self._done.append(Lost(written.gone))
+        if generation == self._generation:
+            self._done.append(SaveDone(save.content, Tier.DISK, written.is_stored))
+
+    # End
+
+    def clear(self) -> None:
+        """Delete all stored content. Saves in flight are dropped; loads in flight end, and may fail.
+
+        Raises CacheFolderError if files cannot be deleted.
+        """
+        self._generation += 1
+        self._done = [one for one in self._done if isinstance(one, LoadDone)]
+        reads, self._reads = self._reads, deque()
+        for read in reads:
+            self._end_piece(read.loading, read.content)
+        if self._host is not None:
+            self._host.clear()
+        if self.disk is not None:
+            try:
+                self.disk.clear()
+            except OSError as error:
+                text = f"not all files of {self.disk.space.path} could be deleted: {error.strerror or error}"
+                raise CacheFolderError(text) from error
+
+    def close(self) -> None:
+        """Wait for the threads, which end after the files that they read or write now."""
+        self._reads.clear()
+        pools = [pool for pool in (self._readers, self._writers) if pool is not None]
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=True)
+        self._read_slots.close()
+        if self._host is not None:
+            self._host.close()

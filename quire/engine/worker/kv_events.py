@@ -1,0 +1,299 @@
+"""KV cache events in vLLM's wire format: settings, and the encoding of changes of the prefix cache.
+
+Knows no sockets (`event_publisher.py`) and does not import pyzmq.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from quire.core.block import TOKEN_BYTES
+from quire.core.chain import unpack_tokens
+from quire.core.events import Published, Removed, TreeChange
+from quire.core.step import Tier
+from quire.errors import InvalidRequest, MissingExtra
+
+if TYPE_CHECKING:
+    from quire.engine.worker.event_publisher import EventPublisher
+
+HASH_BYTES = 8
+MAX_TOPIC = 256
+PORTS_PER_MODEL = 2  # events and replay
+
+
+# Settings
+
+
+class Endpoint(NamedTuple):
+    """A TCP address to listen on."""
+
+    host: str  # an IP address
+    port: int  # 0: any free port
+
+    def __str__(self) -> str:
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ip_address(self.host).is_loopback
+
+    def offset(self, by: int) -> Endpoint:
+        return self if self.port == 0 else Endpoint(self.host, self.port + by)
+
+
+def parse_endpoint(name: str, text: str) -> Endpoint:
+    """The address in `tcp://HOST:PORT`. Raises InvalidRequest; `name` is the setting."""
+    scheme, separator, rest = text.partition("://")
+    host, _, port = rest.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    if scheme != "tcp" or not separator or not port.isascii() or not port.isdecimal() or int(port) > 65_535:
+        raise InvalidRequest(f"{name} = {text!r:.80} is not tcp://HOST:PORT with a port from 0 to 65535")
+    if host == "*":
+        reason = "would send the tokens of prompts to every network of this machine: give the address to listen on"
+        raise InvalidRequest(f"{name} = {text!r:.80} {reason} (0.0.0.0: all of them)")
+    try:
+        ip_address(host)
+    except ValueError:
+        raise InvalidRequest(f"{name} = {text!r:.80}: {host!r:.80} is neither an IP address nor localhost") from None
+    return Endpoint(host, int(port))
+
+
+def check_free(name: str, endpoint: Endpoint) -> None:
+    """Raise InvalidRequest if nothing can listen there, before a model is loaded. The worker binds the port later."""
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(endpoint)
+        except OSError as error:
+            raise cannot_listen(name, str(endpoint), error.strerror or str(error)) from None
+
+
+def cannot_listen(name: str, endpoint: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} = {endpoint!r}: cannot listen there: {reason}")
+
+
+def check_topic(name: str, topic: str) -> None:
+    if len(topic) > MAX_TOPIC or not topic.isprintable():
+        raise InvalidRequest(f"{name} = {topic!r:.80} is not at most {MAX_TOPIC} printable characters")
+
+
+def check_installed() -> None:
+    if importlib.util.find_spec("zmq") is None:
+        raise MissingExtra.of("--kv-events", "zmq")
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """Where the worker of one model sends its events."""
+
+    endpoint: str
+    replay_endpoint: str | None = None  # None: missed batches cannot be requested
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsStatus:
+    """The sockets of a worker, with the ports that were bound."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    silent_because: str | None = None  # why nothing is announced; None: the cache is announced
+
+
+def open_publisher(config: KvEventsConfig) -> EventPublisher:
+    """Bind the sockets. Raises InvalidRequest if a port is taken, and MissingExtra without pyzmq."""
+    check_installed()
+    from quire.engine.worker.event_publisher import EventPublisher
+
+    return EventPublisher(config)
+
+
+# Encoding. Names, order and defaults of the fields are vLLM's (vllm/distributed/kv_events.py): a batch is an array, an
+# event a map with its `type`. Fields that vLLM leaves out if they have their defaults are not here.
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None  # None: the first block of a prompt
+    token_ids: list[int]  # of all these blocks
+    block_size: int
+    lora_id: None
+    medium: str
+    lora_name: None
+    extra_keys: list[None]  # vLLM's salts and images, one entry per block; prefixes here have neither
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """All blocks of all tiers."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float  # seconds since the epoch
+    events: list[KvEvent]
+    data_parallel_rank: int = 0
+
+
+def block_hash(key: bytes) -> int:
+    """The name of content in events: the first half of its chain key, as an unsigned number.
+
+    Dynamo accepts only numbers of 64 bits, llm-d numbers or bytes of which it uses 8. Both hash the tokens themselves
+    and use this name only to find parents and removed blocks. With half of a key, a reader cannot compute other keys.
+    """
+    return int.from_bytes(key[:HASH_BYTES], "big")
+
+
+class Medium(NamedTuple):
+    """A tier in events."""
+
+    name: str  # vLLM's word; the device tier is "GPU" with every backend
+    bit: int  # in `KvEventQueue._tiers`
+
+
+MEDIA = {Tier.DEVICE: Medium("GPU", 1), Tier.HOST: Medium("CPU", 2), Tier.DISK: Medium("STORAGE", 4)}
+DEVICE = MEDIA[Tier.DEVICE]
+
+
+class _Stored(NamedTuple):
+    """Blocks that a tier stored, each after the one before it."""
+
+    medium: Medium
+    parent_key: bytes
+    keys: list[bytes]
+    tokens: list[bytes]
+
+
+class _Removed(NamedTuple):
+    medium: Medium
+    keys: list[bytes]
+
+
+class KvEventQueue:
+    """Collects changes of the cache until they are sent as one batch.
+
+    The cache has tiers. Every tier announces its own content: `take` for the prefix tree, which is the device tier,
+    `stored` and `removed` for the tiers below it. Content is announced only if it follows the root of the empty salt
+    or content that is announced in some tier, so no prefix with a salt is ever announced, and each parent before its
+    children.
+    """
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        """`root`: the root key of the empty salt."""
+        self._root = root
+        self._block_size = block_size
+        self._tiers: dict[bytes, int] = {}  # key of announced content -> bits of the tiers that hold it
+        self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch
+        self._encoder = msgspec.msgpack.Encoder()
+        self._is_first = True
+
+    def __len__(self) -> int:
+        """The number of announced contents."""
+        return len(self._tiers)
+
+    def is_announced(self, key: bytes) -> bool:
+        return key in self._tiers
+
+    def take(self, change: TreeChange) -> None:
+        """Announce a change of the prefix tree. This is its `on_change`."""
+        if isinstance(change, Published):
+            self._store(DEVICE, *change)
+        elif isinstance(change, Removed):
+            self._remove(DEVICE, change.keys)
+        else:
+            self.cleared()
+
+    def stored(self, tier: Tier, key: bytes, parent_key: bytes, tokens: bytes) -> None:
+        """Announce content that a tier holds now. `tokens` are packed (`pack_tokens`). Partial blocks are left out."""
+        if len(tokens) == self._block_size * TOKEN_BYTES:
+            self._store(MEDIA[tier], key, parent_key, tokens)
+
+    def removed(self, tier: Tier, keys: Iterable[bytes]) -> None:
+        """Announce that a tier no longer holds this content. Content that was not announced is left out."""
+        self._remove(MEDIA[tier], keys)
+
+    def cleared(self) -> None:
+        """Announce that the device tier is empty. The event for that clears all tiers, so others need single events."""
+        if all(tiers == DEVICE.bit for tiers in self._tiers.values()):
+            self._tiers.clear()
+            self._changes = [AllBlocksCleared()]
+        else:
+            self._remove(DEVICE, [*reversed(self._tiers)])  # children before their parents
+
+    def _store(self, medium: Medium, key: bytes, parent_key: bytes, tokens: bytes) -> None:
+        known = self._tiers
+        tiers = known.get(key, 0)
+        is_public = parent_key in known or parent_key == self._root or tiers
+        if tiers & medium.bit or not is_public:
+            return
+        known[key] = tiers | medium.bit
+        last = self._changes[-1] if self._changes else None
+        if isinstance(last, _Stored) and last.keys[-1] == parent_key and last.medium is medium:
+            last.keys.append(key)
+            last.tokens.append(tokens)
+        else:
+            self._changes.append(_Stored(medium, parent_key, [key], [tokens]))
+
+    def _remove(self, medium: Medium, keys: Iterable[bytes]) -> None:
+        known, gone = self._tiers, list[bytes]()
+        for key in keys:
+            tiers = known.get(key, 0)
+            if not tiers & medium.bit:
+                continue
+            gone.append(key)
+            if tiers == medium.bit:
+                del known[key]
+            else:
+                known[key] = tiers & ~medium.bit
+        last = self._changes[-1] if self._changes else None
+        if isinstance(last, _Removed) and last.medium is medium:
+            last.keys.extend(gone)
+        elif gone:
+            self._changes.append(_Removed(medium, gone))
+
+    def pop(self, now_s: float) -> bytes | None:
+        """The events since the last call, as the payload of a batch; None: there are none.
+
+        The first batch begins with a clear: subscribers that connect after the worker's start miss the one that is
+        sent then, and may know the blocks of an earlier worker.
+        """
+        if not self._changes:
+            return None
+        events = [self._event(change) for change in self._changes]
+        self._changes = []
+        if self._is_first:
+            events.insert(0, AllBlocksCleared())
+            self._is_first = False
+        return self._encoder.encode(Batch(now_s, events))
+
+    def _event(self, change: _Stored | _Removed | AllBlocksCleared) -> KvEvent:
+        if isinstance(change, _Stored):
+            medium, parent_key, keys, tokens = change
+            names = [block_hash(key) for key in keys]
+            parent = None if parent_key == self._root else block_hash(parent_key)
+            token_ids = unpack_tokens(b"".join(tokens))
+            return BlockStored(names, parent, token_ids, self._block_size, None, medium.name, None, [None] * len(keys))
+        if isinstance(change, _Removed):
+            return BlockRemoved([block_hash(key) for key in change.keys], change.medium.name)
+        return change
+
+
+def start_payload(now_s: float) -> bytes:
+    """The batch that a worker sends when it starts: its cache is empty."""
+    return msgspec.msgpack.encode(Batch(now_s, [AllBlocksCleared()]))
