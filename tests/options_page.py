@@ -18,13 +18,17 @@ SERVE_GROUPS = {
     ),
     "Models": ("models_dir", "served_model_name", "memory", "idle_unload", "load_format", "max_model_len"),
     "Computing": ("backend", "device", "dtype", "precision", "threads"),
-    "KV cache": ("kv_memory", "num_blocks", "block_size", "enable_prefix_caching", "share_prefix_cache"),
+    "KV cache": (
+        *("kv_memory", "num_blocks", "block_size", "enable_prefix_caching", "share_prefix_cache"),
+        *("host_cache", "disk_cache", "cache_dir"),
+    ),
     "Scheduling": (
         *("scheduling_policy", "normal_share", "low_share", "patience", "max_num_seqs", "max_num_batched_tokens"),
         "max_chunk_tokens",
         "max_mixed_tokens",
     ),
     "Files and batches": ("state_dir", "max_file_size", "max_file_storage"),
+    "Events for routers": ("kv_events", "kv_events_replay", "kv_events_topic"),
 }
 OTHER = "Limits, logs and everything else"
 HEAD = """# Options
@@ -44,6 +48,16 @@ def command_of(name: str) -> Any:
     """The command as click sees it. Typer brings a click of its own, so there is no type to name."""
     group: Any = typer.main.get_command(app)
     return group.get_command(group.make_context("quire", [], resilient_parsing=True), name)
+
+
+def all_commands() -> list[tuple[str, Any]]:
+    """All commands by name. A command with subcommands is replaced by those."""
+    found = []
+    for name in COMMANDS:
+        command = command_of(name)
+        below = getattr(command, "commands", None)
+        found += [(f"{name} {sub}", one) for sub, one in below.items()] if below else [(name, command)]
+    return found
 
 
 def options_of(command: Any) -> list[Any]:
@@ -86,8 +100,7 @@ def page() -> str:
     groups = {**SERVE_GROUPS, OTHER: tuple(name for name in options if name not in grouped)}
     for title, names in groups.items():
         parts.append(f"\n### {title}\n\n" + table([options[name] for name in names], has_variables=True))
-    for name in COMMANDS:
-        command = command_of(name)
+    for name, command in all_commands():
         if name == "serve" or command.hidden or not (found := options_of(command)):
             continue
         usage = re.sub(

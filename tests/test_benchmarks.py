@@ -71,6 +71,14 @@ def test_the_core_benchmark_runs() -> None:
         assert word in outcome.stdout
 
 
+def test_the_benchmark_of_restarts_runs(tiny_model: Path) -> None:
+    command = [sys.executable, str(FOLDER / "restart.py"), "--quick", "--model", str(tiny_model), "--threads", "1"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    for word in ("| computed | ", "| KV cache | ", "| disk, page cache | ", "| disk, cold | ", "The disk cache costs "):
+        assert word in outcome.stdout, outcome.stdout
+
+
 def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
     for options, words in (
         (["--rows", "2", "--steps", "3", "--rounds", "1"], ("2 rows, 3 steps of each", "per step (target: 5 %)")),
@@ -248,3 +256,16 @@ def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
             assert figure["times_best"] == pytest.approx(best)
             assert figure["times"]["as shipped"] == pytest.approx(shipped)
             assert figure["is_held"] is expected
+
+
+def test_the_benchmark_of_copies_on_a_gpu_checks_bits() -> None:
+    import torch
+
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, str(FOLDER / "gpu_transfers.py"), "--quick"]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
+    assert outcome.stdout.count("  ok  ") == 5
+    assert outcome.stdout.endswith("all bits are right\n")

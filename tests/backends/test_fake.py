@@ -81,6 +81,18 @@ def test_copies_precede_the_pass_and_unwritten_positions_are_poisoned() -> None:
     assert runner.memory[2][2:] == [-1, -1]  # the source is unchanged
 
 
+def test_a_late_step_does_not_touch_blocks_that_were_added_to_its_table_later() -> None:
+    """They may belong to another request, whose last step is the same one."""
+    runner = FakeRunner(CAPACITY, is_late=True)
+    execute(runner, plan(piece([1, 2, 3, 4], 0, [5], [1, 2, 3, 4])))
+    before, table = [*runner.memory[5]], [1]
+    runner.forward(plan(piece([7, 8, 9, 10], 0, table, [7, 8, 9, 10])))
+    runner.sample(None)
+    table.append(5)
+    runner.collect()
+    assert runner.memory[5] == before
+
+
 def test_sampling_uses_seed_index_position_and_history() -> None:
     base = SamplingParams(seed=1)
     variants = [

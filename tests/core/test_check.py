@@ -10,10 +10,13 @@ import pytest
 
 from quire.core.block import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
+from quire.core.loads import PrefixLoad
 from quire.core.request import Request, RequestState, SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.step import Tier
 from quire.errors import InvariantViolation
 from tests.core.helpers import Rig
+from tests.core.tier_rig import TieredRig
 
 NUM_BLOCKS = 400
 SLICE = 8
@@ -308,3 +311,81 @@ def test_an_empty_scheduler_passes() -> None:
     assert in_slices(rig.scheduler, 1) >= 1
     rig.scheduler.add(Request(1, [1], SamplingParams(max_tokens=1)), 0)
     check_scheduler(rig.scheduler)
+
+
+# Tiers below the device
+
+
+def tiered() -> TieredRig:
+    """A rig with content in two tiers, a load with a waiter, and saves in flight."""
+    rig = TieredRig(host_bytes=10_000, has_disk=True, window=6, num_window_blocks=80, num_states=40)
+    for first in range(0, 500, 100):
+        rig.compute(range(first, first + 17))
+    rig.idle()
+    rig.evict()
+    rig.compute(range(500, 517))
+    rig.cache.evict_unused()
+    rig.wait_for_load(range(21))
+    assert rig.store.saving
+    return rig
+
+
+def first_load(rig: TieredRig) -> PrefixLoad:
+    return next(iter(rig.tiers.loads))
+
+
+def release_state(rig: TieredRig) -> None:
+    state = first_load(rig).state
+    assert state is not None
+    state.ref_count = 0
+
+
+def release_window(rig: TieredRig) -> None:
+    first_load(rig).windows[0].ref_count = 0
+
+
+def count_load(rig: TieredRig) -> None:
+    next(iter(rig.tier(Tier.DISK))).num_loads += 1
+
+
+def abandon_load(rig: TieredRig) -> None:
+    first_load(rig).is_abandoned = True
+    rig.tiers._num_loading_bytes.clear()
+
+
+def forget_load(rig: TieredRig) -> None:
+    """End a load without its waiters."""
+    load = first_load(rig)
+    rig.tiers.finish(load, (), 0)
+
+
+TIER_VIOLATIONS: dict[str, Callable[[TieredRig], None]] = {
+    "a block of a load is not held": lambda rig: rig.cache.pool.release(first_load(rig).blocks[:1]),
+    "a window block of a load is not held": release_window,
+    "the state of a load is not held": release_state,
+    "a piece counts a load too many": count_load,
+    "bytes of a tier": lambda rig: setattr(rig.tier(Tier.DISK), "num_bytes", 7),
+    "reserved slots": lambda rig: rig.tier(Tier.HOST).num_reserved.__setitem__(0, 10),
+    "a budget is exceeded": lambda rig: setattr(rig.tier(Tier.HOST), "limits", (2, 2, 2)),
+    "bytes of loads": lambda rig: rig.tiers._num_loading_bytes.clear(),
+    "a request waits for an abandoned load": abandon_load,
+    "a request waits for a load that has ended": forget_load,
+}
+
+
+@pytest.mark.parametrize("violation", TIER_VIOLATIONS)
+def test_a_violation_in_tiers_is_found(violation: str) -> None:
+    rig = tiered()
+    check_scheduler(rig.scheduler)
+    TIER_VIOLATIONS[violation](rig)
+    with pytest.raises(InvariantViolation):
+        check_scheduler(rig.scheduler)
+    with pytest.raises(InvariantViolation):
+        in_slices(rig.scheduler)
+
+
+def test_an_audit_of_tiers_is_sliced_by_stored_pieces() -> None:
+    rig = tiered()
+    num_pieces = sum(map(len, rig.tiers.tiers))
+    assert num_pieces > 50
+    assert in_slices(rig.scheduler, size=1) - in_slices(rig.scheduler, size=10**6) > num_pieces

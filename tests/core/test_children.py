@@ -15,7 +15,7 @@ def block(*tokens: int) -> KVCacheBlock:
 
 def test_behaves_like_a_sorted_list_through_thousands_of_changes() -> None:
     random = Random(3)
-    children = SortedBlocks()
+    children: SortedBlocks[KVCacheBlock] = SortedBlocks()
     model: dict[bytes, KVCacheBlock] = {}
     for _ in range(6_000):
         made = block(*random.choices(range(8), k=random.randint(1, 5)))
@@ -38,7 +38,7 @@ def test_behaves_like_a_sorted_list_through_thousands_of_changes() -> None:
 
 
 def test_empty() -> None:
-    children = SortedBlocks()
+    children: SortedBlocks[KVCacheBlock] = SortedBlocks()
     assert not children
     assert children.neighbours(b"abcd") == (None, None)
     assert children.get(b"abcd") is None

@@ -304,6 +304,21 @@ def test_use_renews_a_state() -> None:
     assert slot.score > score
 
 
+def test_a_request_that_computes_shared_blocks_again_leaves_them_in_the_tree() -> None:
+    """It ends before it has passed the keys and values that it shares: it has computed nothing of its own."""
+    rig = HybridRig(num_states=40, max_chunk_tokens=2)
+    rig.answer(ask(1, range(17)))
+    assert rig.cache.hybrid is not None
+    assert rig.cache.hybrid.states is not None
+    rig.cache.hybrid.states.pool.evict_unused()
+    request = ask(2, range(17))
+    rig.scheduler.add(request, 0)
+    plan = rig.step()
+    assert (plan.slices[0].start, plan.slices[0].kv_start) == (0, 16)
+    rig.scheduler.cancel(2)
+    assert rig.cache.match(ask(3, range(17))).num_tokens == 16
+
+
 # Placement
 
 

@@ -86,3 +86,42 @@ def test_the_limit_applies_to_arrivals_only() -> None:
 def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="max_requests = 0"):
         WaitingQueue(Aging().make_lane, max_requests=0)
+
+
+def test_load_waiters_wait_in_groups() -> None:
+    queue = WaitingQueue(Aging(patience_s=2).make_lane, max_requests=10)
+    first, second, third = (make_request(number, 3) for number in range(3))
+    for sequence, request in enumerate((first, second, third)):
+        request.sequence = sequence
+        queue.push(request)
+    queue.park_for_load(first, load_id=7)
+    queue.park_for_load(third, load_id=7)
+    queue.park_for_load(second, load_id=8)
+    assert (len(queue), queue.num_tokens, queue.head()) == (3, 9, None)
+    assert list(queue.load_waiters) == [first, third, second]
+    assert set(queue) == {first, second, third}
+    assert queue.load_waiters.load_of(third) == 7
+    assert queue.num_prefix_waiters(first) == 3
+    assert queue.num_ready(Priority.NORMAL) == 0
+    queue.remove(first)
+    assert first not in queue.load_waiters
+    assert (len(queue), queue.num_tokens, queue.num_prefix_waiters(second)) == (2, 6, 2)
+    assert queue.unpark_load(7) == [third]
+    assert queue.unpark_load(7) == []
+    assert queue.head() == ((third.enqueued_ns + 2 * NS, 2), third)
+    assert third not in queue.load_waiters
+    queue.remove(second)
+    assert queue.unpark_load(8) == []
+    assert (len(queue.load_waiters), queue.num_prefix_waiters(second)) == (0, 0)
+
+
+def test_load_waiters_are_counted_for_their_tier_and_tenant() -> None:
+    queue = WaitingQueue(Aging(patience_s=2).make_lane, max_requests=10)
+    ours, theirs, low = (make_request(number, 1) for number in range(3))
+    theirs.tenant, low.priority = "another", Priority.LOW
+    for request in (ours, theirs, low):
+        queue.push(request)
+        queue.park_for_load(request, load_id=1)
+    assert [queue.num_prefix_waiters(request) for request in (ours, theirs, low)] == [1, 1, 1]
+    queue.unpark_load(1)
+    assert [queue.num_prefix_waiters(request) for request in (ours, theirs, low)] == [0, 0, 0]

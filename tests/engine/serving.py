@@ -18,7 +18,7 @@ from tests.waiting import HANG_S
 
 T = TypeVar("T")
 SLOW = {"backend": "fake", "device": "20ms"}  # per step: thousands of tokens outlast the rest of the test
-OPTIONS = ("hang_limit_s", "on_loading", "on_step")
+OPTIONS = ("hang_limit_s", "on_loading", "on_step", "kv_events")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -50,6 +50,23 @@ def test_a_shared_cache_has_one_namespace(tmp_path: Path) -> None:
     assert [key.namespace for key in found if key is not None] == ["", ""]
 
 
+def test_a_key_without_a_name_keeps_its_namespace_when_others_change() -> None:
+    """Content on disk outlives the server: another key must not find it because it has the same number now."""
+    before = make_keyring(["sk-alice-0001", "sk-bob-000002"], ["sk-admin-0003"], None)
+    after = make_keyring(["sk-bob-000002"], ["sk-new-000004", "sk-admin-0003"], None)
+    keys = [ring.find(secret) for ring in (before, after) for secret in ("sk-bob-000002", "sk-admin-0003")]
+    namespaces = [key.namespace for key in keys if key is not None]
+    assert namespaces[:2] == namespaces[2:]
+    assert len({*namespaces}) == 2
+    first, new = before.find("sk-alice-0001"), after.find("sk-new-000004")
+    assert first is not None
+    assert new is not None
+    assert len({first.namespace, new.namespace, *namespaces}) == 4
+    shared = make_keyring(["sk-alice-0001"], [], None, is_shared=True).find("sk-alice-0001")
+    assert shared is not None
+    assert shared.namespace == ""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

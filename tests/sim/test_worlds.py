@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.sim.runs import Failure, report, run_world, run_worlds
-from tests.sim.world import FIRST_HYBRID, World
+from tests.sim.world import FIRST_HYBRID, FIRST_TIERED, World
 
 NUM_EVENTS = 500_000
 NUM_WORLDS = 640  # enough for that many events
@@ -76,6 +76,55 @@ def test_worlds_with_windows_and_states(capsys: pytest.CaptureFixture[str]) -> N
     with capsys.disabled():
         print(f"\n{NUM_HYBRID_WORLDS} worlds with windows and states, no failure\n{report(counts)}")
     rare = {name: (counts[name], least) for name, least in HYBRID_MINIMA.items() if counts[name] < least}
+    assert not rare, f"(count, minimum) {rare}"
+
+
+NUM_TIERED_WORLDS = 150
+TIERED_MINIMA = {
+    "loads from host": 300,
+    "loads from disk": 300,
+    "loaded windows": 240,
+    "loaded states": 25,
+    "loaded tails": 140,
+    "loads with several waiters": 300,
+    "steps with two loads in flight": 240,
+    "failed loads": 40,
+    "loads in part": 14,
+    "late loads": 18,
+    "loads without waiters": 7,
+    "cancels of load waiters": 10,
+    "clears during loads": 4,
+    "clears during saves": 36,
+    "restarts": 50,
+    "saves to host": 8_000,
+    "saves to disk": 3_500,
+    "failed saves to host": 450,
+    "failed saves to disk": 200,
+    "evictions from host": 6_000,
+    "evictions from disk": 1_700,
+    "pieces that were not saved": 9_000,
+    "starts from loaded tokens": 380,
+    "starts with load_failed": 40,
+    "starts with not_loaded": 340,
+    "explained loads": 34,
+    "explained not_loaded": 8,
+    "preemptions": 950,
+    "resumed": 800,
+    "stale results": 1_400,
+}
+
+
+@pytest.mark.timeout(1800)
+def test_worlds_with_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    counts: Counter[str] = Counter()
+    seeds = range(FIRST_TIERED, FIRST_TIERED + NUM_TIERED_WORLDS)
+    for outcome in run_worlds(seeds, jobs=min(2, os.cpu_count() or 1), is_quick=True):
+        if isinstance(outcome, Failure):
+            pytest.fail(str(outcome), pytrace=False)
+        counts.update(outcome)
+    with capsys.disabled():
+        print(f"\n{NUM_TIERED_WORLDS} worlds with tiers, no failure\n{report(counts)}")
+    rare = {name: (counts[name], least) for name, least in TIERED_MINIMA.items() if counts[name] < least}
     assert not rare, f"(count, minimum) {rare}"
 
 

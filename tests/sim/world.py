@@ -22,23 +22,30 @@ from quire.core.events import (
     PinYielded,
     Preempted,
     PrefixHitFound,
+    PrefixLoaded,
     PrefixWaited,
     Refused,
     StaleResultDropped,
 )
 from quire.core.kv_cache import KVCacheManager
 from quire.core.ledger import StepCost
+from quire.core.lower_tier import LowerTier, TierSpeed
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
 from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
+from quire.core.saves import SaveLimits
 from quire.core.scheduler import Scheduler
-from quire.core.step import SeqSlice, StepPlan, TokenUpdate
+from quire.core.step import MemoryKind, SeqSlice, StepPlan, Tier, TokenUpdate
 from quire.errors import ContextTooLong, QueueFull
+from tests.sim.lower_store import LowerStore
 
 SALTS = ("", "tenant-a", "tenant-b")
 TENANTS = ("", "ann", "bob")
 FAIR = "fair"
 FIRST_HYBRID = 1_000_000  # worlds from this seed on have windows, recurrent states, or both
+FIRST_TIERED = 2_000_000  # worlds from this seed on have tiers below the device, and every other one is hybrid
+HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
+PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
 
 
 def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
@@ -100,11 +107,33 @@ class Setup:
     num_window_blocks: int = 0
     num_states: int = 0
     num_live_states: int = 2
+    host_pieces: tuple[int, int, int] = (0, 0, 0)  # slots of the host tier for each kind
+    disk_pieces: int = 0  # 0: no disk tier
+    max_save_bytes: int = 0
+    max_writes: int = 0
+    is_slow_below: bool = False  # loads of few tokens do not pay
 
     @staticmethod
     def draw(random: Random, seed: int) -> Setup:
         setup = Setup._draw(random, seed)
-        return setup if seed < FIRST_HYBRID else setup._with_hybrid_memory(random)
+        if FIRST_HYBRID <= seed < FIRST_TIERED or (seed >= FIRST_TIERED and seed % 2):
+            setup = setup._with_hybrid_memory(random)
+        return setup if seed < FIRST_TIERED else setup._with_tiers(random)
+
+    def _with_tiers(self, random: Random) -> Setup:
+        kind = random.choice(("host", "disk", "both", "both"))
+        return replace(
+            self,
+            is_caching=True,
+            is_colliding=False,  # lower tiers know the tokens of a block, but rely on keys for those before it
+            host_pieces=(0, 0, 0)
+            if kind == "disk"
+            else random.choice(((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))),
+            disk_pieces=0 if kind == "host" else random.choice((2, 20, 1_000, 1_000)),
+            max_save_bytes=random.choice((10, 40, 400)),
+            max_writes=random.choice((1, 20, 200)),
+            is_slow_below=random.random() < 0.2,
+        )
 
     def _with_hybrid_memory(self, random: Random) -> Setup:
         window = num_window_blocks = num_states = 0
@@ -155,12 +184,45 @@ class World:
         self.check_every = check_every
         self.random = Random(seed)
         self.setup = setup = Setup.draw(self.random, seed)
+        self._seed = seed
+        self.counts: Counter[str] = Counter()
+        capacity_tokens = (setup.num_blocks - 1) * setup.block_size
+        self.max_model_len = min(setup.max_model_len or capacity_tokens, capacity_tokens)
+        self._begin_process()
+        self.store = LowerStore(
+            self.random,
+            self.runner,
+            host_pieces=setup.host_pieces,
+            disk_pieces=setup.disk_pieces,
+        )
+        self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of ended requests, for later turns
+        self.seen: dict[str, set[int]] = {salt: set() for salt in SALTS}  # prefixes computed for each salt
+        self.clock_ns = 1_000  # wall clock; it may jump back
+        self.now_ns = 0  # the latest time passed to the scheduler
+        self.next_id = 1
+        self.num_events = 0
+        self._started: dict[int, int] = {}  # requests admitted in the current plan -> tokens found in the cache
+        self._admitted: set[int] = set()  # requests admitted in the current plan
+        self._winners: set[int] = set()  # waiting requests for which another was preempted in the current plan
+        self._has_preempted = False  # in the current plan
+        self._has_answers = False  # a running request needed only its next token before the current plan
+        self._first_high: Request | None = None  # first waiting HIGH request before the current plan
+        self._owed: set[Priority] = set()  # tiers owed service before the current plan
+        self._roots = frozenset(self.scheduler.cache.tree.root(salt) for salt in SALTS)
+        self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
+        self._depth: dict[bytes, int] = {}  # chain key -> number of tokens up to it
+        self._entries: dict[tuple[bytes, bytes], list[int]] = {}
+        self._heads = [self._tokens(self.random.randint(1, max(1, self.max_model_len // 2))) for _ in range(3)]
+        self._middles = [self._tokens(self.random.randint(1, 2 * setup.block_size)) for _ in range(2)]
+
+    def _begin_process(self) -> None:
+        """Create everything that a restart loses."""
+        setup, seed = self.setup, self._seed
         self.fair = Fair() if setup.patience_s == FAIR else None
         self.aging = Aging(setup.patience_s) if isinstance(setup.patience_s, float) else None
         self.policy: Policy = self.fair or self.aging or Fcfs()
         if self.fair is not None:
             self.fair.ledger.cost = setup.cost
-        self.counts: Counter[str] = Counter()
         cache = KVCacheManager(
             setup.num_blocks,
             setup.block_size,
@@ -172,7 +234,11 @@ class World:
             num_window_blocks=setup.num_window_blocks,
             num_states=setup.num_states,
             num_live_states=setup.num_live_states,
+            tiers=self._make_tiers(),
+            save_limits=SaveLimits(setup.max_save_bytes, setup.max_save_bytes // 2, 256, setup.max_writes),
         )
+        if cache.tiers is not None and setup.is_slow_below:
+            cache.tiers.ns_per_token = 1_000
         self.scheduler = Scheduler(
             cache,
             self.policy,
@@ -184,8 +250,6 @@ class World:
             max_waiting=setup.max_waiting,
             observe=self._observe,
         )
-        capacity_tokens = (setup.num_blocks - 1) * setup.block_size
-        self.max_model_len = min(setup.max_model_len or capacity_tokens, capacity_tokens)
         capacity = Capacity(
             setup.num_blocks,
             setup.block_size,
@@ -198,28 +262,21 @@ class World:
         )
         self.runner = FakeRunner(capacity, is_late=setup.is_late, seed=seed)
         self.books: dict[int, Book] = {}  # running and waiting requests
-        self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of ended requests, for later turns
-        self.seen: dict[str, set[int]] = {salt: set() for salt in SALTS}  # prefixes computed for each salt
         self.in_flight: deque[StepPlan] = deque()
-        self.clock_ns = 1_000  # wall clock; it may jump back
-        self.now_ns = 0  # the latest time passed to the scheduler
-        self.next_id = 1
-        self.num_events = 0
-        self._started: dict[int, int] = {}  # requests admitted in the current plan -> tokens found in the cache
-        self._admitted: set[int] = set()  # requests admitted in the current plan
-        self._winners: set[int] = set()  # waiting requests for which another was preempted in the current plan
+        self._num_launched = self._num_committed = 0  # plans
         self._batch_rows: dict[int, tuple[int, int]] = {}  # batch index -> (request id, epoch) last planned there
-        self._has_preempted = False  # in the current plan
-        self._has_answers = False  # a running request needed only its next token before the current plan
-        self._first_high: Request | None = None  # first waiting HIGH request before the current plan
-        self._owed: set[Priority] = set()  # tiers owed service before the current plan
         self._yielded: set[int] = set()  # blocks of dropped pins, until they are evicted
-        self._roots = frozenset(cache.tree.root(salt) for salt in SALTS)
-        self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
-        self._depth: dict[bytes, int] = {}  # chain key -> number of tokens up to it
-        self._entries: dict[tuple[bytes, bytes], list[int]] = {}
-        self._heads = [self._tokens(self.random.randint(1, max(1, self.max_model_len // 2))) for _ in range(3)]
-        self._middles = [self._tokens(self.random.randint(1, 2 * setup.block_size)) for _ in range(2)]
+        self._late: set[int] = set()  # loads that took longer than their deadline
+
+    def _make_tiers(self) -> list[LowerTier]:
+        tiers = []
+        if any(self.setup.host_pieces):
+            tiers.append(LowerTier(Tier.HOST, PIECE_SIZES, self.setup.host_pieces))
+        if self.setup.disk_pieces:
+            tiers.append(LowerTier(Tier.DISK, PIECE_SIZES, store_bytes=self.setup.disk_pieces * PIECE_SIZES[0]))
+        for tier in tiers if self.setup.is_slow_below else ():
+            tier.speed = TierSpeed(latency_ns=9_000, bytes_per_s=10**9)
+        return tiers
 
     # Running
 
@@ -239,6 +296,9 @@ class World:
             (20, self._explain),
             (20, self._jump),
         ]
+        if any(self.setup.host_pieces) or self.setup.disk_pieces:
+            operations += [(300, self._transfer), (30, self._idle), (4, self._damage), (3, self._restart)]
+            operations += [(25, self._delay)]
         weights = [weight for weight, _ in operations]
         verbs = [verb for _, verb in operations]
         while self.num_events < num_events:
@@ -249,8 +309,11 @@ class World:
         while self.scheduler.has_work:
             self._tick(1_000_000)
             self._event(self._step)
+            self._event(self._transfer)
             if self.num_events > limit:
                 raise WorldFailure(f"requests do not end: {[book.request for book in self.books.values()]}")
+        while self.store.has_work:
+            self._transfer()
         check_scheduler(self.scheduler, self._roots)
         self.scheduler.cache.pins.clear()
         self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
@@ -278,6 +341,18 @@ class World:
         self.counts["events"] = self.num_events
         self.counts["twins"] = stats.num_twins
         self.counts["evictions"] = stats.num_evictions
+        self._count_tiers()
+
+    def _count_tiers(self) -> None:
+        """Count what the tiers have counted since the last restart."""
+        tiers = self.scheduler.cache.tiers
+        if tiers is None:
+            return
+        self.counts["pieces that were not saved"] += tiers.saves.num_skipped
+        for tier in tiers.stats():
+            self.counts[f"saves to {tier.tier}"] += tier.num_saves
+            self.counts[f"failed saves to {tier.tier}"] += tier.num_failed_saves
+            self.counts[f"evictions from {tier.tier}"] += tier.num_evictions
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:
@@ -414,13 +489,24 @@ class World:
     def _cancel(self) -> None:
         if self.books:
             book = self.random.choice(list(self.books.values()))
+            waiters = list(self.scheduler.waiting.load_waiters)
+            if waiters and self.random.random() < 0.3:
+                book = self.books[self.random.choice(waiters).request_id]
             held = len(book.request.block_table)
+            self._count_cancelled_waiter(book.request)
             self._require(self.scheduler.cancel(book.request.request_id), "a live request could not be cancelled")
             self._require(not book.request.block_table, "a cancelled request kept its blocks")
             self.counts["cancels"] += 1
             self.counts["cancels of running"] += held > 0
             self._retire(book)
         self._require(not self.scheduler.cancel(self.next_id + 1000), "cancelled a request that does not exist")
+
+    def _count_cancelled_waiter(self, request: Request) -> None:
+        waiters = self.scheduler.waiting.load_waiters
+        if request in waiters:
+            self.counts["cancels of load waiters"] += 1
+            load_id = waiters.load_of(request)
+            self.counts["loads without waiters"] += sum(waiters.load_of(one) == load_id for one in waiters) == 1
 
     def _finish(self) -> None:
         """End a request at a stop string found above the core, some tokens ago."""
@@ -448,7 +534,40 @@ class World:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
 
     def _clear(self) -> None:
+        self.counts["clears during loads"] += self._is_loading
+        self.counts["clears during saves"] += self.store.is_saving
         self.scheduler.cache.clear()
+        self.store.clear()
+
+    def _transfer(self) -> None:
+        """Complete a save or a load."""
+        self.store.advance(self.scheduler, self._num_committed)
+
+    def _delay(self) -> None:
+        """Let loads take longer than their deadline."""
+        if self._is_loading:
+            self._tick(3 * NS_PER_S)
+
+    def _idle(self) -> None:
+        """Save cached content while nothing runs, as an idle worker does."""
+        if not self.scheduler.has_work:
+            self.store.start(self.scheduler.schedule_idle(), self._num_launched)
+
+    def _damage(self) -> None:
+        self.store.damage()
+
+    def _restart(self) -> None:
+        """End the process at once, and start a new one with the same disk."""
+        for book in self.books.values():
+            self.retired.append([*book.prompt, *book.delivered])
+        self._count_tiers()
+        self._begin_process()
+        self.now_ns = 0
+        found = self.store.restart(self.runner)
+        tiers = self.scheduler.cache.tiers
+        if tiers is not None and self.setup.disk_pieces:
+            self._require(tiers.restore(Tier.DISK, found) == len(found), "content of the disk was not restored")
+        self.counts["restarts"] += 1
 
     def _evict_unused(self) -> None:
         self.scheduler.cache.evict_unused()
@@ -459,7 +578,9 @@ class World:
         hit = self.scheduler.cache.match(request)
         explanation = self.scheduler.explain(request)
         if self.setup.is_caching:
-            self._require(explanation.num_tokens == hit.start, "explain and match disagree")
+            is_same = explanation.num_tokens == hit.start + explanation.num_loaded_tokens
+            self._require(is_same, "explain and match disagree")
+            self.counts["explained loads"] += explanation.num_loaded_tokens > 0
         self._require(explanation.num_tokens < len(request.tokens), "a hit left nothing to compute")
         self.counts[f"explained {explanation.reason}"] += 1
         stranger = self.scheduler.explain(Request(0, request.tokens, salt="stranger"))
@@ -487,6 +608,7 @@ class World:
         self.now_ns = max(self.now_ns, self.clock_ns)
         plan = self.scheduler.schedule(self.clock_ns)
         self._check_plan(plan, busy)
+        self._check_loads(plan)
         if self.fair is not None:
             self._check_accounts(self.fair, plan, times)
             self._check_precedence(self.fair, plan)
@@ -494,7 +616,9 @@ class World:
         self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin did not expire")
         self._require(self._winners <= self._admitted, "a request was preempted for one that was not admitted")
         is_sampled_first = self.random.random() < 0.5  # the order used when no row has a grammar
+        self.store.start(plan, self._num_launched)
         if not plan.is_empty:
+            self._num_launched += 1
             self.runner.forward(plan)
             if is_sampled_first:
                 self.runner.sample(None)
@@ -509,6 +633,7 @@ class World:
 
     def _commit(self) -> None:
         plan = self.in_flight.popleft()
+        self._num_committed += 1
         for piece in plan.slices:
             book = self.books.get(piece.request_id)
             if book is not None and book.request.epoch == piece.epoch:
@@ -585,6 +710,10 @@ class World:
                 self._on_hit(event)
             case PrefixWaited():
                 self.counts["prefix waits"] += 1
+            case PrefixLoaded():
+                self.counts["loads" if event.is_whole else "failed loads"] += 1
+                self.counts[f"loads from {event.source}"] += event.is_whole
+                self.counts["loads in part"] += not event.is_whole and event.num_tokens > 0
             case StaleResultDropped():
                 self.counts["stale results"] += 1
             case PinYielded():
@@ -629,9 +758,25 @@ class World:
         book.waited_ns += self.now_ns - book.wait_start_ns
         if event.waited_ns != book.waited_ns:
             raise WorldFailure(f"{book.request!r} reports a wrong age")
+        if not event.is_resumed:
+            self._check_explanation(book.request)
         book.was_admitted = True
         self._admitted.add(event.request_id)
         self.counts["resumed"] += event.is_resumed
+
+    def _check_explanation(self, request: Request) -> None:
+        """Check the explanation of a request that starts: where its tokens come from."""
+        found = request.cache_explanation
+        if found is None:
+            raise WorldFailure(f"{request!r} starts without an explanation")
+        self._require(found.num_tokens == request.num_cached_tokens, "the explanation counts other tokens")
+        self._require(0 <= found.num_loaded_tokens <= found.num_tokens, f"more was loaded than used: {found}")
+        self._require((found.source is None) == (found.num_tokens == 0), f"tokens without a source: {found}")
+        is_loaded = found.source in (Tier.HOST, Tier.DISK)
+        self._require(is_loaded == (found.num_loaded_tokens > 0), f"loaded tokens of another tier: {found}")
+        self.counts["starts from loaded tokens"] += is_loaded
+        if found.reason in (StopReason.LOAD_FAILED, StopReason.NOT_LOADED):
+            self.counts[f"starts with {found.reason}"] += 1
 
     def _prefix_waiters(self) -> list[Book]:
         return [self.books[request.request_id] for request in self.scheduler.waiting.prefix_waiters]
@@ -639,7 +784,8 @@ class World:
     def _ready(self) -> list[Book]:
         """Waiting requests that do not wait for a prefix."""
         waiting = self.scheduler.waiting
-        return [self.books[one.request_id] for one in waiting if one not in waiting.prefix_waiters]
+        parked = waiting.prefix_waiters, waiting.load_waiters
+        return [self.books[one.request_id] for one in waiting if not any(one in waiters for waiters in parked)]
 
     def _goes_before(self, one: Book, other: Book) -> bool:
         if self.fair is None:
@@ -744,6 +890,30 @@ class World:
         """Running requests with tokens to compute. Each gets at least one token in every step."""
         return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) > r.num_planned]
 
+    @property
+    def _is_loading(self) -> bool:
+        tiers = self.scheduler.cache.tiers
+        return tiers is not None and len(tiers.loads) > 0
+
+    def _check_loads(self, plan: StepPlan) -> None:
+        """Check that nothing waits for a load that is late, and count what is loaded."""
+        tiers, waiters = self.scheduler.cache.tiers, self.scheduler.waiting.load_waiters
+        if tiers is None:
+            return
+        awaited = Counter(waiters.load_of(request) for request in waiters)
+        for load in tiers.loads:
+            is_late = load.deadline_ns <= self.now_ns
+            self._require(not (is_late and awaited[load.load_id]), f"a request waits for a late load: {load!r}")
+            self.counts["late loads"] += is_late and load.load_id not in self._late
+            if is_late:
+                self._late.add(load.load_id)
+        self.counts["loads with several waiters"] += sum(count > 1 for count in awaited.values())
+        self.counts["steps with two loads in flight"] += len(tiers.loads) > 1
+        for piece in plan.loads:
+            self.counts[f"loaded {piece.content.kind.name.lower()}s"] += 1
+            is_partial = len(piece.content.tokens) < 4 * self.setup.block_size
+            self.counts["loaded tails"] += is_partial and piece.content.kind is MemoryKind.BLOCK
+
     def _num_beside(self, plan: StepPlan) -> int:
         """Number of tokens of the plan beside those that are reserved for requests that ran before."""
         return sum(piece.length - (piece.request_id not in self._admitted) for piece in plan.slices)
@@ -786,12 +956,13 @@ class World:
                 is_short = self.scheduler.cache.growth_shortage(request, upto) > 0
                 # This request, or less urgent ones, may not be preempted again before they have made progress.
                 is_sparing = any(other.num_computed <= self.books[other.request_id].preempted_at for other in running)
-                is_stalled = is_short and (is_sparing or (bool(self.in_flight) and is_alone))
+                is_held = bool(self.in_flight) or self._is_loading
+                is_stalled = is_short and (is_sparing or (is_held and is_alone))
                 self._require(
                     is_stalled or self._may_be_left_out(request, planned),
                     f"{request!r} had tokens to compute and was left out",
                 )
-        is_stuck = plan.is_empty and not self.in_flight and bool(self.books)
+        is_stuck = plan.is_empty and not self.in_flight and bool(self.books) and not self._is_loading
         self._require(not is_stuck, "there is work but nothing was planned")
 
     def _may_be_left_out(self, request: Request, planned: dict[int, SeqSlice]) -> bool:

@@ -26,6 +26,7 @@ from quire.backends.torch.kernel_compilation import (
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
+from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, scatter_pieces
 from quire.backends.torch.kernels.sampling import count
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import DeltaNetSpec
@@ -55,6 +56,17 @@ def of_states() -> Calls:
     return [*calls, partial(gate_output, out, out)]
 
 
+def of_pieces() -> Calls:
+    """Return the kernels of block I/O, which are compiled when it is first asked for."""
+    ints = torch.empty(4, dtype=torch.int32, device="meta")
+    calls: Calls = []
+    for word in (torch.int64, torch.int16):
+        table = PieceTable(torch.empty(2, 3, dtype=torch.int64, device="meta"), 2048, 1024, word)
+        staging = torch.empty(8192, dtype=word, device="meta")
+        calls += [partial(gather_pieces, table, ints, staging), partial(scatter_pieces, table, ints, staging)]
+    return calls
+
+
 class Judge:
     def __init__(self) -> None:
         self.num_compiled = self.num_failed = 0
@@ -81,6 +93,7 @@ def main() -> int:
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
     calls += of_states()
+    calls += of_pieces()
     judge = Judge()
     _compile([judge.judged(call) for call in calls], TARGET, launcher)
     print(f"{judge.num_compiled} compiled, {judge.num_failed} failed")

@@ -151,7 +151,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = {path.stem for path in cache.glob("*/*.cubin")}
     sampling = {"_change", "_count", "_edit", "_find_floors", "_measure", "_pick", "_weigh"}
-    blocks = {"_copy_blocks", "_update_tables"}
+    blocks = {"_copy_blocks", "_update_tables", "_move_pieces"}
     layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
     experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}

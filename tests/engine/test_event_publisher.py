@@ -1,0 +1,421 @@
+"""KV events over real sockets: batches, replay, slow subscribers, taken ports, and a worker with random traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+import zmq
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
+from quire.core.chain import hash_block_tokens, pack_tokens
+from quire.core.kv_cache import KVCacheManager
+from quire.core.prefix import PrefixTree
+from quire.core.request import PackedPrompt, Priority, SamplingParams
+from quire.core.step import Tier
+from quire.engine.composition import EngineConfig, make_scheduler
+from quire.engine.engine import Engine
+from quire.engine.worker import event_publisher
+from quire.engine.worker.event_publisher import EventPublisher, ReplayBuffer
+from quire.engine.worker.kv_events import KvEventsConfig
+from quire.engine.worker.protocol import (
+    Add,
+    Cancel,
+    Channel,
+    ClearCache,
+    FrameReader,
+    GetStats,
+    Gone,
+    Stats,
+    ToWorker,
+    from_worker,
+    pack,
+)
+from quire.engine.worker.worker import Observer, Worker
+from quire.errors import InvalidRequest
+from tests.core.following import public_content
+from tests.engine import vllm_events as vllm
+from tests.engine.serving import client, request, run, stats
+from tests.engine.subscriber import Subscriber, free_ports, routed
+from tests.waiting import HANG_S, eventually
+
+ANY = "tcp://127.0.0.1:0"
+BOTH = KvEventsConfig(ANY, ANY, "kv@here@model")
+SIZE = 4
+SALTED_START = (7, 7, 7, 7)  # the first block of salted prompts, and of no others
+
+
+@contextmanager
+def publishing(config: KvEventsConfig = BOTH) -> Iterator[tuple[EventPublisher, KVCacheManager]]:
+    """A publisher that follows a cache."""
+    cache = KVCacheManager(50, SIZE)
+    with closing(EventPublisher(config)) as publisher:
+        publisher.start(cache)
+        yield publisher, cache
+
+
+def announce(publisher: EventPublisher, cache: KVCacheManager, first: int) -> None:
+    """Announce one block in a batch of its own."""
+    assert publisher.events is not None
+    tokens, root = pack_tokens(range(first, first + SIZE)), cache.tree.root("")
+    publisher.events.stored(Tier.DEVICE, hash_block_tokens(root, tokens), root, tokens)
+    publisher.flush()
+
+
+def expected_view(tree: PrefixTree) -> dict[int, tuple[int | None, tuple[int, ...]]]:
+    """What a router must know of a tree: hash -> parent, tokens."""
+
+    def name(key: bytes) -> int | None:
+        return None if key == tree.root("") else int.from_bytes(key[:8], "big")
+
+    return {
+        name(key) or 0: (
+            name(parent),
+            tuple(int.from_bytes(tokens[at : at + 4], "big") for at in range(0, len(tokens), 4)),
+        )
+        for key, (parent, tokens) in public_content(tree).items()
+    }
+
+
+def test_messages_are_topic_number_and_payload() -> None:
+    with publishing() as (publisher, cache), Subscriber(publisher.endpoint, topic="kv@") as subscriber:
+        subscriber.join(lambda: publisher.start(cache))
+        for first in (0, 100, 200):
+            announce(publisher, cache, first)
+        publisher.flush()  # nothing has changed: no batch
+        subscriber.receive_upto(publisher._next_number - 1)
+        router = routed(subscriber.batches, SIZE)
+        assert sorted(tokens for _, tokens in router.device.values()) == [
+            tuple(range(first, first + SIZE)) for first in (0, 100, 200)
+        ]
+        assert subscriber.topics == {b"kv@here@model"}
+
+
+def test_replay_sends_the_requested_batches_and_an_end() -> None:
+    with publishing() as (publisher, cache):
+        for first in range(10):
+            announce(publisher, cache, 100 * first)
+        with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+            everything = subscriber.replay()
+            assert len(everything) == 11  # with the clear at the start
+            assert len(routed(everything, SIZE).device) == 10
+            start = everything[0][0]
+            assert subscriber.replay(start + 7) == everything[7:]
+            assert subscriber.replay(start + 11) == []
+            assert subscriber.replay(2**64 - 1) == []
+            assert subscriber.topics == {b"kv@here@model"}
+
+
+def test_a_req_socket_gets_the_first_batch() -> None:
+    """vLLM's example uses REQ, which accepts one answer for each request."""
+    with publishing() as (publisher, _), zmq.Context() as context, context.socket(zmq.REQ) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, int(HANG_S * 1000))
+        assert publisher.replay_endpoint is not None
+        asking.connect(publisher.replay_endpoint)
+        asking.send((0).to_bytes(8, "big"))
+        topic, number, payload = asking.recv_multipart()
+        assert (topic, len(number)) == (b"kv@here@model", 8)
+        assert [type(event).__name__ for event in vllm.decode(payload).events] == ["AllBlocksCleared"]
+        asking.setsockopt(zmq.LINGER, 0)
+
+
+def test_invalid_replay_requests_are_ignored() -> None:
+    with publishing() as (publisher, _), Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+        assert subscriber._replay is not None
+        for frames in ([b""], [b"", b"1"], [b"", b"\0" * 9], [b"\0" * 8], [b"", b"\0" * 8, b""]):
+            subscriber._replay.send_multipart(frames)
+        assert len(subscriber.replay()) == 1
+
+
+def test_the_buffer_is_limited_in_number_and_bytes() -> None:
+    buffer = ReplayBuffer(max_batches=3, max_bytes=100)
+    for number in range(5):
+        buffer.append(number, b"x" * 10)
+    assert [number for number, _ in buffer.since(0)] == [2, 3, 4]
+    buffer.append(5, b"x" * 85)
+    assert [number for number, _ in buffer.since(0)] == [4, 5]
+    buffer.append(6, b"x" * 101)
+    assert buffer.since(0) == []
+    buffer.append(7, b"x")
+    assert buffer.since(7) == [(7, b"x")]
+
+
+def test_a_slow_subscriber_loses_batches_and_gets_them_by_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_publisher, "MAX_QUEUED", 50)
+    num_batches, payload = 3000, b"x" * 20_000  # 60 MB: more than the system's buffers of a connection
+    with (
+        publishing() as (publisher, cache),
+        Subscriber(publisher.endpoint, publisher.replay_endpoint, max_queued=1) as subscriber,
+    ):
+        subscriber.join(lambda: publisher.start(cache))
+        start = publisher._next_number
+        for _ in range(num_batches):
+            publisher._publish(payload)  # returns although nobody reads
+
+        def has_gap() -> bool:
+            """Read what has arrived. The last batches may be among the lost ones: only a further one shows the gap."""
+            publisher._publish(payload)
+            while subscriber.poll(20):
+                subscriber.receive()
+            numbers = [number for number, _ in subscriber.batches]
+            return numbers[-1] - numbers[0] >= len(numbers)
+
+        eventually(has_gap, "a gap in the sequence numbers")
+        numbers = {number for number, _ in subscriber.batches}
+        missed = next(number for number in range(start, start + num_batches) if number not in numbers)
+        assert [number for number, _ in subscriber.replay(missed)] == [*range(missed, publisher._next_number)]
+
+
+def test_a_client_that_asks_for_replays_without_reading_does_not_stop_others() -> None:
+    with publishing() as (publisher, _):
+        for _ in range(3000):
+            publisher._publish(b"x" * 10_000)
+        assert publisher.replay_endpoint is not None
+        with (
+            Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber,
+            zmq.Context() as context,
+            context.socket(zmq.DEALER) as greedy,
+        ):
+            greedy.setsockopt(zmq.LINGER, 0)
+            greedy.setsockopt(zmq.RCVHWM, 1)
+            greedy.connect(publisher.replay_endpoint)
+            for _ in range(10):  # the queue for one client holds about three answers
+                greedy.send_multipart([b"", b"\0" * 8])
+            assert len(subscriber.replay()) == 3001
+            subscriber.join(lambda: publisher._publish(b"x"))
+
+
+def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:
+    (port,) = free_ports(1)
+    address = f"tcp://127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(InvalidRequest, match=rf"kv_events = '{address}': cannot listen there: Address already in"):
+            EventPublisher(KvEventsConfig(address))
+        with pytest.raises(InvalidRequest, match=rf"kv_events_replay = '{address}': cannot listen there: Address"):
+            EventPublisher(KvEventsConfig(ANY, address))
+    with closing(EventPublisher(KvEventsConfig(address))) as publisher:
+        assert publisher.endpoint == address
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"kv_events = 'tcp://192.0.2.1:5557': cannot listen there: .*assign"):
+        EventPublisher(KvEventsConfig("tcp://192.0.2.1:5557"))
+
+
+def test_numbers_continue_above_those_of_an_earlier_worker() -> None:
+    """A subscriber that stays connected must not take the batches of a new worker for old ones."""
+    with publishing() as (publisher, cache):
+        config = KvEventsConfig(publisher.endpoint, None, "kv")
+        subscriber = Subscriber(publisher.endpoint)
+        subscriber.join(lambda: publisher.start(cache))
+        announce(publisher, cache, 0)
+        subscriber.receive_upto(publisher._next_number - 1)
+    with subscriber, publishing(config) as (publisher, cache):
+        last = subscriber.batches[-1][0]
+        blocks = iter(range(0, 10**6, SIZE))
+        while subscriber.batches[-1][0] == last:
+            announce(publisher, cache, next(blocks))
+            if subscriber.poll(50):
+                subscriber.receive()
+        assert subscriber.batches[-1][0] > last
+
+
+def test_closing_ends_the_thread() -> None:
+    num_before = threading.active_count()
+    for config in (BOTH, KvEventsConfig(ANY)):
+        with publishing(config) as (publisher, _):
+            assert (publisher.replay_endpoint is None) == (config.replay_endpoint is None)
+        assert threading.active_count() == num_before
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (KVCacheManager(10, SIZE, num_states=9), "the model has layers with a window or a recurrent state"),
+        (KVCacheManager(10, SIZE, window=8, num_window_blocks=9), "the model has layers with a window or a recurrent"),
+        (KVCacheManager(10, SIZE, is_caching=False), "the prefix cache is off"),
+    ],
+)
+def test_caches_that_routers_would_overrate_are_not_announced(cache: KVCacheManager, reason: str) -> None:
+    with closing(EventPublisher(BOTH)) as publisher:
+        status = publisher.start(cache)
+        assert (status.silent_because or "").startswith(reason)
+        assert cache.tree.on_change is None
+        publisher.flush()
+        with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+            ((_, payload),) = subscriber.replay()
+            assert vllm.decode(payload).events == [vllm.AllBlocksCleared()]
+
+
+# A worker's loop in a thread
+
+
+class Peer:
+    """The client's end of a worker's socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._reader = FrameReader()
+
+    def send(self, message: ToWorker) -> None:
+        self._end.sendall(pack(message))
+
+    def num_waiting(self) -> int:
+        """The number of waiting requests after the worker has handled all messages so far."""
+        self.send(GetStats(1))
+        while True:
+            for message in map(from_worker.decode, self._reader.feed(self._end.recv(1 << 16))):
+                if isinstance(message, Stats):
+                    return message.num_waiting
+
+
+@contextmanager
+def working(publisher: EventPublisher) -> Iterator[tuple[Peer, Engine]]:
+    """A worker with a small pool. It ends with the context."""
+    client_end, worker_end = socket.socketpair()
+    observer = Observer()
+    runner = FakeRunner(Capacity(60, SIZE, max_num_seqs=4, max_model_len=120, vocab_size=8))
+    engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
+    publisher.start(engine.scheduler.cache)
+    worker = Worker(Channel(worker_end), engine, observer, publisher=publisher)
+
+    def serve() -> None:
+        with pytest.raises(Gone):
+            worker.run()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    client_end.settimeout(HANG_S)
+    try:
+        yield Peer(client_end), engine
+    finally:
+        client_end.close()
+        thread.join(HANG_S)
+        worker_end.close()
+
+
+def traffic(random: Random, num_messages: int) -> Iterator[ToWorker]:
+    """Requests with common prefixes, samples that compute equal blocks, salts, cancellations and clears."""
+    heads = [[random.randrange(4) for _ in range(70)] for _ in range(4)]
+    request_id = 1
+    for number in range(num_messages):
+        salt = "tenant" if number % 4 == 3 else ""
+        prompt: tuple[int, ...] = SALTED_START if salt else ()
+        prompt += tuple(random.choice(heads)[: random.randint(1, 70)])
+        prompt += tuple(random.randrange(4) for _ in range(random.randint(1, 9)))
+        ids = tuple(range(request_id, request_id + random.choice((1, 1, 3))))
+        request_id = ids[-1] + 1
+        sampling = SamplingParams(temperature=0, max_tokens=random.randint(1, 30))
+        yield Add(ids, PackedPrompt.of(prompt), sampling, Priority.NORMAL, salt)
+        if random.random() < 0.1:
+            yield Cancel(random.choice(ids))
+        if number % 80 == 40:
+            yield ClearCache(number + 1)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_router_that_follows_a_worker_knows_its_tree(seed: int) -> None:
+    """After random traffic with evictions, twins, salts and clears; live and by replay."""
+    with closing(EventPublisher(BOTH)) as publisher:
+        with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+            with working(publisher) as (peer, engine):
+                subscriber.join(lambda: peer.send(ClearCache(1)))
+                for message in traffic(Random(seed), 200):
+                    peer.send(message)
+                    while peer.num_waiting() > 8:
+                        pass
+                eventually(lambda: peer.num_waiting() == 0 and not engine.has_work, "all requests have ended")
+            # The worker has ended: all of its events were sent, and its tree does not change.
+            everything = subscriber.replay()
+            subscriber.receive_upto(everything[-1][0])
+        assert subscriber.batches == everything[-len(subscriber.batches) :]
+        counts, tree = engine.scheduler.cache.stats(), engine.scheduler.cache.tree
+        assert counts.num_evictions > 100
+        assert counts.num_twins > 10
+        assert len(tree) > len(public_content(tree)) > 5  # the rest has the salt
+        router = routed(everything, SIZE)
+        assert router.device == expected_view(tree)
+        assert (router.num_removed > 100, router.num_cleared >= 4) == (True, True)
+        assert (None, SALTED_START) not in router.places  # at no time
+        assert len(router.places) > 100
+
+
+def test_a_worker_without_a_publisher_keeps_no_changes() -> None:
+    runner = FakeRunner(Capacity(60, SIZE, max_num_seqs=4, max_model_len=120, vocab_size=8))
+    scheduler = make_scheduler(runner, EngineConfig())
+    assert scheduler.cache.tree.on_change is None
+    script = "import sys, quire.engine.worker.client, quire.engine.worker.worker\nassert 'zmq' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# A worker process
+
+
+def test_a_worker_process_announces_its_cache(tiny_model: Path) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 9
+
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", kv_events=BOTH) as engine:
+            await engine.start()
+            assert engine.facts is not None
+            status = engine.facts.kv_events
+            assert status is not None
+            assert (status.topic, status.silent_because) == ("kv@here@model", None)
+            asked = request(engine, prompt)
+            await engine.generate(asked)
+            await engine.generate(request(engine, "secret " + prompt, salt="tenant"))
+            await stats(engine)  # a worker sends the events of a step before it handles later messages
+            with Subscriber(status.endpoint, status.replay_endpoint) as subscriber:
+                router = await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))
+                explained = await engine.explain((*asked.prompt, 1))
+                assert router.num_matched(asked.prompt) == explained.num_blocks * 32 > 64
+                salted = request(engine, "secret " + prompt)
+                assert (await engine.explain(salted.prompt, "tenant")).num_blocks > 1
+                assert router.num_matched(salted.prompt) == 0
+                await engine.clear_cache()
+                await stats(engine)
+                assert not (await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))).device
+
+    run(work())
+
+
+def test_a_new_worker_binds_the_same_ports(tiny_model: Path) -> None:
+    async def work() -> None:
+        free = KvEventsConfig(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
+        async with client(tiny_model, backend="fake", kv_events=free) as engine:
+            numbers = []
+            for _ in range(3):
+                await engine.generate(request(engine))
+                assert engine.facts is not None
+                assert engine.facts.kv_events is not None
+                assert engine.facts.kv_events.endpoint == free.endpoint
+                with Subscriber(free.endpoint, free.replay_endpoint) as subscriber:
+                    numbers.append((await asyncio.to_thread(subscriber.replay))[0][0])
+                assert engine.worker_pid is not None
+                os.kill(engine.worker_pid, signal.SIGKILL)
+                while engine.facts is not None:
+                    await asyncio.sleep(0.01)
+            assert numbers == sorted(set(numbers))
+
+    run(work())
+
+
+def test_a_worker_whose_port_is_taken_does_not_start(tiny_model: Path) -> None:
+    async def work() -> None:
+        with closing(EventPublisher(BOTH)) as publisher:
+            async with client(tiny_model, backend="fake", kv_events=KvEventsConfig(publisher.endpoint)) as engine:
+                with pytest.raises(InvalidRequest, match=r"kv_events = 'tcp://127.0.0.1:\d+': cannot listen there: "):
+                    await engine.start()
+
+    run(work())

@@ -1,0 +1,177 @@
+"""KV events of `quire serve`: a router that reads them knows what each model has cached, and no salted prompt."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.engine.subscriber import Subscriber, free_ports, routed
+from tests.engine.vllm_events import Router
+from tests.server.rig import FAKE, Server, put_away, serving, spawn
+from tests.server.test_hybrid_memory import write_model
+from tests.tiny import write_tiny_model
+from tests.waiting import HANG_S, eventually, is_asleep
+
+ANY = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+LONG = "The quick brown fox jumps over the lazy dog. " * 12
+SECRET = "A secret. " + LONG
+Prompt = str | tuple[int, ...]
+
+
+def status(server: Server, model: str = "") -> Any:
+    return server.get(f"/version?model={model}").json["kv_events"]
+
+
+def subscribed(server: Server, model: str = "") -> Subscriber:
+    found = status(server, model)
+    return Subscriber(found["endpoint"], found["replay_endpoint"])
+
+
+def view(server: Server, model: str = "") -> Router:
+    """A router that read all events of a model so far."""
+    server.stats_of(model)  # a worker sends the events of a step before it handles later messages
+    with subscribed(server, model) as subscriber:
+        return routed(subscriber.replay(), 32)
+
+
+def tokens_of(server: Server, text: str, model: str | None = None) -> tuple[int, ...]:
+    return tuple(server.post("/tokenize", {"prompt": text, "model": model}).json["tokens"])
+
+
+def complete(server: Server, prompt: Prompt, **fields: Any) -> Any:
+    body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0, **fields}
+    answer = server.post("/v1/completions", body)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def num_cached(server: Server, prompt: Prompt, **fields: Any) -> int:
+    """Tokens of a prompt in whole cached blocks, as the server explains it."""
+    blocks: int = server.post("/v1/cache/explain", {"prompt": prompt, **fields}).json["matched_blocks"]
+    return blocks * 32
+
+
+def test_the_default_model_announces_what_it_has_cached(default_model: Path) -> None:
+    with serving(str(default_model), "--num-blocks", "20", "--served-model-name", "smol", *ANY) as server:
+        found = status(server)
+        assert found["silent_because"] is None
+        assert found["topic"] == f"kv@{server.url.removeprefix('http://')}@smol"
+        server.wait_for(rf"  KV events  {found['endpoint']}, replay at {found['replay_endpoint']}, topic kv@")
+        server.wait_for(rf"smol: KV events at {found['endpoint']}, replay at {found['replay_endpoint']}, topic 'kv@")
+        with subscribed(server) as live:
+            live.join(lambda: server.post("/v1/cache/clear"))
+            prompts = [tokens_of(server, f"{number} is a number. {LONG}") for number in range(7)]
+            for prompt in prompts:  # more than the pool holds
+                complete(server, prompt)
+            complete(server, SECRET, cache_salt="tenant")
+            secret = tokens_of(server, SECRET)
+            router = view(server)
+            for prompt in (*prompts, secret):
+                longer = (*prompt, *[1] * 32)  # so that every block of the prompt may be reused
+                assert router.num_matched(longer) == num_cached(server, longer)
+            assert router.num_matched(prompts[-1]) > 64
+            assert num_cached(server, secret, cache_salt="tenant") > 64
+            assert router.num_removed > 5
+            assert (None, prompts[0][:32]) in router.places
+            assert (None, secret[:32]) not in router.places  # at no time
+            live.receive_upto(last_number(server))
+            assert routed(live.batches, 32).device == router.device
+
+
+def test_each_model_announces_its_own_cache(tmp_path: Path) -> None:
+    one, two = (write_tiny_model(tmp_path / name) for name in ("one", "two"))
+    host, port = "tcp://127.0.0.1", free_ports(4)[0]
+    options = ("--kv-events", f"{host}:{port}", "--kv-events-replay", f"{host}:{port + 1}")
+    with serving(str(one), str(two), *FAKE, *options, "--kv-events-topic", "kv@pod@{model}") as server:
+        server.wait_for(rf"  KV events  one: {host}:{port}, replay at {host}:{port + 1}, topic kv@pod@one$")
+        server.wait_for(rf"             two: {host}:{port + 2}, replay at {host}:{port + 3}, topic kv@pod@two$")
+        complete(server, "One. " + LONG, model="one")
+        complete(server, "Two. " + LONG, model="two")
+        ours, theirs = tokens_of(server, "One. " + LONG), tokens_of(server, "Two. " + LONG)
+        assert status(server, "two")["topic"] == "kv@pod@two"
+        assert status(server, "two")["endpoint"] == f"{host}:{port + 2}"
+        assert [view(server, "one").num_matched(tokens) > 64 for tokens in (ours, theirs)] == [True, False]
+        assert [view(server, "two").num_matched(tokens) > 64 for tokens in (ours, theirs)] == [False, True]
+        assert server.post("/v1/models/unload", {"model": "two"}).status == 200
+        assert status(server, "two") is None
+        complete(server, "Three. " + LONG, model="two")  # loaded again, on the same ports
+        assert view(server, "two").num_matched(theirs) == 0
+
+
+def test_requests_with_keys_are_announced_only_if_they_share_the_cache(tiny_model: Path) -> None:
+    keys = ("--api-key", "sk-12345678", "--admin-api-key", "sk-admin-1234")
+    for options, is_announced in ((("--share-prefix-cache",), True), ((), False)):
+        with serving(str(tiny_model), *FAKE, *ANY, *keys, *options, key="sk-admin-1234") as server:
+            complete(server, LONG)
+            assert num_cached(server, LONG) > 64
+            assert (view(server).num_matched(tokens_of(server, LONG)) > 64) is is_announced
+            warning = "no KV events are sent for requests with API keys, because keys share no prefixes"
+            assert (warning in server.log) is not is_announced
+
+
+def test_a_restarted_worker_is_followed(tiny_model: Path) -> None:
+    host, port = "tcp://127.0.0.1", free_ports(2)[0]
+    options = ("--kv-events", f"{host}:{port}", "--kv-events-replay", f"{host}:{port + 1}")
+    with serving(str(tiny_model), *FAKE, *options) as server, subscribed(server) as live:
+        live.join(lambda: server.post("/v1/cache/clear"))
+        complete(server, LONG)
+        before = view(server)
+        live.receive_upto(last_number(server))
+        last = live.batches[-1][0]
+        os.kill(server.worker_pid, signal.SIGKILL)
+        server.wait_for("is ready again")
+        texts = iter(f"{number}. {LONG}" for number in range(100_000))
+        while live.batches[-1][0] == last:  # the subscription is renewed at some moment
+            complete(server, next(texts))
+            if live.poll(50):
+                live.receive()
+        assert live.batches[-1][0] > last
+        router = view(server)
+        assert router.num_matched(tokens_of(server, LONG)) == 0 < before.num_matched(tokens_of(server, LONG))
+        assert router.num_cleared >= 1
+
+
+def last_number(server: Server) -> int:
+    with subscribed(server) as subscriber:
+        return subscriber.replay()[-1][0]
+
+
+def test_models_with_windows_or_states_say_that_they_announce_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    with serving(str(write_model(tmp_path / "windows", tiny_model, **changes)), *FAKE, *ANY) as server:
+        server.wait_for("no KV events are sent, because the model has layers with a window or a recurrent state")
+        server.wait_for("windows announces nothing: the model has layers with a window or a recurrent state")
+        complete(server, LONG)
+        assert status(server)["silent_because"] is not None
+        router = view(server)
+        assert (router.num_stored, router.num_cleared) == (0, 1)
+
+
+def test_an_idle_worker_with_events_sleeps(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, *ANY) as server, subscribed(server) as live:
+        live.join(lambda: server.post("/v1/cache/clear"))
+        assert len(live.replay()) >= 2
+        eventually(lambda: is_asleep(server.worker_pid, window_s=1.0), "no thread of the worker wakes up")
+
+
+def test_a_taken_port_is_an_error_at_start(tiny_model: Path) -> None:
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
+        for option, others in (("--kv-events", ()), ("--kv-events-replay", ("--kv-events", "tcp://127.0.0.1:0"))):
+            server = spawn(str(tiny_model), *FAKE, option, f"tcp://127.0.0.1:{port}", *others)
+            assert server.process.wait(HANG_S) != 0
+            put_away(server)  # reads all of its output
+            message = rf"quire: {option} = 'tcp://127.0.0.1:{port}': cannot listen there: Address already in use"
+            assert re.search(message, server.log), server.log
+            assert "Traceback" not in server.log
+
+
+def test_other_machines_and_every_network(tiny_model: Path) -> None:
+    (port,) = free_ports(1)
+    with serving(str(tiny_model), *FAKE, "--kv-events", f"tcp://0.0.0.0:{port}") as server:
+        server.wait_for(rf"WARNING.*KV events at tcp://0.0.0.0:{port}: every client that reaches this address can read")
+        assert status(server)["replay_endpoint"] is None
