@@ -40,7 +40,7 @@ class Machine:
         self.add(WARM_UP, WARM_UP_TOKENS, 4)
         while self.engine.has_work:
             self.step()
-        self.engine.scheduler.cache.clear()
+        self.engine.clear_cache()
 
     def add(self, number: int, num_tokens: int, max_tokens: int, head: list[int] | None = None) -> None:
         tokens = [*(head or ()), *cpu_child.prompt(number, num_tokens, self.vocab_size)]
@@ -102,7 +102,7 @@ def prefill(task: Task) -> dict[str, Any]:
     for number in range(task.repeats):
         machine.add(number, task.prompt_tokens, 1)
         took_s.append(machine.first_token_s()[0])
-        machine.engine.scheduler.cache.clear()
+        machine.engine.clear_cache()
     return machine.findings(task.prompt_tokens / statistics.median(took_s))
 
 

@@ -130,7 +130,7 @@ class Machine(AbstractContextManager["Machine"]):
         """Run from the first request to the last token. `on_step` is called with the number of each step before it."""
         engine = engine or self.engine
         if not keeps_cache:
-            engine.scheduler.cache.clear()
+            engine.clear_cache()
         steps: list[StepRecord] = []
         engine.on_plan = lambda plan: steps.append(StepRecord(len(plan.slices), plan.num_tokens))
         answers: dict[int, Answer] = {}

@@ -71,7 +71,7 @@ def siblings(machine: Machine, scale: Scale) -> None:
     count, length = (4, 60) if scale.is_quick else (64, 2000)
     prompt = random_prompt(Random(99), scale, length)
     engine = machine.engine
-    engine.scheduler.cache.clear()
+    engine.clear_cache()
     num_computed = 0
 
     def note(plan: object) -> None:
@@ -96,7 +96,7 @@ def siblings(machine: Machine, scale: Scale) -> None:
 def long_context(machine: Machine, scale: Scale, length: int) -> None:
     """Compute one long prompt, and report the most memory that its blocks and states took."""
     engine = machine.engine
-    engine.scheduler.cache.clear()
+    engine.clear_cache()
     kv_spec, size = KVSpec.of(machine.spec).within(machine.engine.capacity.max_model_len), engine.capacity.block_size
     costs = kv_spec.full_block_bytes(size, 2), kv_spec.window_block_bytes(size, 2), kv_spec.state_bytes(2)
     most = 0.0

@@ -79,7 +79,7 @@ def main() -> None:
 
 def time_steps(machine: Machine, masks: list[bytes], num_rows: int, share: float, num_steps: int) -> list[float]:
     engine, rng = machine.engine, Random(2)
-    engine.scheduler.cache.clear()
+    engine.clear_cache()
     for row in range(num_rows):
         sampling = SamplingParams(temperature=0.6, seed=row, max_tokens=num_steps + 40)
         prompt = random_prompt(rng, machine.scale, 8)

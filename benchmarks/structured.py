@@ -131,7 +131,7 @@ def time_steps(engine: Engine, compiled: Compiled | None, num_rows: int, num_ste
         engine.cancel(row)
     while engine.has_work:
         engine.step()
-    engine.scheduler.cache.clear()
+    engine.clear_cache()
     return times
 
 
