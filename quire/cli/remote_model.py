@@ -212,6 +212,8 @@ def _explanation(cache: dict[str, Any]) -> dict[str, Any]:
         "stopped_at": cache["stopped_at"],
         "reason": cache["reason"],
         "num_kv_tokens": _whole(cache.get("kv_tokens") or 0),
+        "source": cache.get("source"),
+        "num_loaded_tokens": _whole(cache.get("loaded_tokens") or 0),
         "stopped_text": cache.get("stopped_text"),
     }
 

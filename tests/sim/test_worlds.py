@@ -36,7 +36,7 @@ MINIMA = {
     "refused QueueFull": 8_000,
     "resumed": 5_000,
     "evictions": 80_000,
-    "evictions with descendants": 120,
+    "evictions with descendants": 8,  # rare, because blocks are released from the end of a prefix on
     "cancels of running": 800,
     "explained diverged": 180,
     "explained evicted": 100,

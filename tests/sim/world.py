@@ -113,6 +113,10 @@ class Setup:
     max_writes: int = 0
     is_slow_below: bool = False  # loads of few tokens do not pay
 
+    @property
+    def has_tiers(self) -> bool:
+        return any(self.host_pieces) or self.disk_pieces > 0
+
     @staticmethod
     def draw(random: Random, seed: int) -> Setup:
         setup = Setup._draw(random, seed)
@@ -126,9 +130,7 @@ class Setup:
             self,
             is_caching=True,
             is_colliding=False,  # lower tiers know the tokens of a block, but rely on keys for those before it
-            host_pieces=(0, 0, 0)
-            if kind == "disk"
-            else random.choice(((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))),
+            host_pieces=(0, 0, 0) if kind == "disk" else random.choice(HOST_PIECES),
             disk_pieces=0 if kind == "host" else random.choice((2, 20, 1_000, 1_000)),
             max_save_bytes=random.choice((10, 40, 400)),
             max_writes=random.choice((1, 20, 200)),
@@ -296,7 +298,7 @@ class World:
             (20, self._explain),
             (20, self._jump),
         ]
-        if any(self.setup.host_pieces) or self.setup.disk_pieces:
+        if self.setup.has_tiers:
             operations += [(300, self._transfer), (30, self._idle), (4, self._damage), (3, self._restart)]
             operations += [(25, self._delay)]
         weights = [weight for weight, _ in operations]
@@ -309,7 +311,8 @@ class World:
         while self.scheduler.has_work:
             self._tick(1_000_000)
             self._event(self._step)
-            self._event(self._transfer)
+            if self.setup.has_tiers:
+                self._event(self._transfer)
             if self.num_events > limit:
                 raise WorldFailure(f"requests do not end: {[book.request for book in self.books.values()]}")
         while self.store.has_work:
