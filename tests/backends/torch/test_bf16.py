@@ -14,23 +14,25 @@ from tests.backends.torch.rig import Rig
 # Mean distance of log-probabilities from fp32, ours relative to theirs. Most families are between 0.8 and 0.95. With
 # Gemma's norms rounded to bf16 it is 1.09 to 1.15.
 MOST = 1.0
-# transformers rounds OLMo's and Gemma 4's norms once, as we do, so that both errors are equal but for chance.
-ROUNDED_ONCE = ("olmo2", "olmo3", "gemma4", "gemma4 with shared layers")
+# transformers rounds the norms of these once, as we do, so that both errors are equal but for chance: over 36 prompts
+# gemma2 and olmo2 are at 1.01.
+ROUNDED_ONCE = ("gemma2", "olmo2", "olmo3", "gemma4", "gemma4 with shared layers")
 MOST_OF = dict.fromkeys(ROUNDED_ONCE, 1.05)
 # Rounding leads a few tokens to other experts, and which ones is chance. Their rows decide the mean, so the median of
-# the rows is compared. Over three seeds it is 0.90 to 1.08.
+# the rows is compared. With three prompts instead of twelve the ratio of one family is 0.53 to 1.15.
 ROUTED = (
     "qwen3_moe", "qwen3_moe with a dense layer", "mixtral", "olmoe", "qwen3_5_moe", "lfm2_moe", "gpt_oss",
     "gemma4 with experts",
 )  # fmt: skip
 MOST_OF |= dict.fromkeys(ROUTED, 1.15)
-LENGTHS = (40, 70, 100)
+LENGTHS = (40, 70, 100) * 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without instructions for bf16
 
 
-def prompt(length: int) -> list[int]:
-    return torch.randint(3, 160, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+def prompts() -> list[list[int]]:
+    random = torch.Generator().manual_seed(40)
+    return [torch.randint(3, 160, (length,), generator=random).tolist() for length in LENGTHS]
 
 
 def prompt_rows(rig: Rig, tokens: list[int]) -> Tensor:
@@ -45,8 +47,7 @@ def test_errors_are_no_larger_than_those_of_transformers(name: str, tmp_path: Pa
     in_bf16 = reference.running_in(torch.bfloat16)
     rig = Rig(tmp_path, device="cpu", dtype="bfloat16")
     ours, theirs = [], []
-    for length in LENGTHS:
-        tokens = prompt(length)
+    for tokens in prompts():
         exact = reference.logprobs(tokens)[:-1]
         ours.append(prompt_rows(rig, tokens) - exact)
         theirs.append(logprobs(in_bf16, tokens)[:-1] - exact)
