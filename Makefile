@@ -10,7 +10,8 @@ MACHINE := $(shell uname -m)
 BACKEND ?= $(if $(filter Darwin-arm64,$(SYSTEM)-$(MACHINE)),mlx,$(if $(wildcard /proc/driver/nvidia/version),torch,native))
 RUNTIME := $(VENV)/.runtime-$(BACKEND)
 NATIVE := quire/backends/native
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/*)
+TIERS  := quire/engine/tiers
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/* $(TIERS)/csrc/*)
 PORT   ?= 8000
 ARGS   ?=
 SEEDS  ?= 2000
@@ -33,11 +34,11 @@ quickly = test -e $@ && echo --no-deps; $(BIN)/python -c 'import scikit_build_co
 	command -v cmake >/dev/null && echo --no-build-isolation
 
 # On macOS without the Command Line Tools, `cc` is a stub that opens a dialog; xcode-select opens none. Without them, the C
-# library is not built (CMakeLists.txt); MLX does not need it.
+# libraries are not built (CMakeLists.txt); MLX does not need it.
 without_compiler = $(if $(filter mlx,$(BACKEND)),echo "there is no C compiler: only the mlx backend is installed",\
 	echo "the $(BACKEND) backend needs a C compiler: xcode-select --install"; exit 1)
 
-# A missing or broken venv is created again. pip also builds the C library.
+# A missing or broken venv is created again. pip also builds the C libraries.
 define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
 	or newer, $(PYTHON) is %d.%d: try make PYTHON=python3.12" % v[:2])'
@@ -128,5 +129,5 @@ wheel: $(STAMP)  ## build the wheel of this platform into dist/
 
 clean:          ## remove all files created by the other targets
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
-	rm -f $(NATIVE)/libquire_native.*
+	rm -f $(NATIVE)/libquire_native.* $(TIERS)/libquire_files.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

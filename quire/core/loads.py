@@ -15,6 +15,8 @@ from quire.core.step import Content, Load, MemoryKind, MemoryRef, Tier
 from quire.core.tier_search import Reach
 from quire.core.window_pool import WindowBlock
 
+GROUPS = (16, 64)  # blocks of a load that are taken at a time: first, and later
+
 
 @dataclass(slots=True)
 class PrefixLoad:
@@ -50,10 +52,14 @@ class PrefixLoad:
     def held_states(self) -> tuple[StateSlot, ...]:
         return tuple(slot for slot in (self.reach.kept_state, self.state) if slot is not None)
 
-    def loads(self) -> Iterator[Load]:
-        """The copies to make, in the order of the context."""
-        for stored, block in zip(self.reach.blocks, self.blocks, strict=True):
-            yield Load(self.load_id, stored.content, stored.tier, MemoryRef(MemoryKind.BLOCK, block.block_id))
+    def loads_of_blocks(self, first: int) -> Iterator[Load]:
+        """The copies of the blocks from this one on, in the order of the context."""
+        load_id, block_kind = self.load_id, MemoryKind.BLOCK
+        for stored, block in zip(self.reach.blocks[first:], self.blocks[first:], strict=False):
+            yield Load(load_id, stored.content, stored.tier, MemoryRef(block_kind, block.block_id))
+
+    def loads_of_others(self) -> Iterator[Load]:
+        """The copies of window blocks and of a state."""
         for (stored, _), window in zip(self.reach.windows, self.windows, strict=True):
             yield Load(self.load_id, stored.content, stored.tier, MemoryRef(MemoryKind.WINDOW, window.block_id))
         if self.reach.state is not None and self.state is not None:
@@ -79,6 +85,7 @@ class PrefixLoads:
         self._loads: dict[int, PrefixLoad] = {}
         self._by_content: dict[Content, PrefixLoad] = {}
         self._num_begun = 0
+        self.groups = GROUPS
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -107,7 +114,7 @@ class PrefixLoads:
         return missing
 
     def begin(self, hit: PrefixHit, reach: Reach, deadline_ns: int) -> PrefixLoad:
-        """Take memory for a load. `shortage` must not be positive."""
+        """Take memory for a load, except for its blocks. `shortage` must not be positive."""
         prefix = self._prefix(hit, reach)
         self._pool.share(prefix)  # before blocks are taken, because taking may evict them
         if self._windows is not None:
@@ -128,7 +135,7 @@ class PrefixLoads:
             is_alone=not self._loads,
             reach=reach,
             prefix=prefix,
-            blocks=self._pool.take(len(reach.blocks)),
+            blocks=[],
             windows=[] if self._windows is None else self._windows.pool.take(len(reach.windows)),
             state=state,
             source=reach.source,
@@ -137,6 +144,17 @@ class PrefixLoads:
         for stored in reach.pieces:
             self._by_content[stored.content] = load
         return load
+
+    def take_blocks(self, load: PrefixLoad) -> Iterator[int]:
+        """Take the blocks of a load in groups. Yields the number of blocks before each group, after it is taken.
+
+        Taking hundreds of blocks evicts as many, which takes a few milliseconds.
+        """
+        num_blocks = len(load.reach.blocks)
+        while (first := len(load.blocks)) < num_blocks:
+            size = self.groups[first > 0]
+            load.blocks += self._pool.take(min(size, num_blocks - first))
+            yield first
 
     @staticmethod
     def _prefix(hit: PrefixHit, reach: Reach) -> tuple[KVCacheBlock, ...]:

@@ -85,6 +85,11 @@ class Saves:
             self._states.pool.on_eviction = self._note_state_eviction
 
     @property
+    def has_chosen(self) -> bool:
+        """Whether the next plan has saves, or content to drop."""
+        return bool(self._chosen or self._drops)
+
+    @property
     def num_pending(self) -> int:
         return len(self._pending)
 

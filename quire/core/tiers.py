@@ -8,7 +8,7 @@ hit like any other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.core.block_pool import BlockPool
@@ -78,6 +78,9 @@ class Tiers:
         self.loads = PrefixLoads(tree, pool, hybrid)
         self.saves = Saves(tree, pool, hybrid, tiers, limits=limits)
         self.ns_per_token: int | None = None  # measured duration of computing a prompt token; None: unknown
+        # Called with the first pieces of a load while memory for the others is taken, which takes milliseconds. The plan
+        # has the others, at least one. Not called if content must be saved before it is overwritten.
+        self.on_loads: Callable[[tuple[Load, ...]], None] | None = None
         self._new_loads: list[Load] = []
         self._num_loading_bytes: Counter[Tier] = Counter()  # of loads in flight that are not abandoned
         self._num_late: Counter[Tier] = Counter()  # loads in flight after their deadline, by their slowest tier
@@ -153,7 +156,14 @@ class Tiers:
         expected_ns = self._load_ns(self._num_loading_bytes + num_bytes)  # behind those in flight
         self._last_begin_ns = now_ns
         load = self.loads.begin(hit, reach, now_ns + max(MIN_TIMEOUT_NS, TIMEOUT_FACTOR * expected_ns))
-        self._new_loads += load.loads()
+        new: list[Load] = []
+        for first in self.loads.take_blocks(load):
+            if self.on_loads is not None and new and not self.saves.has_chosen:
+                self.on_loads(tuple(new))
+                new.clear()
+            new += load.loads_of_blocks(first)
+        self._new_loads += new
+        self._new_loads += load.loads_of_others()
         self._num_loading_bytes.update(num_bytes)
         for stored in reversed(reach.pieces):  # the first block of a prefix is the last to be evicted
             self._by_tier[stored.tier].touch(stored.content)

@@ -12,7 +12,7 @@ from quire.core.placement import choose_boundaries
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.step import PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
+from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
@@ -73,6 +73,8 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
         self.transfers = transfers
+        if scheduler.cache.tiers is not None:
+            scheduler.cache.tiers.on_loads = self._start_loads_early
 
     @property
     def has_work(self) -> bool:
@@ -180,6 +182,11 @@ class Engine:
                     self.scheduler.finish_save(content, tier, is_saved=is_saved)
                 case Lost(contents):
                     self.scheduler.lose_stored(Tier.DISK, contents)
+
+    def _start_loads_early(self, loads: Sequence[Load]) -> None:
+        """Start copies while the rest of the plan is made."""
+        if self.transfers is not None:
+            self.transfers.start_early(loads, is_busy=len(self.scheduler.running) > 0)
 
     def idle(self) -> None:
         """Save some cached content. Call it while `has_idle_work` and not `has_work`."""

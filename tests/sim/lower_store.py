@@ -28,6 +28,7 @@ class _Loading:
     load_id: int
     pieces: list[Load]
     num_launched: int  # plans that were launched before; the copies must not overtake them
+    num_written: int = 0  # of the pieces: the first ones, that were copied before the plan was complete
     failures: set[Content] = field(default_factory=set)
 
 
@@ -42,6 +43,8 @@ class LowerStore:
         self.stored: dict[Tier, OrderedDict[Content, Payload]] = {Tier.HOST: OrderedDict(), Tier.DISK: OrderedDict()}
         self._saving: list[_Saving] = []
         self._loading: list[_Loading] = []
+        self._early: dict[int, _Loading] = {}  # loads whose plan is being made
+        self.num_early = 0
         self.num_failures = 0
         self.num_evictions = 0
 
@@ -67,7 +70,21 @@ class LowerStore:
         loads: dict[int, list[Load]] = {}
         for load in plan.loads:
             loads.setdefault(load.load_id, []).append(load)
-        self._loading += [_Loading(load_id, pieces, num_launched) for load_id, pieces in loads.items()]
+        for load_id, pieces in loads.items():
+            loading = self._early.pop(load_id, None) or _Loading(load_id, [], num_launched)
+            loading.pieces += pieces
+            self._loading.append(loading)
+        assert not self._early, "a plan has no piece of a load that was started early"
+
+    def start_early(self, loads: tuple[Load, ...], num_launched: int, num_committed: int) -> None:
+        """Start the first loads of a plan that is being made. If no step is in flight, they are copied at once."""
+        for load in loads:
+            loading = self._early.setdefault(load.load_id, _Loading(load.load_id, [], num_launched))
+            loading.pieces.append(load)
+            if num_launched == num_committed:
+                self._copy(loading, load)
+                loading.num_written += 1
+                self.num_early += 1
 
     def advance(self, scheduler: Scheduler, num_committed: int) -> None:
         """Complete one transfer, if there is one that may complete."""
@@ -111,18 +128,21 @@ class LowerStore:
 
     def _load(self, scheduler: Scheduler, loading: _Loading) -> None:
         self._loading.remove(loading)
-        for piece in loading.pieces:
-            payload = self.stored[piece.tier].get(piece.content)
-            if not payload or self._random.random() < 0.02:
-                loading.failures.add(piece.content)
-            else:
-                self._write(piece.target, payload)
+        for piece in loading.pieces[loading.num_written :]:
+            self._copy(loading, piece)
         self.num_failures += bool(loading.failures)
         for content in loading.failures:
             for piece in loading.pieces:
                 if piece.content == content and piece.tier is Tier.DISK:  # the core decides what host memory has
                     self.stored[Tier.DISK].pop(content, None)
         scheduler.finish_load(loading.load_id, loading.failures, self._random.choice((0, 1_000, 10**9)))
+
+    def _copy(self, loading: _Loading, piece: Load) -> None:
+        payload = self.stored[piece.tier].get(piece.content)
+        if not payload or self._random.random() < 0.02:
+            loading.failures.add(piece.content)
+        else:
+            self._write(piece.target, payload)
 
     def _read(self, save: Save) -> Payload:
         kind, index = save.source

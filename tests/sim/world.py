@@ -35,7 +35,7 @@ from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
 from quire.core.saves import SaveLimits
 from quire.core.scheduler import Scheduler
-from quire.core.step import MemoryKind, SeqSlice, StepPlan, Tier, TokenUpdate
+from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, Tier, TokenUpdate
 from quire.errors import ContextTooLong, QueueFull
 from tests.sim.lower_store import LowerStore
 
@@ -241,6 +241,9 @@ class World:
         )
         if cache.tiers is not None and setup.is_slow_below:
             cache.tiers.ns_per_token = 1_000
+        if cache.tiers is not None and seed % 3:
+            cache.tiers.on_loads = self._start_early
+            cache.tiers.loads.groups = (1, 2)
         self.scheduler = Scheduler(
             cache,
             self.policy,
@@ -545,6 +548,10 @@ class World:
     def _transfer(self) -> None:
         """Complete a save or a load."""
         self.store.advance(self.scheduler, self._num_committed)
+
+    def _start_early(self, loads: tuple[Load, ...]) -> None:
+        self.store.start_early(loads, self._num_launched, self._num_committed)
+        self.counts["loads started early"] += 1
 
     def _delay(self) -> None:
         """Let loads take longer than their deadline."""
@@ -912,6 +919,7 @@ class World:
                 self._late.add(load.load_id)
         self.counts["loads with several waiters"] += sum(count > 1 for count in awaited.values())
         self.counts["steps with two loads in flight"] += len(tiers.loads) > 1
+        self.counts["pieces copied early"] = self.store.num_early
         for piece in plan.loads:
             self.counts[f"loaded {piece.content.kind.name.lower()}s"] += 1
             is_partial = len(piece.content.tokens) < 4 * self.setup.block_size

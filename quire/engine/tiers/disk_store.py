@@ -18,14 +18,23 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.step import Content
-from quire.engine.tiers.block_file import DamagedBlock, Fault, file_bytes, read_block, read_header, write_block
+from quire.engine.tiers.block_file import (
+    BlockRead,
+    DamagedBlock,
+    Fault,
+    file_bytes,
+    read_block,
+    read_header,
+    read_intact,
+    write_block,
+)
 from quire.engine.tiers.cache_folder import (
     StoredFile,
     list_drafts,
@@ -157,19 +166,39 @@ class DiskStore:
 
     def read(self, content: Content, out: memoryview) -> None:
         """Read content into `out`. Raises DamagedBlock; a damaged file is deleted."""
-        path = self.space.file(content.kind, content.key)
-        try:
-            read_block(path, self.space.digest, content, out)
-        except DamagedBlock as damage:
-            self._note_damage(path, damage.fault)
-            raise
-        size = file_bytes(len(content.tokens), out.nbytes)
+        (damage,) = self.read_many([content], [out])
+        if damage is not None:
+            raise damage
+
+    def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
+        """Read contents into buffers. Returns what is wrong with each; damaged files are deleted."""
         now_ns = time.time_ns()
-        with suppress(OSError):  # the file was evicted meanwhile, or the folder is read-only
-            os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
-            self._index.put(path, Entry(size, now_ns, content))
+        paths = [self.space.file(content.kind, content.key) for content in contents]
+        reads = [BlockRead(*read) for read in zip(paths, contents, outs, strict=True)]
+        is_intact = read_intact(reads, self.space.digest, now_ns)
+        found = [
+            None if is_read else self._read_alone(read, now_ns) for read, is_read in zip(reads, is_intact, strict=True)
+        ]
+        num_bytes = []
+        for read, damage in zip(reads, found, strict=True):
+            if damage is None:
+                size = file_bytes(len(read.content.tokens), read.out.nbytes)
+                self._index.put(read.path, Entry(size, now_ns, read.content))
+                num_bytes.append(read.out.nbytes)
         with self._lock:
-            self._counts.update(num_reads=1, read_bytes=out.nbytes)
+            self._counts.update(num_reads=len(num_bytes), read_bytes=sum(num_bytes))
+        return found
+
+    def _read_alone(self, read: BlockRead, now_ns: int) -> DamagedBlock | None:
+        """Read a file that could not be read together with others."""
+        try:
+            read_block(read.path, self.space.digest, read.content, read.out)
+        except DamagedBlock as damage:
+            self._note_damage(read.path, damage.fault)
+            return damage
+        with suppress(OSError):  # the file was evicted meanwhile, or the folder is read-only
+            os.utime(read.path, ns=(now_ns, now_ns), follow_symlinks=False)
+        return None
 
     def remove(self, content: Content) -> bool:
         """Delete content. Returns whether it was there. Raises OSError if it cannot be deleted."""

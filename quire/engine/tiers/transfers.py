@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,12 +24,13 @@ from typing import NamedTuple
 
 from quire.backends.base import BlockIO, PendingCopy
 from quire.core.step import Content, Load, MemoryRef, Save, StepPlan, Tier
-from quire.engine.tiers.block_file import DamagedBlock
 from quire.engine.tiers.disk_store import DiskStore, Written
 from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
 from quire.errors import CacheFolderError
 
 NUM_WRITERS = 1
+READ_BYTES = 8 << 20  # of files that a thread reads at once: each return from a read may wait for the GIL
+MIN_IMPORTS = 8  # pieces that are copied together while more are being read
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class _Loading:
     """A load in flight."""
 
     load_id: int
-    num_left: int  # pieces
+    num_left: int = 0  # pieces
+    has_more: bool = False  # some pieces are not known yet
     failures: set[Content] = field(default_factory=set)
     first_read_ns: int = 0
     last_read_ns: int = 0
@@ -102,9 +104,9 @@ class _Exported(NamedTuple):
 
 
 class _ReadDone(NamedTuple):
-    read: _Read
-    buffer: memoryview
-    is_read: bool
+    reads: Sequence[_Read]
+    buffers: Sequence[memoryview]
+    are_read: Sequence[bool]
     now_ns: int
 
 
@@ -135,15 +137,18 @@ class Transfers:
         self.disk = disk
         self._read_slots = read_slots
         self._staging = HostStore(save_slots)  # of saves that go to disk only
+        self._num_readers = num_readers
         self._readers = ThreadPoolExecutor(num_readers, "kv-read") if disk is not None else None
         self._writers = ThreadPoolExecutor(NUM_WRITERS, "kv-write") if disk is not None else None
         self._finished: queue.SimpleQueue[_ReadDone | _WriteDone] = queue.SimpleQueue()
         self._received: deque[_ReadDone | _WriteDone] = deque()  # from that queue, in order
+        self._loading: dict[int, _Loading] = {}  # loads in flight whose pieces are not all known
         self._reads: deque[_Read] = deque()  # not submitted yet: all buffers are in use
         self._imports: deque[_Piece] = deque()  # not copied yet
         self._importing: deque[_Importing] = deque()
         self._exporting: deque[tuple[PendingCopy, Sequence[_Exported]]] = deque()
         self._num_jobs = 0  # in threads
+        self._num_reading = 0  # of these, reads
         self._generation = 0  # of the cache: increases when it is cleared; threads read it
         self._done: list[Done] = []
 
@@ -164,6 +169,11 @@ class Transfers:
         if plan.loads:
             self._start_loads(plan.loads)
             self._start_imports(is_busy=is_busy)
+
+    def start_early(self, loads: Sequence[Load], *, is_busy: bool) -> None:
+        """Start some loads of a plan that is being made, before its saves. The plan will have the rest of each load."""
+        self._start_loads(loads, has_more=True)
+        self._start_imports(is_busy=is_busy)
 
     def _export(self, saves: Sequence[Save]) -> None:
         exported: list[_Exported] = []
@@ -188,14 +198,21 @@ class Transfers:
         """The memory of the buffer of a save."""
         return self._host if self._host is not None and Tier.HOST in save.tiers else self._staging
 
-    def _start_loads(self, loads: Sequence[Load]) -> None:
-        counts = Counter(load.load_id for load in loads)  # before any piece ends: a load ends with its last piece
-        loading = {load_id: _Loading(load_id, count) for load_id, count in counts.items()}
+    def _start_loads(self, loads: Sequence[Load], *, has_more: bool = False) -> None:
+        started: dict[int, _Loading] = {}
         for load in loads:
+            loading = started.get(load.load_id)
+            if loading is None:
+                loading = started[load.load_id] = self._loading.pop(load.load_id, None) or _Loading(load.load_id)
+            loading.num_left += 1
+            loading.has_more = has_more
+        if has_more:
+            self._loading.update(started)
+        for load in loads:  # after all are counted, because a load ends with its last piece
             if load.tier is Tier.DISK:
-                self._reads.append(_Read(loading[load.load_id], load.content, load.target))
+                self._reads.append(_Read(started[load.load_id], load.content, load.target))
             else:
-                self._use_host(loading[load.load_id], load)
+                self._use_host(started[load.load_id], load)
         self._submit_reads()
 
     def _use_host(self, loading: _Loading, load: Load) -> None:
@@ -240,52 +257,72 @@ class Transfers:
             time.sleep(limit_s)  # their buffers are being allocated
 
     def _submit_reads(self) -> None:
+        """Give reads to the threads while there are buffers: several at once, but not so many that a thread has none."""
+        share = -(-len(self._reads) // self._num_readers)
         while self._reads:
-            read = self._reads[0]
-            kind = read.content.kind
-            buffer = self._read_slots.take(kind)
-            if buffer is None and self._read_slots.has_any(kind):
+            size = max(self._block_io.sizes.of(self._reads[0].content.kind), 1)
+            reads, buffers = self._take_buffers(min(share, max(READ_BYTES // size, 1)))
+            if not reads:
                 return
-            self._reads.popleft()
-            if buffer is None:  # no memory could be allocated
-                self._end_piece(read.loading, read.content)
-                continue
             assert self._readers is not None
             self._num_jobs += 1
-            read.loading.first_read_ns = read.loading.first_read_ns or time.monotonic_ns()
-            self._readers.submit(self._read, read, buffer, self._generation)
+            self._num_reading += 1
+            self._readers.submit(self._read, reads, buffers, self._generation)
 
-    def _read(self, read: _Read, buffer: memoryview, generation: int) -> None:
-        """Read a file. Runs in a thread."""
-        is_read = False
+    def _take_buffers(self, most: int) -> tuple[list[_Read], list[memoryview]]:
+        """The next reads, with their buffers. Reads for which no memory could be allocated fail."""
+        reads: list[_Read] = []
+        buffers: list[memoryview] = []
+        while self._reads and len(reads) < most:
+            kind = self._reads[0].content.kind
+            buffer = self._read_slots.take(kind)
+            if buffer is None and self._read_slots.has_any(kind):
+                break
+            read = self._reads.popleft()
+            if buffer is None:
+                self._end_piece(read.loading, read.content)
+                continue
+            read.loading.first_read_ns = read.loading.first_read_ns or time.monotonic_ns()
+            reads.append(read)
+            buffers.append(buffer)
+        return reads, buffers
+
+    def _read(self, reads: Sequence[_Read], buffers: Sequence[memoryview], generation: int) -> None:
+        """Read files. Runs in a thread."""
+        are_read = [False] * len(reads)
         try:
             assert self.disk is not None
-            if generation == self._generation:  # otherwise the file was deleted
-                self.disk.read(read.content, buffer)
-                is_read = True
-        except DamagedBlock as damage:
-            log.warning("cached content on disk is not used: %s", damage)
+            if generation == self._generation:  # otherwise the files were deleted
+                found = self.disk.read_many([read.content for read in reads], buffers)
+                are_read = [damage is None for damage in found]
+                for damage in filter(None, found):
+                    log.warning("cached content on disk is not used: %s", damage)
         except Exception:
             log.exception("cached content on disk could not be read")
         finally:
-            self._finished.put(_ReadDone(read, buffer, is_read, time.monotonic_ns()))
+            self._finished.put(_ReadDone(reads, buffers, are_read, time.monotonic_ns()))
 
     def _end_read(self, done: _ReadDone) -> None:
-        read, buffer = done.read, done.buffer
-        kind = read.content.kind
-        read.loading.last_read_ns = max(read.loading.last_read_ns, done.now_ns)
-        if done.is_read:
-            free = partial(self._read_slots.put, kind, buffer)
-            self._imports.append(_Piece(read.loading, read.content, read.target, buffer, free))
-        else:
-            self._read_slots.put(kind, buffer)
-            self._end_piece(read.loading, read.content)
+        self._num_reading -= 1
+        for read, buffer, is_read in zip(done.reads, done.buffers, done.are_read, strict=True):
+            kind = read.content.kind
+            read.loading.last_read_ns = max(read.loading.last_read_ns, done.now_ns)
+            if is_read:
+                free = partial(self._read_slots.put, kind, buffer)
+                self._imports.append(_Piece(read.loading, read.content, read.target, buffer, free))
+            else:
+                self._read_slots.put(kind, buffer)
+                self._end_piece(read.loading, read.content)
 
     def _start_imports(self, *, is_busy: bool) -> None:
-        """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once."""
-        if self._imports:
+        """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once.
+
+        While more are being read, a few pieces wait for others: each start of copies takes time.
+        """
+        is_enough = is_busy or not self._num_reading or len(self._imports) >= MIN_IMPORTS
+        if self._imports and is_enough:
             self._import(min(self._block_io.pieces_per_step, len(self._imports)))
-        if self._imports and not is_busy:
+        if self._imports and is_enough and not is_busy:
             self._import(len(self._imports))
         self._end_imports(is_busy=is_busy)
 
@@ -318,7 +355,7 @@ class Transfers:
         if failure is not None:
             loading.failures.add(failure)
         loading.num_left -= 1
-        if not loading.num_left:
+        if not loading.num_left and not loading.has_more:
             read_ns = loading.last_read_ns - loading.first_read_ns
             self._done.append(LoadDone(loading.load_id, frozenset(loading.failures), read_ns))
 

@@ -299,7 +299,7 @@ def test_many_loads_wait_for_few_buffers(make_rig: MakeRig, is_late: bool) -> No
     assert loaded(done) == {first: frozenset() for first in range(1, 41, 4)}
     assert all(rig.has(MemoryRef(MemoryKind.BLOCK, number), number) for number in range(1, 41))
     assert rig.disk.reads.most_inside <= 2
-    assert rig.disk.reads.num_arrived == 40
+    assert rig.disk.stats().num_reads == 40
     rig.check_buffers()
 
 

@@ -13,6 +13,7 @@ from quire.backends.base import Capacity, MemorySizes, PendingCopy
 from quire.backends.fake import FakeRunner
 from quire.core.lower_tier import PieceCounts
 from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan, Tier
+from quire.engine.tiers.block_file import DamagedBlock
 from quire.engine.tiers.disk_store import DiskStore, Written
 from quire.engine.tiers.host_memory import HostStore, Slots
 from quire.engine.tiers.transfers import Done, LoadDone, Lost, SaveDone, Transfers
@@ -77,11 +78,11 @@ class HeldStore(DiskStore):
         self.is_late = False  # a write passes its gate after it was made, not before
         self.error: Exception | None = None
 
-    def read(self, content: Content, out: memoryview) -> None:
+    def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
         self.reads.enter()
         try:
             self._raise()
-            super().read(content, out)
+            return super().read_many(contents, outs)
         finally:
             self.reads.leave()
 
