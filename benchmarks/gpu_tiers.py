@@ -99,7 +99,7 @@ def leave_page_cache(folder: Path) -> None:
             os.close(descriptor)
 
 
-def prefix(name: str, scale: Scale, settings: Settings, folder: Path, *, has_host: bool) -> None:
+def prefix(name: str, scale: Scale, settings: Settings, folder: Path, *, has_host: bool, has_cold: bool) -> None:
     length = 90 if scale.is_quick else 8191
     num_blocks = 3 * (-(-length // 32) + 2)
     prompts = [random_prompt(Random(seed), scale, length) for seed in range(5)]
@@ -131,7 +131,7 @@ def prefix(name: str, scale: Scale, settings: Settings, folder: Path, *, has_hos
             )
         print(f"  all saved: {engine.save_cache(120)}", flush=True)
         report_tiers(machine)
-    for is_cold in (False, True):
+    for is_cold in (False, True) if has_cold else (False,):
         if is_cold:
             leave_page_cache(cache)
         with Machine(name, scale, tiered, folder / name) as machine:
@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--tree-model", default=LLAMA)
     parser.add_argument("--cost-model", default=QWEN)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--no-cold", action="store_true", help="do not measure files outside of the page cache")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     scale = replace(QUICK, max_model_len=256) if options.quick else replace(FULL, max_model_len=8192)
@@ -270,7 +271,7 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         if "prefix" in parts:
-            prefix(options.model, scale, settings, folder, has_host=has_host)
+            prefix(options.model, scale, settings, folder, has_host=has_host, has_cold=not options.no_cold)
         if "others" in parts:
             others(options.model, scale, settings, folder, has_host=has_host)
         if "tree" in parts and has_host:

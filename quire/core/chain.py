@@ -84,6 +84,12 @@ class TokenChain:
             self._pack(index + 1)
         return self._blocks[index]
 
+    def entries(self, start: int, stop: int) -> Iterator[tuple[bytes, bytes]]:
+        """Chain keys and packed tokens of the full blocks [start, stop)."""
+        self.key(stop - 1)
+        self.block(stop - 1)
+        return zip(self._keys[start:stop], self._blocks[start:stop], strict=True)
+
     def blocks(self, count: int) -> Iterator[bytes]:
         """Packed tokens of the first `count` blocks, packed as the iterator advances."""
         return chain.from_iterable(self._batches(count))

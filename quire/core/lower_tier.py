@@ -63,6 +63,7 @@ class LowerTier:
         self.num_reserved = [0, 0, 0]  # saves in flight of each kind
         self.on_change: TierObserver | None = None
         self.num_evictions = 0
+        self.num_added = 0  # pieces, so far
         self._pieces: tuple[OrderedDict[bytes, Stored], ...] = (OrderedDict(), OrderedDict(), OrderedDict())  # by kind
         self._blocks: dict[bytes, SortedBlocks[Stored]] = {}  # parent key -> blocks after it
         self._states: dict[bytes, dict[bytes, Stored]] = {}  # parent key -> tokens after it -> state
@@ -84,6 +85,10 @@ class LowerTier:
         return len(self._pieces[kind])
 
     # Queries
+
+    def pieces(self, kind: MemoryKind) -> OrderedDict[bytes, Stored]:
+        """All pieces of a kind, by their keys, least recently used first. Not to be changed."""
+        return self._pieces[kind]
 
     def find(self, kind: MemoryKind, key: bytes, parent_key: bytes, tokens: bytes) -> Stored | None:
         found = self._pieces[kind].get(key)
@@ -113,6 +118,7 @@ class LowerTier:
         stored = Stored(content, self.tier)
         self._pieces[content.kind][content.key] = stored
         self.num_bytes += self.sizes[content.kind]
+        self.num_added += 1
         if content.kind is MemoryKind.BLOCK:
             self._blocks.setdefault(content.parent_key, SortedBlocks()).add(stored)
         elif content.kind is MemoryKind.STATE:

@@ -2,7 +2,7 @@
 
     evicted from the device     to host memory; to disk if it was used twice, or after regrets (`Saves.note_regret`)
     used a second time, pinned  to disk, a few blocks per step
-    the rest                    to disk, while nothing runs, as much as the disk can hold
+    the rest                    to disk, while nothing runs, as much as the disk can hold: also what host memory has
 
 A save costs a copy on the device and, for a disk, processor time. So a server that is always busy does not write
 content that was used once to disk: at a hit rate of zero, nothing is written.
@@ -41,10 +41,10 @@ NO_SAVES = SaveLimits()
 
 
 class _Piece(NamedTuple):
-    """Content on the device, and where it is."""
+    """Content, and where it is on the device."""
 
     content: Content
-    index: int  # type: ignore[assignment]  # also the name of a method of tuples, which is not used
+    index: int | None  # type: ignore[assignment]  # None: in host memory. Also the name of a method of tuples, not used
 
 
 class Saves:
@@ -72,10 +72,10 @@ class Saves:
         self._pending: dict[Content, set[Tier]] = {}
         self._used: deque[tuple[KVCacheBlock, bytes]] = deque()
         self._credit = 0  # evicted blocks that may be written to disk
-        self._walk: Iterator[KVCacheBlock] | None = None  # over cached blocks, while idle
+        self._walk: Iterator[Sequence[_Piece]] | None = None  # over cached content, while idle
         self._walk_state: tuple[int, ...] = ()
         self._num_walked_bytes = 0
-        self._unvisited: deque[_Piece] = deque()  # pieces of the block that the walk has reached
+        self._unvisited: deque[_Piece] = deque()  # pieces that the walk has reached
         self._done_state: tuple[int, ...] = ()  # no cached content is unsaved since then
         self.num_skipped = 0  # evicted pieces that were not saved because a plan or the tier was full
         pool.on_eviction = self._note_eviction
@@ -216,7 +216,8 @@ class Saves:
             return False
         self._num_chosen_bytes += num_bytes
         self._pending.setdefault(content, set()).update(tiers)
-        self._chosen.append(Save(content, MemoryRef(content.kind, index), tuple(tiers)))
+        source = None if index is None else MemoryRef(content.kind, index)
+        self._chosen.append(Save(content, source, tuple(tiers)))
         return True
 
     def _reserve(self, tier: LowerTier, kind: MemoryKind, *, is_evicted: bool) -> bool:
@@ -277,8 +278,8 @@ class Saves:
     def choose_idle(self, pinned: Iterable[KVCacheBlock] = ()) -> None:
         """Choose unsaved content for the disk until a plan is full. Call it while idle.
 
-        Pinned content is first, then the most recently used, and only as much as the disk can hold. Every piece is
-        tried once: a save that failed, because the disk is full, would fail again.
+        Pinned content is first, then the most recently used, then that of host memory, and only as much as the disk can
+        hold. Every piece is tried once: a save that failed, because the disk is full, would fail again.
         """
         if not self.has_unsaved:
             return
@@ -293,11 +294,11 @@ class Saves:
                     return
                 self._choose(self._unvisited.popleft(), (Tier.DISK,))
                 continue
-            block = next(self._walk, None)
-            if block is not None:
-                self._unvisited.extend(self._pieces(block))
-                self._num_walked_bytes += sum(disk.sizes[content.kind] for content, _ in self._unvisited)
-            if block is None or (disk.store_bytes is not None and self._num_walked_bytes > disk.store_bytes):
+            pieces = next(self._walk, None)
+            if pieces is not None:
+                self._unvisited.extend(pieces)
+                self._num_walked_bytes += sum(disk.sizes[content.kind] for content, _ in pieces)
+            if pieces is None or (disk.store_bytes is not None and self._num_walked_bytes > disk.store_bytes):
                 self._unvisited.clear()
                 self._walk, self._done_state = None, self._walk_state
                 return
@@ -308,6 +309,8 @@ class Saves:
         if self._windows is not None:
             windows = self._windows.pool
             counts += [windows.num_releases, windows.num_evictions, windows.num_free]
+        if Tier.HOST in self._tiers:
+            counts.append(self._tiers[Tier.HOST].num_added)
         return (*counts, 0 if self._states is None else self._states.pool.num_evictions)
 
     @property
@@ -315,9 +318,16 @@ class Saves:
         """Whether `choose_idle` may find something."""
         return self._is_disk_filled and self._done_state != self._state()
 
-    def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
-        yield from list(pinned)
-        yield from self._pool.free.backwards()
+    def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[Sequence[_Piece]]:
+        """All cached content, the most valuable first."""
+        yield from map(self._pieces, [*pinned])
+        yield from map(self._pieces, self._pool.free.backwards())
+        disk, host = self._tiers[Tier.DISK], self._tiers.get(Tier.HOST)
+        if host is None:
+            return
+        for stored in [one for kind in MemoryKind for one in reversed(host.pieces(kind).values())]:
+            is_known = disk.has_key(stored.content) or stored.content in self._pending
+            yield () if is_known or stored.content not in host else (_Piece(stored.content, None),)
 
     def finish(self, content: Content, tier: Tier, is_saved: bool) -> bool:
         """Record the end of a save. Returns False if it is not awaited: the cache was cleared in the meantime."""

@@ -61,6 +61,8 @@ class Tier(StrEnum):
     HOST = "host"
     DISK = "disk"
 
+    __hash__ = str.__hash__  # that of Enum is Python code, and tables of contents use it very often
+
 
 class MemoryKind(IntEnum):
     """The pools of a runner."""
@@ -68,6 +70,8 @@ class MemoryKind(IntEnum):
     BLOCK = 0  # a KV block
     WINDOW = 1  # a window block
     STATE = 2  # a recurrent state
+
+    __hash__ = int.__hash__
 
 
 class MemoryRef(NamedTuple):
@@ -87,10 +91,10 @@ class Content(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Content to copy from the runner's memory to lower tiers."""
+    """Content to copy to lower tiers."""
 
     content: Content
-    source: MemoryRef
+    source: MemoryRef | None  # in the runner's memory; None: from host memory to disk
     tiers: tuple[Tier, ...]
 
 

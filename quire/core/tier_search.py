@@ -68,16 +68,8 @@ class TierSearch:
         size, num_cached = self._block_size, len(hit.blocks)
         if hit.start >= limit or hit.is_fork:  # the blocks of a fork may not be in the tree
             return None
-        blocks: list[Stored] = []
-        number, last = num_cached, limit // size
-        while number < last:
-            stored = self._block(chain, number)
-            if stored is None:
-                break
-            blocks.append(stored)
-            number += 1
-            if len(blocks) % BLOCKS_PER_BATCH == 1:  # at least one was found: compute the next keys at once
-                chain.key(min(last, number + BLOCKS_PER_BATCH) - 1)
+        blocks = self._full_blocks(chain, num_cached, limit // size)
+        number = num_cached + len(blocks)
         end = number * size
         tail, num_tail = self._tail(chain.parent_key(number), chain.run(end, min(limit, end + size)))
         if tail is not None and end + num_tail > hit.num_tokens:
@@ -94,8 +86,25 @@ class TierSearch:
                 return found
         return None
 
-    def _block(self, chain: TokenChain, number: int) -> Stored | None:
-        return self._find(MemoryKind.BLOCK, chain.key(number), chain.parent_key(number), chain.block(number))
+    def _full_blocks(self, chain: TokenChain, first: int, last: int) -> list[Stored]:
+        """The stored blocks from number `first` on, up to the first that is missing."""
+        blocks: list[Stored] = []
+        tables = [tier.pieces(MemoryKind.BLOCK) for tier in self._tiers]
+        number, parent_key = first, chain.parent_key(first)
+        while number < last:
+            # Keys are computed in batches, but only one if nothing is stored.
+            count = min(last - number, BLOCKS_PER_BATCH if blocks else 1)
+            for key, tokens in chain.entries(number, number + count):
+                for table in tables:
+                    stored = table.get(key)
+                    if stored is not None and stored.tokens == tokens and stored.content.parent_key == parent_key:
+                        blocks.append(stored)
+                        break
+                else:
+                    return blocks
+                parent_key = key
+            number += count
+        return blocks
 
     def _tail(self, parent_key: bytes, wanted: bytes) -> tuple[Stored | None, int]:
         """The stored block with the longest common prefix with `wanted`, and the length of that prefix in tokens."""

@@ -78,8 +78,8 @@ class Tiers:
         self.loads = PrefixLoads(tree, pool, hybrid)
         self.saves = Saves(tree, pool, hybrid, tiers, limits=limits)
         self.ns_per_token: int | None = None  # measured duration of computing a prompt token; None: unknown
-        # Called with the first pieces of a load while memory for the others is taken, which takes milliseconds. The plan
-        # has the others, at least one. Not called if content must be saved before it is overwritten.
+        # Called with the first pieces of a load while memory for the others is taken, which takes milliseconds. The
+        # plan has the others, at least one. Not called if content must be saved before it is overwritten.
         self.on_loads: Callable[[tuple[Load, ...]], None] | None = None
         self._new_loads: list[Load] = []
         self._num_loading_bytes: Counter[Tier] = Counter()  # of loads in flight that are not abandoned
@@ -158,10 +158,11 @@ class Tiers:
         load = self.loads.begin(hit, reach, now_ns + max(MIN_TIMEOUT_NS, TIMEOUT_FACTOR * expected_ns))
         new: list[Load] = []
         for first in self.loads.take_blocks(load):
-            if self.on_loads is not None and new and not self.saves.has_chosen:
+            new += load.loads_of_blocks(first)
+            is_last = len(load.blocks) == len(reach.blocks)
+            if self.on_loads is not None and not is_last and not self.saves.has_chosen:
                 self.on_loads(tuple(new))
                 new.clear()
-            new += load.loads_of_blocks(first)
         self._new_loads += new
         self._new_loads += load.loads_of_others()
         self._num_loading_bytes.update(num_bytes)

@@ -8,7 +8,7 @@ from quire.core.load_admission import MAX_LOAD_WAITS
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
 from quire.core.step import Content, MemoryKind, StepPlan, Tier
-from tests.core.tier_rig import PLENTY, UNLIMITED, TieredRig
+from tests.core.tier_rig import PLENTY, SIZES, UNLIMITED, TieredRig
 
 PROMPT = range(100, 117)  # with an answer of 4 tokens: five full blocks
 OTHER = range(300, 317)
@@ -218,6 +218,45 @@ def test_idle_saves_end_and_resume_after_changes() -> None:
     assert not has_unsaved(rig)
     rig.compute(OTHER)
     assert len(rig.idle().saves) == 5
+
+
+def test_what_only_host_memory_has_is_saved_to_disk_while_idle() -> None:
+    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
+    rig.compute(PROMPT)
+    rig.evict()
+    assert len(rig.tier(Tier.HOST)) == 5
+    rig.compute(range(300, 317))
+    plan = rig.idle()
+    from_device = [save for save in plan.saves if save.source is not None]
+    from_host = [save for save in plan.saves if save.source is None]
+    assert len(from_device) == 5
+    assert [save.content for save in from_host] == [stored.content for stored in reversed([*rig.tier(Tier.HOST)])]
+    assert plan.saves[:5] == tuple(from_device), "the device has what was used last"
+    assert {save.tiers for save in plan.saves} == {(Tier.DISK,)}
+    assert len(rig.tier(Tier.DISK)) == 10
+    assert not rig.idle().saves
+    rig.evict()  # the other content reaches host memory too, and the disk has it
+    assert len(rig.tier(Tier.HOST)) == 10
+    assert not rig.idle().saves
+
+
+def test_content_that_reaches_host_memory_while_idle_is_saved_to_disk_too() -> None:
+    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
+    rig.compute(PROMPT)
+    rig.cache.evict_unused()
+    plan = rig.scheduler.schedule_idle()
+    rig.store.start(plan)
+    assert {save.tiers for save in plan.saves} == {(Tier.HOST,)}
+    assert not rig.scheduler.schedule_idle().saves, "the copies are not made yet"
+    rig.finish_saves()
+    assert [save.source for save in rig.idle().saves] == [None] * 5
+
+
+def test_no_more_of_host_memory_is_saved_than_the_disk_can_hold() -> None:
+    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True, store_bytes=3 * SIZES[0])
+    rig.compute(PROMPT)
+    rig.evict()
+    assert len(rig.idle().saves) == 3
 
 
 def test_idle_saves_continue_after_a_pin() -> None:

@@ -13,7 +13,7 @@ from quire.core.load_admission import MAX_LOAD_WAITS
 from quire.core.lower_tier import TierSpeed
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import Priority, Request, RequestState, SamplingParams
-from quire.core.step import MemoryKind, Tier
+from quire.core.step import Load, MemoryKind, Tier
 from quire.core.tiers import MIN_TIMEOUT_NS
 from tests.core.helpers import shape
 from tests.core.tier_rig import SIZES, UNLIMITED, TieredRig
@@ -149,6 +149,43 @@ def test_two_loads_are_in_flight_and_end_in_any_order() -> None:
     rig.check_answer(one)
     rig.check_answer(other)
     check_nothing_is_held(rig)
+
+
+def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_taken() -> None:
+    rig = with_prefix()
+    rig.tiers.loads.groups = (1, 2)
+    early: list[Load] = []
+    num_free: list[int] = []
+
+    def start(loads: tuple[Load, ...]) -> None:
+        early.extend(loads)
+        num_free.append(rig.cache.pool.num_free)
+
+    rig.tiers.on_loads = start
+    rig.add(9, PROMPT)
+    before = rig.cache.pool.num_free
+    plan = rig.step()
+    assert num_free == [before - 1, before - 3]
+    assert [load.content for load in (*early, *plan.loads)] == rig.contents([*PROMPT], range(4))
+    assert len(plan.loads) == 1, "the plan ends the load"
+    targets = [load.target for load in (*early, *plan.loads)]
+    assert len({*targets}) == 4
+    assert {load.load_id for load in (*early, *plan.loads)} == {plan.loads[0].load_id}
+
+
+def test_no_piece_is_loaded_before_the_content_that_it_overwrites_is_saved() -> None:
+    rig = with_prefix(num_blocks=7)
+    rig.tiers.loads.groups = (1, 1)
+    early: list[Load] = []
+    rig.tiers.on_loads = early.extend
+    rig.compute(OTHER)
+    rig.add(9, PROMPT)
+    plan = rig.step()
+    overwritten = {save.source for save in plan.saves}
+    assert len(early) == 1, "one block was empty"
+    assert early[0].target not in overwritten
+    assert {load.target for load in plan.loads} <= overwritten
+    assert len(plan.loads) == 3
 
 
 def test_a_load_extends_what_the_device_has() -> None:

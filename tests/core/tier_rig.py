@@ -48,7 +48,8 @@ class Store:
             del self.stored[Tier.HOST][content]
             self.dropped.append(content)
         for save in plan.saves:
-            self.saving += [Saving(save, tier, self._read(save.source)) for tier in save.tiers]
+            payload = self.stored[Tier.HOST][save.content] if save.source is None else self._read(save.source)
+            self.saving += [Saving(save, tier, payload) for tier in save.tiers]
         for load in plan.loads:
             self.loading.setdefault(load.load_id, []).append(load)
 

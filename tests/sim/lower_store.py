@@ -44,7 +44,7 @@ class LowerStore:
         self._saving: list[_Saving] = []
         self._loading: list[_Loading] = []
         self._early: dict[int, _Loading] = {}  # loads whose plan is being made
-        self.num_early = 0
+        self.num_early = self.num_from_host = 0
         self.num_failures = 0
         self.num_evictions = 0
 
@@ -145,6 +145,9 @@ class LowerStore:
             self._write(piece.target, payload)
 
     def _read(self, save: Save) -> Payload:
+        if save.source is None:
+            self.num_from_host += 1
+            return self.stored[Tier.HOST][save.content]
         kind, index = save.source
         if kind is MemoryKind.STATE:
             return [self.runner.states[index]]

@@ -560,8 +560,10 @@ class World:
 
     def _idle(self) -> None:
         """Save cached content while nothing runs, as an idle worker does."""
-        if not self.scheduler.has_work:
+        for _ in range(0 if self.scheduler.has_work else 6):
             self.store.start(self.scheduler.schedule_idle(), self._num_launched)
+            self._transfer()
+            self._transfer()
 
     def _damage(self) -> None:
         self.store.damage()
@@ -920,6 +922,7 @@ class World:
         self.counts["loads with several waiters"] += sum(count > 1 for count in awaited.values())
         self.counts["steps with two loads in flight"] += len(tiers.loads) > 1
         self.counts["pieces copied early"] = self.store.num_early
+        self.counts["saves from host to disk"] = self.store.num_from_host
         for piece in plan.loads:
             self.counts[f"loaded {piece.content.kind.name.lower()}s"] += 1
             is_partial = len(piece.content.tokens) < 4 * self.setup.block_size

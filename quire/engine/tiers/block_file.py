@@ -10,11 +10,11 @@ The space is a digest of everything that determines the payload besides the toke
 is used only if every field is what the reader expects and both digests match. This module knows single files; folders
 and budgets are in `quire.engine.tiers.disk_store`.
 
-The checksum of the payload (`quire.engine.tiers.checksum`) finds damage, not forgery: anyone who can write to the folder
-can also write a matching digest. SHA-256 of the payload would not change that, and takes 10 to 60 times as long.
+The checksum of the payload (`quire.engine.tiers.checksum`) finds damage, not forgery: anyone who can write to the
+folder can also write a matching digest. SHA-256 of the payload would not change that, and takes 10 to 60 times as long.
 
-Intact files are read by the C library, several in one call and without the GIL. Whatever it does not accept is read again
-here, which finds out what is wrong with the file.
+Intact files are read by the C library, several in one call and without the GIL. Whatever it does not accept is read
+again here, which finds out what is wrong with the file.
 """
 
 from __future__ import annotations
@@ -148,11 +148,26 @@ class BlockRead(NamedTuple):
     out: memoryview
 
 
-def read_intact(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
-    """Read payloads at once, and set the time of their last use. Returns which were read.
+def read_blocks(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[DamagedBlock | None]:
+    """Read payloads, and set the time of their last use. Returns what is wrong with each file."""
+    is_intact = _read_intact(reads, space, now_ns)
+    return [
+        None if is_read else _read_alone(read, space, now_ns) for read, is_read in zip(reads, is_intact, strict=True)
+    ]
 
-    The others are to be read with `read_block`: their files are damaged, or there is no C library.
-    """
+
+def _read_alone(read: BlockRead, space: bytes, now_ns: int) -> DamagedBlock | None:
+    try:
+        read_block(read.path, space, read.content, read.out)
+    except DamagedBlock as damage:
+        return damage
+    with suppress(OSError):  # the file was evicted meanwhile, or the folder is read-only
+        os.utime(read.path, ns=(now_ns, now_ns), follow_symlinks=False)
+    return None
+
+
+def _read_intact(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
+    """Read payloads with the C library. Returns False for files that are not as expected."""
     library = load_library()
     if library is None:
         return [False] * len(reads)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 
 from quire.backends.base import BlockIO
 from quire.core.chain import KEY_BYTES
@@ -16,13 +17,14 @@ from quire.core.lower_tier import TierSpeed
 from quire.core.request import SamplingParams
 from quire.core.step import Content, MemoryKind, MemoryRef
 from quire.engine.engine import Engine
-from quire.engine.tiers.block_file import TEMPORARY_PREFIX, DamagedBlock, read_block, write_block
+from quire.engine.tiers.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
 from quire.engine.tiers.cache_folder import Space
+from quire.engine.tiers.disk_store import reads_per_thread
 
 MIN_PROMPT, MAX_PROMPT, GROWTH = 32, 2048, 4  # tokens of the measured prompts, each so many times the one before
 MAX_PREFILL_S = 0.25  # no longer prompt is measured after one took this long
 MAX_PIECES = 16
-NUM_ROUNDS = 4  # reads of each file
+NUM_ROUNDS = 8  # reads of each file
 MAX_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
@@ -88,20 +90,24 @@ def measure_disk(space: Space, size: int, num_readers: int) -> TierSpeed | None:
     names = [f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}" for _ in range(count)]
     paths = [os.path.join(space.path, name) for name in names]
 
-    def read(path: str, buffer: memoryview) -> None:
-        read_block(path, space.digest, content, buffer)
+    def read(first: int, number: int) -> None:
+        reads = [BlockRead(paths[at], content, buffers[at]) for at in range(first, min(first + number, count))]
+        for damage in filter(None, read_blocks(reads, space.digest, time.time_ns())):
+            raise damage
 
     try:
         for path in paths:
             write_block(path, space.digest, content, payload)
         buffers = [memoryview(bytearray(size)) for _ in paths]
         start_s = time.monotonic()
-        read(paths[0], buffers[0])
+        read(0, 1)
         single_s = time.monotonic() - start_s
+        number = reads_per_thread(count, size, num_readers)
+        firsts = list(range(0, count, number))
         with ThreadPoolExecutor(num_readers) as readers:
-            list(readers.map(read, paths, buffers))  # starts the threads
+            list(readers.map(read, firsts, repeat(number)))  # starts the threads
             start_s = time.monotonic()
-            list(readers.map(read, paths * NUM_ROUNDS, buffers * NUM_ROUNDS))
+            list(readers.map(read, firsts * NUM_ROUNDS, repeat(number)))
             total_s = time.monotonic() - start_s
         return _speed(single_s, size, total_s, size * count * NUM_ROUNDS)
     except (OSError, DamagedBlock) as error:

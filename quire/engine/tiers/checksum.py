@@ -1,9 +1,9 @@
 """The checksum of cached content in files. It finds damage, not forgery.
 
-Content is a sequence of 32-bit words in 8 lanes: word `i` is in lane `i % 8`. Bytes that are missing from the last row of
-lanes are zero. Each lane has two sums modulo 2^64, as in Fletcher's checksum: of its words, and of all values that the
-first sum had, so that the order matters. Damage is found unless it changes three words of a lane or more, so that both
-sums stay the same; by chance that happens with a probability of 2^-128.
+Content is a sequence of 32-bit words in 8 lanes: word `i` is in lane `i % 8`. Bytes that are missing from the last row
+of lanes are zero. Each lane has two sums modulo 2^64, as in Fletcher's checksum: of its words, and of all values that
+the first sum had, so that the order matters. Damage of one or two words of a lane is always found. Damage of more is
+missed only if both sums of all lanes happen to stay the same.
 
 The C library adds 19 GB/s on one core of a Xeon, numpy 0.5. CRC-32 of zlib reaches 3 GB/s, and SHA-256 0.3.
 """

@@ -30,9 +30,8 @@ from quire.engine.tiers.block_file import (
     DamagedBlock,
     Fault,
     file_bytes,
-    read_block,
+    read_blocks,
     read_header,
-    read_intact,
     write_block,
 )
 from quire.engine.tiers.cache_folder import (
@@ -51,6 +50,7 @@ from quire.errors import CacheFolderError, InvalidRequest
 
 RESCAN_S = 10.0
 RESCAN_COST = 50  # times the duration of the last listing
+CALL_BYTES = 8 << 20  # that a thread reads in one call: a return from C may wait for the GIL
 PAUSE_S = 30.0  # without writes after one failed: the next would fail too
 
 # The file is not at fault, or it belongs to another version of quire.
@@ -91,6 +91,11 @@ class DiskStats:
     num_foreign: int  # names that quire does not use, in all spaces, and files of newer versions in this one
     faults: Mapping[Fault, int]  # files that were not used
     write_errors: Mapping[str, int]  # name of an errno -> count
+
+
+def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
+    """Number of files of this size that a thread should read in one call, so that no thread has nothing to read."""
+    return min(-(-num_reads // num_threads), max(CALL_BYTES // max(size, 1), 1))
 
 
 class DiskStore:
@@ -175,30 +180,18 @@ class DiskStore:
         now_ns = time.time_ns()
         paths = [self.space.file(content.kind, content.key) for content in contents]
         reads = [BlockRead(*read) for read in zip(paths, contents, outs, strict=True)]
-        is_intact = read_intact(reads, self.space.digest, now_ns)
-        found = [
-            None if is_read else self._read_alone(read, now_ns) for read, is_read in zip(reads, is_intact, strict=True)
-        ]
+        found = read_blocks(reads, self.space.digest, now_ns)
         num_bytes = []
         for read, damage in zip(reads, found, strict=True):
             if damage is None:
                 size = file_bytes(len(read.content.tokens), read.out.nbytes)
                 self._index.put(read.path, Entry(size, now_ns, read.content))
                 num_bytes.append(read.out.nbytes)
+            else:
+                self._note_damage(read.path, damage.fault)
         with self._lock:
             self._counts.update(num_reads=len(num_bytes), read_bytes=sum(num_bytes))
         return found
-
-    def _read_alone(self, read: BlockRead, now_ns: int) -> DamagedBlock | None:
-        """Read a file that could not be read together with others."""
-        try:
-            read_block(read.path, self.space.digest, read.content, read.out)
-        except DamagedBlock as damage:
-            self._note_damage(read.path, damage.fault)
-            return damage
-        with suppress(OSError):  # the file was evicted meanwhile, or the folder is read-only
-            os.utime(read.path, ns=(now_ns, now_ns), follow_symlinks=False)
-        return None
 
     def remove(self, content: Content) -> bool:
         """Delete content. Returns whether it was there. Raises OSError if it cannot be deleted."""

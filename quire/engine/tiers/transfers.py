@@ -24,12 +24,11 @@ from typing import NamedTuple
 
 from quire.backends.base import BlockIO, PendingCopy
 from quire.core.step import Content, Load, MemoryRef, Save, StepPlan, Tier
-from quire.engine.tiers.disk_store import DiskStore, Written
+from quire.engine.tiers.disk_store import DiskStore, Written, reads_per_thread
 from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
 from quire.errors import CacheFolderError
 
 NUM_WRITERS = 1
-READ_BYTES = 8 << 20  # of files that a thread reads at once: each return from a read may wait for the GIL
 MIN_IMPORTS = 8  # pieces that are copied together while more are being read
 
 log = logging.getLogger(__name__)
@@ -173,11 +172,15 @@ class Transfers:
     def start_early(self, loads: Sequence[Load], *, is_busy: bool) -> None:
         """Start some loads of a plan that is being made, before its saves. The plan will have the rest of each load."""
         self._start_loads(loads, has_more=True)
-        self._start_imports(is_busy=is_busy)
+        if not is_busy:  # otherwise the plan starts the copies of this step
+            self._start_imports(is_busy=False)
 
     def _export(self, saves: Sequence[Save]) -> None:
         exported: list[_Exported] = []
         for save in saves:
+            if save.source is None:
+                self._write_from_host(save)
+                continue
             piece = self._store_of(save).make(save.content.kind)
             if piece is None:
                 self._done += [SaveDone(save.content, tier, False) for tier in save.tiers]
@@ -186,7 +189,8 @@ class Transfers:
         if not exported:
             return
         try:
-            sources, buffers = [one.save.source for one in exported], [one.piece.buffer for one in exported]
+            sources = [one.save.source for one in exported if one.save.source is not None]
+            buffers = [one.piece.buffer for one in exported]
             self._exporting.append((self._block_io.export(sources, buffers), exported))
         except Exception:
             log.exception("%d pieces of the cache could not be copied to host memory", len(exported))
@@ -194,16 +198,26 @@ class Transfers:
                 self._store_of(one.save).discard(one.piece)
                 self._done += [SaveDone(one.save.content, tier, False) for tier in one.save.tiers]
 
+    def _write_from_host(self, save: Save) -> None:
+        """Write content of host memory to disk."""
+        piece = None if self._host is None else self._host.use(save.content)
+        if piece is None:  # it was dropped
+            self._done += [SaveDone(save.content, tier, False) for tier in save.tiers]
+        else:
+            self._submit_write(_Exported(save, piece, self._generation))
+
     def _store_of(self, save: Save) -> HostStore:
         """The memory of the buffer of a save."""
-        return self._host if self._host is not None and Tier.HOST in save.tiers else self._staging
+        is_host = Tier.HOST in save.tiers or save.source is None
+        return self._host if self._host is not None and is_host else self._staging
 
     def _start_loads(self, loads: Sequence[Load], *, has_more: bool = False) -> None:
         started: dict[int, _Loading] = {}
         for load in loads:
             loading = started.get(load.load_id)
             if loading is None:
-                loading = started[load.load_id] = self._loading.pop(load.load_id, None) or _Loading(load.load_id)
+                loading = self._loading.pop(load.load_id, _Loading(load.load_id))
+                started[load.load_id] = loading
             loading.num_left += 1
             loading.has_more = has_more
         if has_more:
@@ -257,11 +271,11 @@ class Transfers:
             time.sleep(limit_s)  # their buffers are being allocated
 
     def _submit_reads(self) -> None:
-        """Give reads to the threads while there are buffers: several at once, but not so many that a thread has none."""
-        share = -(-len(self._reads) // self._num_readers)
+        """Give reads to the threads, several at once, while there are buffers."""
+        num_reads = len(self._reads)
         while self._reads:
-            size = max(self._block_io.sizes.of(self._reads[0].content.kind), 1)
-            reads, buffers = self._take_buffers(min(share, max(READ_BYTES // size, 1)))
+            size = self._block_io.sizes.of(self._reads[0].content.kind)
+            reads, buffers = self._take_buffers(reads_per_thread(num_reads, size, self._num_readers))
             if not reads:
                 return
             assert self._readers is not None
@@ -373,10 +387,13 @@ class Transfers:
             self._host.add(save.content, piece)
             self._done.append(SaveDone(save.content, Tier.HOST, True))
         if Tier.DISK in save.tiers:
-            assert self._writers is not None
             piece.num_users += 1
-            self._num_jobs += 1
-            self._writers.submit(self._write, exported)
+            self._submit_write(exported)
+
+    def _submit_write(self, exported: _Exported) -> None:
+        assert self._writers is not None
+        self._num_jobs += 1
+        self._writers.submit(self._write, exported)
 
     def _write(self, exported: _Exported) -> None:
         """Write a file. Runs in a thread.

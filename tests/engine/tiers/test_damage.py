@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from quire.core.step import Content, MemoryKind
-from quire.engine.tiers.block_file import DIGEST_BYTES, DamagedBlock, Fault, check_block, file_bytes, write_block
+from quire.engine.tiers import block_file
+from quire.engine.tiers.block_file import DamagedBlock, Fault, check_block, file_bytes, write_block
 from quire.engine.tiers.disk_store import DiskStore
+from quire.engine.tiers.file_library import DIGEST_BYTES
 from tests.engine.tiers.contents import FACTS, PAYLOAD_BYTES, make_content, make_payload, new_buffer, read_back
 
 NUM_FILES = 10_000
@@ -163,7 +165,10 @@ def test_no_damaged_file_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unsynced")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_without_a_scan(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("has_library", [True, False])
+def test_the_same_without_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, has_library: bool) -> None:
+    if not has_library:
+        monkeypatch.setattr(block_file, "load_library", lambda: None)
     store = DiskStore(tmp_path, FACTS, 1 << 40)
     good = make_content(1000)
     store.write(good, make_payload(good))

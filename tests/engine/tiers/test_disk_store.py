@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.step import Content, MemoryKind
-from quire.engine.tiers import disk_store
+from quire.engine.tiers import block_file, disk_store
 from quire.engine.tiers.block_file import DamagedBlock, Fault, file_bytes, write_block
 from quire.engine.tiers.cache_folder import STALE_S, list_files, space_folders
 from quire.engine.tiers.disk_store import PAUSE_S, RESCAN_S, DiskStore, Written
@@ -502,6 +502,7 @@ def test_a_file_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
+        patched.setattr(block_file, "load_library", lambda: None)
         patched.setattr(os, "pread", fail)
         with pytest.raises(DamagedBlock):
             store.read(make_content(1), new_buffer())

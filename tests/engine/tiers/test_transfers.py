@@ -346,6 +346,76 @@ def test_copies_beside_steps_are_paced(make_rig: MakeRig) -> None:
     assert loaded(rig.poll()) == {2: frozenset()}
 
 
+def test_a_load_that_starts_early_ends_with_the_rest_of_its_plan(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save(range(1, 31), HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Tier.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in range(1, 31)]
+    rig.transfers.start_early(loads[:10], is_busy=False)
+    assert rig.block_io.imports == [4, 6]
+    assert loaded(rig.poll()) == {}, "all pieces so far are copied, but there are more"
+    rig.transfers.start_early(loads[10:20], is_busy=False)
+    rig.start(loads=loads[20:])
+    assert loaded(rig.finish()) == {1: frozenset()}
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 31 + n), n) for n in range(1, 31))
+
+
+def test_early_pieces_are_paced_beside_steps(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save(range(1, 31), HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Tier.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in range(1, 31)]
+    for first in (0, 10):
+        rig.transfers.start_early(loads[first : first + 10], is_busy=True)
+    assert rig.block_io.imports == []
+    rig.start(loads=loads[20:], is_busy=True)
+    assert rig.block_io.imports == [4]
+
+
+def test_an_early_piece_that_is_missing_fails_the_load(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save([2], HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Tier.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in (1, 2)]
+    rig.transfers.start_early(loads[:1], is_busy=False)
+    assert loaded(rig.poll()) == {}
+    rig.start(loads=loads[1:])
+    assert loaded(rig.finish()) == {1: {block(1)}}
+
+
+def test_a_thread_reads_several_small_files_in_one_call(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False, num_readers=2)
+    assert rig.disk is not None
+    rig.save(range(1, 21), DISK)
+    rig.finish()
+    damaged = rig.disk.space.file(MemoryKind.BLOCK, block(7).key)
+    os.truncate(damaged, 10)
+    rig.load(1, range(1, 21), Tier.DISK, range(21, 41))
+    assert loaded(rig.finish()) == {1: {block(7)}}
+    assert rig.disk.reads.num_arrived == 2, "each thread reads half of them"
+    assert rig.disk.stats().num_reads == 19
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 20 + n), n) for n in range(1, 21) if n != 7)
+
+
+def test_host_memory_is_written_to_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(host_counts=(3, 3, 3))
+    assert rig.disk is not None
+    rig.save([1, 2, 3], HOST)
+    rig.finish()
+    rig.disk.writes.close()
+    rig.start(saves=[Save(block(n), None, DISK) for n in (1, 2, 4)])
+    rig.start(drops=[block(2)])  # while it waits to be written
+    rig.disk.writes.open()
+    done = rig.finish()
+    assert saved(done, Tier.DISK) == [block(1), block(2)]
+    assert saved(done, Tier.DISK, is_saved=False) == [block(4)], "host memory does not have it"
+    assert rig.block_io.exports == [3], "nothing is copied from the runner"
+    rig.load(1, [1, 2], Tier.DISK, [21, 22])
+    assert loaded(rig.finish()) == {1: frozenset()}
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 20 + n), n) for n in (1, 2))
+    rig.check_buffers(num_stored=2)
+
+
 # The cache is cleared
 
 
