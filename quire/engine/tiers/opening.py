@@ -91,7 +91,6 @@ class OpenedTiers:
         self._block_bytes, self._num_blocks = (
             (sizes.block, pool_sizes[0]) if sizes.block else (sizes.window, pool_sizes[1])
         )
-        self.num_restored = 0  # pieces that were on disk at the start
         self.save_limits = SaveLimits(
             max_bytes=block_io.max_exports * self._block_bytes,
             idle_bytes=block_io.pieces_per_step * self._block_bytes,
@@ -117,7 +116,7 @@ class OpenedTiers:
         if self._disk is not None:
             reads = measure_disk(self._disk.space, self._block_bytes, NUM_READERS)
             self.tiers[-1].speed = copies if reads is None else in_sequence(reads, copies)
-            self.num_restored = tiers.restore(Tier.DISK, self._disk.scan())
+            tiers.restore(Tier.DISK, self._disk.scan())
         for tier in self.tiers:
             tier.is_filled = tiers.break_even(tier) is not None
             if not tier.is_filled:
