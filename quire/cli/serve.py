@@ -342,7 +342,7 @@ def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
     for tier in ready.tiers:
         names = {"host": "host cache", "disk": "disk cache"}
         limit = tier.max_bytes or config.models[0].engine.disk_cache or 0
-        found = f", {reported_size(tier.num_bytes)} of them found" if tier.num_pieces else ""
+        found = f", {reported_size(tier.num_bytes)} found" if tier.num_pieces else ""
         pays = "not used: loads would take longer than computing"
         if tier.break_even_tokens is not None:
             pays = "faster than computing"

@@ -82,7 +82,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert server.stop() == 0
     assert len(all_files(folder)) == 5
     with serving(*options) as server:
-        assert "disk cache up to 10.0 MiB, 1.2 KiB of them found; faster than" in banner(server)
+        assert "disk cache up to 10.0 MiB, 1.2 KiB found; faster than" in banner(server)
         explained = server.post("/v1/cache/explain", {"messages": QUESTION}).json
         assert (explained["source"], explained["loaded_tokens"], explained["reason"]) == ("disk", 156, "complete")
         assert explained["message"].startswith(
