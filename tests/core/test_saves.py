@@ -259,6 +259,19 @@ def test_no_more_of_host_memory_is_saved_than_the_disk_can_hold() -> None:
     assert len(rig.idle().saves) == 3
 
 
+def test_content_in_both_memories_counts_once_against_the_limit_of_the_disk() -> None:
+    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True, store_bytes=10 * SIZES[0])
+    other = range(300, 317)
+    for prompt in (PROMPT, other):
+        rig.compute(prompt)
+        rig.evict()
+    rig.compute(other)  # loads it again
+    assert len(rig.tier(Tier.HOST)) == 10
+    while rig.idle().saves:
+        pass
+    assert {stored.content for stored in rig.tier(Tier.DISK)} == {stored.content for stored in rig.tier(Tier.HOST)}
+
+
 def test_idle_saves_continue_after_a_pin() -> None:
     """A pin removes blocks from the free list, in the middle of which the search may be."""
     rig = TieredRig(has_disk=True, limits=SaveLimits(max_bytes=1000, idle_bytes=20, max_pending=100, max_writes=100))

@@ -938,7 +938,7 @@ MUTANTS = (
         "tests/core/test_saves.py",
     ),
     _mutant(
-        "host memory is saved to disk again and again",
+        "content of host memory counts twice against the limit of the disk",
         "core/saves.py",
         "is_known = disk.has_key(stored.content) or stored.content in self._pending",
         "is_known = False",
