@@ -130,7 +130,7 @@ class PrefixRouter:
         self.replicas = replicas
         self.index = PrefixIndex(max_blocks)
         self.sessions = Sessions()
-        self.recent = [RecentWork() for _ in replicas]
+        self.recent = RecentWork()
         self.loads = {number: replica.load(0) for number, replica in enumerate(replicas)}
         self.next_report_ns = 0
 
@@ -140,15 +140,12 @@ class PrefixRouter:
         counts = self.index.match(turn.keys, len(self.replicas))
         cached = {number: count * BLOCK for number, count in enumerate(counts) if count}
         prompt = Prompt(turn.prompt_tokens, Priority.NORMAL, (turn.prompt_tokens + turn.output_tokens) // BLOCK)
-        loads = {
-            number: load._replace(recent_tokens=round(self.recent[number].at(turn.arrival_ns)))
-            for number, load in self.loads.items()
-        }
-        chosen = self.sessions.prefer(str(turn.user), rank(prompt, cached, loads))[0]
+        ranked = rank(prompt, cached, self.loads, self.recent.at(turn.arrival_ns))
+        chosen = self.sessions.prefer(str(turn.user), ranked)[0]
         num_tokens = prompt.num_tokens - chosen.num_cached_tokens
         load = self.loads[chosen.replica]
         self.loads[chosen.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
-        self.recent[chosen.replica].add(num_tokens + ROW_TOKENS, turn.arrival_ns)
+        self.recent.add(chosen.replica, num_tokens + ROW_TOKENS, turn.arrival_ns)
         self.sessions.note(str(turn.user), chosen.replica)
         return chosen.replica
 

@@ -18,6 +18,7 @@ ROW_TOKENS = 32  # a running or waiting answer slows a new one down like this ma
 FULL_TOKENS = 4096  # a replica without a free row or memory makes a request wait, or evicts what others use
 RECENT_PART = 8  # this part of the work of the last minute counts, so that a light load is shared too
 RECENT_NS = 60_000_000_000
+MAX_AGE = 20  # times RECENT_NS; then weights are computed anew, before they are too large for floats
 STICKY_TOKENS = 512  # a session stays with its replica if another would save less than this
 MAX_SESSIONS = 100_000
 
@@ -30,7 +31,6 @@ class ReplicaLoad(NamedTuple):
     max_num_seqs: int = 1
     num_free_blocks: int = 0  # that no running request uses
     num_blocks: int = 0
-    recent_tokens: int = 0  # work that was sent there in the last minute
 
     def with_request(self, priority: Priority, num_tokens: int, num_blocks: int) -> ReplicaLoad:
         """The load after a request was sent there."""
@@ -51,14 +51,14 @@ class Prompt(NamedTuple):
     num_blocks: int = 0  # for its prompt and its expected answer
 
 
-def expected_work(prompt: Prompt, num_cached_tokens: int, load: ReplicaLoad) -> int:
+def expected_work(prompt: Prompt, num_cached_tokens: int, load: ReplicaLoad, recent_tokens: float = 0) -> int:
     """The tokens that would be computed before the first token of the answer, and what else delays it.
 
-    Requests of lower priority do not delay it: the replica serves them later.
+    Requests of lower priority do not delay it: the replica serves them later. `recent_tokens`: see `RecentWork`.
     """
     work = max(prompt.num_tokens - num_cached_tokens, 1)
     work += sum(load.queued_tokens[: prompt.priority + 1])
-    work += ROW_TOKENS * load.num_requests + load.recent_tokens // RECENT_PART
+    work += ROW_TOKENS * load.num_requests + int(recent_tokens) // RECENT_PART
     num_over = load.num_requests + 1 - load.max_num_seqs
     if num_over > 0:
         work += FULL_TOKENS * num_over // load.max_num_seqs + FULL_TOKENS // 8
@@ -69,20 +69,24 @@ def expected_work(prompt: Prompt, num_cached_tokens: int, load: ReplicaLoad) -> 
 
 
 class RecentWork:
-    """The work that was sent to a replica in about the last minute. Older work counts less."""
-
-    __slots__ = ("_at_ns", "_tokens")
+    """The work that was sent to each replica in about the last minute. Older work counts less."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._at_ns = 0
+        # Work of a time counts e^(time / RECENT_NS) from the base on, so that nothing changes while time passes.
+        self._base_ns = 0
+        self._weighted: dict[int, float] = {}
 
-    def add(self, num_tokens: int, now_ns: int) -> None:
-        self._tokens = self.at(now_ns) + num_tokens
-        self._at_ns = now_ns
+    def add(self, replica: int, num_tokens: int, now_ns: int) -> None:
+        if now_ns - self._base_ns > MAX_AGE * RECENT_NS:
+            self._weighted = self.at(now_ns)
+            self._base_ns = now_ns
+        weight = exp((now_ns - self._base_ns) / RECENT_NS)
+        self._weighted[replica] = self._weighted.get(replica, 0.0) + num_tokens * weight
 
-    def at(self, now_ns: int) -> float:
-        return self._tokens * exp(-max(now_ns - self._at_ns, 0) / RECENT_NS)
+    def at(self, now_ns: int) -> dict[int, float]:
+        """The tokens of each replica, as seen at this time."""
+        weight = exp(-min(max(now_ns - self._base_ns, 0) / RECENT_NS, 700.0))
+        return {replica: tokens * weight for replica, tokens in self._weighted.items()}
 
 
 class Choice(NamedTuple):
@@ -91,15 +95,21 @@ class Choice(NamedTuple):
     num_cached_tokens: int  # expected
 
 
-def rank(prompt: Prompt, cached: Mapping[int, int], loads: Mapping[int, ReplicaLoad]) -> list[Choice]:
-    """All replicas, the best first. `cached`: tokens of the prompt that each has cached.
+def rank(
+    prompt: Prompt,
+    cached: Mapping[int, int],
+    loads: Mapping[int, ReplicaLoad],
+    recent: Mapping[int, float] | None = None,
+) -> list[Choice]:
+    """All replicas, the best first. `cached`: tokens of the prompt that each has cached. `recent`: see `RecentWork`.
 
     Among equals, the one with fewer requests is first.
     """
-    choices = [
-        Choice(replica, expected_work(prompt, cached.get(replica, 0), load), cached.get(replica, 0))
-        for replica, load in loads.items()
-    ]
+    recent = recent or {}
+    choices = []
+    for replica, load in loads.items():
+        num_cached = cached.get(replica, 0)
+        choices.append(Choice(replica, expected_work(prompt, num_cached, load, recent.get(replica, 0)), num_cached))
     return sorted(choices, key=lambda one: (one.work, loads[one.replica].num_requests, one.replica))
 
 

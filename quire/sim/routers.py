@@ -82,7 +82,7 @@ class ByPrefix:
         self._block_size = block_size
         self.index = PrefixIndex() if max_blocks is None else PrefixIndex(max_blocks)
         self._loads = dict.fromkeys(range(num_replicas), ReplicaLoad())
-        self._recent = [RecentWork() for _ in range(num_replicas)]
+        self._recent = RecentWork()
         self._sessions = Sessions()
         self.num_expected_tokens: dict[int, int] = {}  # request -> prompt tokens that its replica should compute
 
@@ -95,11 +95,8 @@ class ByPrefix:
         num_blocks = -(-(len(tokens) + one.output_tokens) // self._block_size)
         prompt = Prompt(len(tokens), one.priority, num_blocks)
         now_ns = round(one.arrival_s * NS_PER_S)
-        loads = {
-            replica: load._replace(recent_tokens=round(self._recent[replica].at(now_ns)))
-            for replica, load in self._loads.items()
-        }
-        ranked = self._sessions.prefer(one.session, rank(prompt, dict(enumerate(cached)), loads))
+        ranked = rank(prompt, dict(enumerate(cached)), self._loads, self._recent.at(now_ns))
+        ranked = self._sessions.prefer(one.session, ranked)
         chosen = ranked[0]
         self._note(number, one, prompt, chosen)
         return chosen.replica
@@ -110,7 +107,7 @@ class ByPrefix:
         self.num_expected_tokens[number] = num_tokens
         load = self._loads[chosen.replica]
         self._loads[chosen.replica] = load.with_request(one.priority, num_tokens, prompt.num_blocks)
-        self._recent[chosen.replica].add(num_tokens + ROW_TOKENS, round(one.arrival_s * NS_PER_S))
+        self._recent.add(chosen.replica, num_tokens + ROW_TOKENS, round(one.arrival_s * NS_PER_S))
         self._sessions.note(one.session, chosen.replica)
 
     def report(self, replica: int, load: ReplicaLoad) -> None:

@@ -58,10 +58,10 @@ def test_more_of_anything_is_more_work() -> None:
         IDLE._replace(queued_tokens=(1, 0, 0)),
         IDLE._replace(num_requests=1),
         IDLE._replace(num_free_blocks=39),
-        IDLE._replace(recent_tokens=100),
         IDLE.with_request(Priority.NORMAL, 10, 1),
     ):
         assert expected_work(PROMPT, 0, load) > base
+    assert expected_work(PROMPT, 0, IDLE, 100) > base
     assert expected_work(PROMPT, 999, IDLE) == expected_work(PROMPT, 5000, IDLE) == 1
 
 
@@ -96,9 +96,24 @@ def test_sessions_are_bounded_and_forgotten_with_their_replica() -> None:
 
 def test_work_is_forgotten_over_time() -> None:
     recent = RecentWork()
-    recent.add(1000, 0)
-    assert recent.at(0) == 1000
-    assert recent.at(RECENT_NS) == pytest.approx(1000 / 2.71828, rel=1e-3)
-    recent.add(100, RECENT_NS)
-    assert recent.at(RECENT_NS) == pytest.approx(468, rel=1e-2)
-    assert recent.at(0) == pytest.approx(468, rel=1e-2), "a clock that jumps back"
+    recent.add(3, 1000, 0)
+    assert recent.at(0) == {3: 1000}
+    assert recent.at(RECENT_NS)[3] == pytest.approx(1000 / 2.71828, rel=1e-3)
+    recent.add(3, 100, RECENT_NS)
+    recent.add(5, 7, RECENT_NS)
+    assert recent.at(RECENT_NS) == {3: pytest.approx(468, rel=1e-2), 5: pytest.approx(7)}
+
+
+def test_recent_work_stays_exact_for_years() -> None:
+    recent = RecentWork()
+    for minute in range(0, 1_000_000, 997):
+        recent.add(0, 1000, minute * RECENT_NS)
+        assert recent.at(minute * RECENT_NS)[0] == pytest.approx(1000)
+    assert recent.at(10**9 * RECENT_NS)[0] < 1e-6
+
+
+def test_a_light_load_is_shared() -> None:
+    recent = RecentWork()
+    recent.add(1, 10_000, 0)
+    ranked = rank(PROMPT, {1: 640}, {0: IDLE, 1: IDLE}, recent.at(0))
+    assert [choice.replica for choice in ranked] == [0, 1]
