@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli import options, sim_states
+from quire.cli import options, sim_replicas, sim_states
 from quire.core.policy import POLICIES
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, MissingExtra
+from quire.sim.routers import ROUTERS
 from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Machine, Outcome, RequestRecord, SimConfig, SimReport, percentile, simulate
 from quire.sim.traces import TraceRequest, read_trace
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _DEFAULT = SimConfig()
@@ -87,14 +89,15 @@ def sim(
     state_bytes: sim_states.StateBytesOption = None,
     window: sim_states.WindowOption = None,
     num_window_blocks: sim_states.WindowBlocksOption = None,
+    replicas: sim_replicas.ReplicasOption = None,
+    router: sim_replicas.RouterOption = None,
+    report_interval: sim_replicas.ReportOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run the scheduler on a trace and compare policies and cache sizes: throughput, waits, hits, preemptions."""
-    _check_outputs(trace, plot, save_trace)
-    if states and plot is not None:
-        raise InvalidRequest("--plot cannot be combined with --states")
+    _check_outputs(trace, plot, save_trace, is_plotted=not states and not replicas)
     device = _machine(machine, base_ms, token_us, context_us, kv_bytes, state_bytes)
     base = SimConfig(
         patience=patience,
@@ -110,29 +113,59 @@ def sim(
         enable_prefix_caching=enable_prefix_caching,
     )
     base = sim_states.with_windows(base, window, num_window_blocks)
-    if states:
-        scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*sim_states.DEFAULT_BLOCKS]
+    defaults = sim_states.DEFAULT_BLOCKS if states else sim_replicas.DEFAULT_BLOCKS if replicas else ()
+    if defaults:
+        scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*defaults]
     configs = sim_states.state_configs(_configs(base, scheduling_policy, num_blocks), states, places)
     _check_configs(configs)
+    sim_replicas.check_options(replicas, router, report_interval, configs)
     synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
     todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
-    if save_trace is not None:
-        _save(todo, save_trace)
+    _save(todo, save_trace)
+    if replicas:
+        _compare_routers(trace, todo, configs[0], (machine, device), (replicas, router, report_interval), as_json)
+        return
     reports = _run_all(todo, configs, device)
     if as_json:
         typer.echo(json.dumps(_document(trace, todo, machine, device, reports), indent=2))
     else:
         _print_table(todo, machine, device, reports)
-    if plot is not None:
-        _draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
+    _draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
 
 
-def _save(trace: Sequence[TraceRequest], path: Path) -> None:
+def _compare_routers(
+    path: str | None,
+    trace: Sequence[TraceRequest],
+    config: SimConfig,
+    machine: tuple[str, Machine],
+    cluster: tuple[list[int], list[str] | None, float | None],
+    as_json: bool,
+) -> None:
+    """Run the trace with each router and number of replicas, and print the result."""
+    name, device = machine
+    replicas, routers, report_s = cluster
+    num_runs = len({*replicas}) * (1 + len({*(routers or ROUTERS)}))
+    with progress_bar(num_runs * len(trace)) as show:
+        reports = sim_replicas.run(trace, config, device, replicas, routers, report_s, show)
+    if as_json:
+        head = {"quire": __version__, "trace": _trace_facts(path, trace), "machine": _machine_facts(name, device)}
+        typer.echo(json.dumps(head | sim_replicas.document(config, reports), indent=2))
+        return
+    console = _console()
+    console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
+    console.print(sim_replicas.table(reports))
+
+
+def _save(trace: Sequence[TraceRequest], path: Path | None) -> None:
+    if path is None:
+        return
     path.write_text("".join(f"{request.as_line()}\n" for request in trace), encoding="utf-8")
     typer.echo(f"Wrote {path}", err=True)
 
 
-def _draw(reports: Sequence[SimReport], title: str, plot: Path) -> None:
+def _draw(reports: Sequence[SimReport], title: str, plot: Path | None) -> None:
+    if plot is None:
+        return
     from quire.cli.sim_plot import draw
 
     draw(reports, title, plot)
@@ -142,8 +175,10 @@ def _draw(reports: Sequence[SimReport], title: str, plot: Path) -> None:
 # Options
 
 
-def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None) -> None:
+def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None, *, is_plotted: bool) -> None:
     """Refuse outputs that could not be written, before the run."""
+    if plot is not None and not is_plotted:
+        raise InvalidRequest("--plot cannot be combined with --states or --replicas")
     if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
         raise InvalidRequest(f"--plot {plot} does not end in {' or '.join(PLOT_SUFFIXES)}")
     if plot is not None and find_spec("matplotlib") is None:
@@ -331,16 +366,20 @@ def _document(
             run |= sim_states.state_figures(report, reference, machine)
     return {
         "quire": __version__,
-        "trace": {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)},
-        "machine": {
-            "name": name,
-            **asdict(machine.step_time),
-            "kv_bytes": machine.kv_bytes,
-            "state_bytes": machine.state_bytes,
-        },
+        "trace": _trace_facts(path, trace),
+        "machine": _machine_facts(name, machine),
         "config": {key: value for key, value in config.items() if key not in by_run},
         "runs": runs,
     }
+
+
+def _trace_facts(path: str | None, trace: Sequence[TraceRequest]) -> dict[str, Any]:
+    return {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)}
+
+
+def _machine_facts(name: str, machine: Machine) -> dict[str, Any]:
+    sizes = {"kv_bytes": machine.kv_bytes, "state_bytes": machine.state_bytes}
+    return {"name": name, **asdict(machine.step_time), **sizes}
 
 
 def _span_s(trace: Sequence[TraceRequest]) -> float:
@@ -348,17 +387,21 @@ def _span_s(trace: Sequence[TraceRequest]) -> float:
 
 
 def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a file has room for the largest numbers
+    console = _console()
     console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
     has_states = any(report.config.num_states for report in reports)
     console.print(sim_states.state_table(machine, reports) if has_states else _table(machine, reports))
     for report in reports:
         for line in _remarks(report):
             console.print(line)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    # A file has room for the largest numbers.
+    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:

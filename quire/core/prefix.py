@@ -108,8 +108,9 @@ class PrefixTree:
         self.on_removal: Callable[[KVCacheBlock], None] | None = None  # called before a block loses its content
         self.on_change: Callable[[TreeChange], None] | None = None  # set it before the first insertion
         # Keys whose children are reported to `on_change`: the root of the empty salt and, while `on_change` is set, all
-        # content that follows it. So nothing below the root of a salt is reported.
+        # content that follows it. So nothing below the root of a salt is reported, unless `reports_salts`.
         self._public = {self.root("")}
+        self.reports_salts = False  # True: for a router of the same cluster, which knows keys and no tokens of others
         self.num_twins = 0  # inserted so far
         self.num_collisions = 0
 
@@ -251,7 +252,7 @@ class PrefixTree:
             self._ghosts.pop(key, None)
             if (parent := self._index.get(parent_key)) is not None:
                 parent.last_child = block
-            if self.on_change is not None and parent_key in self._public:
+            if self.on_change is not None and (self.reports_salts or parent_key in self._public):
                 self._public.add(key)
                 self.on_change(Published(key, parent_key, tokens))
         return Inserted(True, superseded)

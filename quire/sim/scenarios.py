@@ -9,6 +9,7 @@ from quire.core.request import Priority
 from quire.sim.agents import agents
 from quire.sim.traces import TraceRequest, check_synthetic, synthesize
 
+TURNS = 3  # of a conversation of `tree`
 BACKLOG_PART = 4  # backlog requests for each request whose wait is measured
 
 
@@ -36,6 +37,30 @@ def saturated(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
 def tenants(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """One tenant sends a batch at once, another sends single requests, in the same tier."""
     return _beside(num_requests, rate, seed, Priority.NORMAL, Priority.NORMAL, ("batch", "person"))
+
+
+def tree(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """A system prompt, 8 personas after it, users of each persona with conversations of three turns.
+
+    Tests what a router makes of prefixes that are shared at several depths.
+    """
+    check_synthetic(num_requests, rate)
+    random = Random(seed)
+    requests: list[TraceRequest] = []
+    now_s = 0.0
+    for user in range(-(-num_requests // TURNS)):
+        now_s += random.expovariate(rate / TURNS)
+        arrival_s = now_s
+        shared: tuple[tuple[str, int], ...] = (("system", 640), (f"persona {random.randrange(8)}", 900))
+        for turn in range(TURNS):
+            question, answer = random.randint(40, 200), random.randint(40, 160)
+            prompt_tokens = sum(count for _, count in shared) + question
+            parts = (*shared, (f"question {user} {turn}", question))
+            name = f"answer {user} {turn}"
+            requests.append(TraceRequest(arrival_s, prompt_tokens, answer, parts, output=name, session=f"user {user}"))
+            shared = (*parts, (name, answer))
+            arrival_s += random.uniform(10, 40)  # until the person has read the answer
+    return sorted(requests[:num_requests], key=lambda one: one.arrival_s)
 
 
 def _beside(
@@ -67,4 +92,5 @@ SCENARIOS: dict[str, Callable[[int, float, int], list[TraceRequest]]] = {
     "saturated": saturated,
     "tenants": tenants,
     "agents": agents,
+    "tree": tree,
 }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heappop, heappush
 from itertools import accumulate
 from math import ceil
 
@@ -214,52 +215,80 @@ def simulate(
 
     `progress` is called from time to time with the number of ended requests.
     """
-    return _Simulation(trace, config, step_time, progress).run()
+    replica = SimReplica(trace, config, step_time, progress)
+    for number, one in enumerate(trace):
+        replica.run_until(to_ns(one.arrival_s))
+        replica.push(number)
+    replica.run_until(None)
+    return replica.report()
 
 
-@dataclass(slots=True)
-class _Simulation:
-    trace: Sequence[TraceRequest]
-    config: SimConfig
-    step_time: StepTime
-    progress: Callable[[int], None]
-    scheduler: Scheduler = field(init=False)
-    records: list[RequestRecord] = field(init=False)
-    outputs: dict[int, list[int]] = field(default_factory=dict)  # complete outputs of live requests
-    timeline: list[Sample] = field(default_factory=list)
-    cancels: deque[tuple[int, int]] = field(default_factory=deque)  # (time, request), earliest first
-    now_ns: int = 0
-    next_arrival: int = 0
-    num_ended: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
+class SimReplica:
+    """One scheduler with simulated steps. Requests are pushed in the order of their arrival.
 
-    def run(self) -> SimReport:
-        self.scheduler = self.config.make_scheduler(self._observe)
-        if self.config.has_costly_rows:
-            self.scheduler.policy.ledger.cost = self.step_time.cost
-        self.records = [RequestRecord(one.priority, one.arrival_s, one.tenant) for one in self.trace]
-        for number, one in enumerate(self.trace):
-            if one.cancel_after_s is not None:
-                self.cancels.append((_ns(one.arrival_s + one.cancel_after_s), number))
-        self.cancels = deque(sorted(self.cancels))
-        in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
-        while in_flight is not None or self._wait_for_work():
+    `records`: of all requests of the trace; replicas of a cluster share them.
+    """
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        config: SimConfig,
+        step_time: StepTime,
+        progress: Callable[[int], None] = lambda _done: None,
+        records: list[RequestRecord] | None = None,
+    ) -> None:
+        self.trace = trace
+        self.config = config
+        self.step_time = step_time
+        self.progress = progress
+        self.records = make_records(trace) if records is None else records
+        self.scheduler = config.make_scheduler(self._observe)
+        if config.has_costly_rows:
+            self.scheduler.policy.ledger.cost = step_time.cost
+        self.now_ns = 0
+        self.num_ended = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.busy_ns = 0  # of steps
+        self.on_end: Callable[[int], None] = lambda _number: None  # called with every request that ends here
+        self._inbox: deque[int] = deque()  # requests that have arrived, or will
+        self._cancels: list[tuple[int, int]] = []  # (time, request), a heap
+        self._outputs: dict[int, list[int]] = {}  # complete outputs of live requests
+        self._timeline: list[Sample] = []
+        self._in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
+
+    def push(self, number: int) -> None:
+        """Send a request of the trace here. `run_until` must have reached its arrival."""
+        one = self.trace[number]
+        self._inbox.append(number)
+        if one.cancel_after_s is not None:
+            heappush(self._cancels, (to_ns(one.arrival_s + one.cancel_after_s), number))
+
+    def run_until(self, limit_ns: int | None) -> None:
+        """Run all steps that begin before this time; None: until all requests have ended."""
+        while (limit_ns is None or self.now_ns < limit_ns) and (self._in_flight is not None or self._wait_for_work()):
             self._arrive()
             plan = self.scheduler.schedule(self.now_ns)
-            if in_flight is not None:
-                before, self.now_ns = in_flight
+            if self._in_flight is not None:
+                before, self.now_ns = self._in_flight
                 self._deliver(self.scheduler.commit(before, self._result(before)))
-            in_flight = None
+            self._in_flight = None
             if not plan.is_empty:
-                in_flight = plan, self.now_ns + self.step_time.step_ns(plan)
+                duration_ns = self.step_time.step_ns(plan)
+                self._in_flight = plan, self.now_ns + duration_ns
                 self.num_steps += 1
+                self.num_computed_tokens += plan.num_tokens
+                self.busy_ns += duration_ns
             self._sample()  # also when idle, so that the timeline shows it as empty
-        self.progress(self.num_ended)
+        if limit_ns is None:
+            self.progress(self.num_ended)
+
+    def report(self) -> SimReport:
         return SimReport(
             config=self.config,
             records=tuple(self.records),
-            timeline=tuple(self.timeline),
+            timeline=tuple(self._timeline),
             cache=self.scheduler.cache.stats(),
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
@@ -269,45 +298,44 @@ class _Simulation:
     def _wait_for_work(self) -> bool:
         """Advance the time to the next arrival if there is no work.
 
-        Returns False at the end of the trace.
+        Returns False if there is none.
         """
         self._arrive()
         if self.scheduler.has_work:
             return True
-        if self.next_arrival == len(self.trace):
+        if not self._inbox:
             return False
-        self.now_ns = max(self.now_ns, _ns(self.trace[self.next_arrival].arrival_s))
+        self.now_ns = max(self.now_ns, to_ns(self.trace[self._inbox[0]].arrival_s))
         return True
 
     def _arrive(self) -> None:
         """Process all arrivals and cancellations up to the current time."""
-        while self.next_arrival < len(self.trace):
-            number, one = self.next_arrival, self.trace[self.next_arrival]
-            if _ns(one.arrival_s) > self.now_ns:
-                break
-            self.next_arrival += 1
-            sampling = SamplingParams(max_tokens=one.output_tokens)
-            request = Request(
-                number,
-                one.prompt_ids(number),
-                sampling,
-                priority=one.priority,
-                salt=one.salt,
-                tenant=one.tenant,
-                boundaries=self.config.boundaries(one),
-            )
-            try:
-                self.scheduler.add(request, _ns(one.arrival_s))
-            except ContextTooLong:
-                self._end(number, Outcome.TOO_LONG)
-            except QueueFull:
-                self._end(number, Outcome.QUEUE_FULL)
-            else:
-                self.outputs[number] = one.output_ids(number)
-        while self.cancels and self.cancels[0][0] <= self.now_ns:
-            _, number = self.cancels.popleft()
+        while self._inbox and to_ns(self.trace[self._inbox[0]].arrival_s) <= self.now_ns:
+            self._add(self._inbox.popleft())
+        while self._cancels and self._cancels[0][0] <= self.now_ns:
+            _, number = heappop(self._cancels)
             if self.scheduler.cancel(number):
                 self._end(number, Outcome.LEFT)
+
+    def _add(self, number: int) -> None:
+        one = self.trace[number]
+        request = Request(
+            number,
+            one.prompt_ids(number),
+            SamplingParams(max_tokens=one.output_tokens),
+            priority=one.priority,
+            salt=one.salt,
+            tenant=one.tenant,
+            boundaries=self.config.boundaries(one),
+        )
+        try:
+            self.scheduler.add(request, to_ns(one.arrival_s))
+        except ContextTooLong:
+            self._end(number, Outcome.TOO_LONG)
+        except QueueFull:
+            self._end(number, Outcome.QUEUE_FULL)
+        else:
+            self._outputs[number] = one.output_ids(number)
 
     def _result(self, plan: StepPlan) -> StepResult:
         """Result of a step, with tokens from the trace.
@@ -316,7 +344,7 @@ class _Simulation:
         """
         tokens: list[tuple[int, ...]] = []
         for piece in plan.slices:
-            output = self.outputs.get(piece.request_id)
+            output = self._outputs.get(piece.request_id)
             if not piece.wants_token:
                 tokens.append(())
             elif output is None:
@@ -340,8 +368,9 @@ class _Simulation:
 
     def _end(self, number: int, outcome: Outcome) -> None:
         self.records[number].outcome = outcome
-        self.outputs.pop(number, None)
+        self._outputs.pop(number, None)
         self.num_ended += 1
+        self.on_end(number)
         if self.num_ended % 16 == 0:
             self.progress(self.num_ended)
 
@@ -362,10 +391,14 @@ class _Simulation:
         scheduler = self.scheduler
         in_use = scheduler.cache.pool.num_usable - scheduler.cache.pool.num_free
         now_s = self.now_ns / NS_PER_S
-        self.timeline.append(Sample(now_s, len(scheduler.running), len(scheduler.waiting), in_use))
-        if len(self.timeline) > 2 * MAX_SAMPLES:
-            del self.timeline[1::2]  # keep every second sample
+        self._timeline.append(Sample(now_s, len(scheduler.running), len(scheduler.waiting), in_use))
+        if len(self._timeline) > 2 * MAX_SAMPLES:
+            del self._timeline[1::2]  # keep every second sample
 
 
-def _ns(seconds: float) -> int:
+def make_records(trace: Sequence[TraceRequest]) -> list[RequestRecord]:
+    return [RequestRecord(one.priority, one.arrival_s, one.tenant) for one in trace]
+
+
+def to_ns(seconds: float) -> int:
     return round(seconds * NS_PER_S)

@@ -11,6 +11,7 @@ A line of a trace is an object with these fields:
     priority         optional: HIGH, NORMAL (default) or LOW
     salt             optional: requests with different salts share nothing
     tenant           optional: tenants of one tier share it fairly
+    session          optional: a conversation, for routers that keep it on one replica
     cancel_after_s   optional: the client disconnects this long after the arrival
 
 The format of the public Mooncake traces is accepted as well (timestamp in ms, input_length, output_length, hash_ids of
@@ -50,6 +51,7 @@ class TraceRequest:
     salt: str = ""
     cancel_after_s: float | None = None
     tenant: str = ""
+    session: str = ""
 
     def prompt_ids(self, number: int) -> list[int]:
         """Prompt of request `number` of a trace: its shared parts, then unique text."""
@@ -184,6 +186,7 @@ def _parse(line: _Line) -> TraceRequest:
         priority=_priority(line),
         salt=line.string("salt"),
         tenant=line.string("tenant"),
+        session=line.string("session"),
         cancel_after_s=line.seconds("cancel_after_s") if "cancel_after_s" in line.fields else None,
     )
     line.finish(TraceRequest.__dataclass_fields__)

@@ -1,0 +1,132 @@
+"""Routers of a simulated cluster: how the replica for a request is chosen."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from random import Random
+from typing import Protocol
+
+from quire.core.block import BLOCK_SIZE
+from quire.core.chain import TokenChain, hash_block_tokens, root_key
+from quire.core.policy import NS_PER_S
+from quire.core.prefix_index import PrefixIndex
+from quire.core.routing import ROW_TOKENS, Choice, Prompt, RecentWork, ReplicaLoad, Sessions, rank
+from quire.sim.traces import TraceRequest
+
+NUM_POINTS = 100  # of each replica on the ring of consistent hashing
+
+
+class Router(Protocol):
+    def choose(self, number: int, one: TraceRequest) -> int:
+        """The replica for request `number` of a trace."""
+
+    def report(self, replica: int, load: ReplicaLoad) -> None:
+        """Take what a replica says of itself, from time to time."""
+
+
+class RoundRobin:
+    """Each replica in turn."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+
+    def choose(self, number: int, one: TraceRequest) -> int:
+        del one
+        return number % self._num_replicas
+
+    def report(self, replica: int, load: ReplicaLoad) -> None: ...
+
+
+class PowerOfTwo:
+    """Of two random replicas, the one with fewer requests. Counts its own between reports."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._counts = [0] * num_replicas
+        self._random = Random(0)
+
+    def choose(self, number: int, one: TraceRequest) -> int:
+        del number, one
+        count = len(self._counts)
+        pair = self._random.sample(range(count), 2) if count > 1 else [0]
+        chosen = min(pair, key=self._counts.__getitem__)
+        self._counts[chosen] += 1
+        return chosen
+
+    def report(self, replica: int, load: ReplicaLoad) -> None:
+        self._counts[replica] = load.num_requests
+
+
+class ConsistentHash:
+    """By the session of a request, or by the start of its prompt if it has none. Knows no load."""
+
+    def __init__(self, num_replicas: int) -> None:
+        places = [(replica, point) for replica in range(num_replicas) for point in range(NUM_POINTS)]
+        ring = sorted((_hash(f"{replica} {point}"), replica) for replica, point in places)
+        self._points: list[int] = [point for point, _ in ring]
+        self._replicas: list[int] = [replica for _, replica in ring]
+
+    def choose(self, number: int, one: TraceRequest) -> int:
+        name = f"{one.salt} {one.session or one.prompt_ids(number)[:BLOCK_SIZE]}"
+        return self._replicas[bisect_left(self._points, _hash(name)) % len(self._points)]
+
+    def report(self, replica: int, load: ReplicaLoad) -> None: ...
+
+
+class ByPrefix:
+    """By expected work: cached prefixes, queues and memory (`quire.core.routing`)."""
+
+    def __init__(self, num_replicas: int, block_size: int = BLOCK_SIZE, max_blocks: int | None = None) -> None:
+        self._block_size = block_size
+        self.index = PrefixIndex() if max_blocks is None else PrefixIndex(max_blocks)
+        self._loads = dict.fromkeys(range(num_replicas), ReplicaLoad())
+        self._recent = RecentWork()
+        self._sessions = Sessions()
+        self.num_expected_tokens: dict[int, int] = {}  # request -> prompt tokens that its replica should compute
+
+    def choose(self, number: int, one: TraceRequest) -> int:
+        tokens = one.prompt_ids(number)
+        chain = TokenChain(root_key(b"", one.salt), array("I", tokens), self._block_size, hash_block_tokens)
+        num_full = (len(tokens) - 1) // self._block_size
+        keys = [chain.key(index) for index in range(num_full)]
+        cached = [count * self._block_size for count in self.index.match(keys, len(self._loads))]
+        num_blocks = -(-(len(tokens) + one.output_tokens) // self._block_size)
+        prompt = Prompt(len(tokens), one.priority, num_blocks)
+        now_ns = round(one.arrival_s * NS_PER_S)
+        ranked = rank(prompt, dict(enumerate(cached)), self._loads, self._recent.at(now_ns))
+        ranked = self._sessions.prefer(one.session, ranked)
+        chosen = ranked[0]
+        self._note(number, one, prompt, chosen)
+        return chosen.replica
+
+    def _note(self, number: int, one: TraceRequest, prompt: Prompt, chosen: Choice) -> None:
+        """Count a request at its replica until that reports its load again."""
+        num_tokens = prompt.num_tokens - chosen.num_cached_tokens
+        self.num_expected_tokens[number] = num_tokens
+        load = self._loads[chosen.replica]
+        self._loads[chosen.replica] = load.with_request(one.priority, num_tokens, prompt.num_blocks)
+        self._recent.add(chosen.replica, num_tokens + ROW_TOKENS, round(one.arrival_s * NS_PER_S))
+        self._sessions.note(one.session, chosen.replica)
+
+    def report(self, replica: int, load: ReplicaLoad) -> None:
+        self._loads[replica] = load
+
+
+ROUTERS: dict[str, Callable[[int], Router]] = {
+    "prefix": ByPrefix,
+    "round-robin": RoundRobin,
+    "power-of-two": PowerOfTwo,
+    "consistent-hash": ConsistentHash,
+}
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def imbalance(values: Sequence[float]) -> float:
+    """The largest value, relative to the mean."""
+    mean = sum(values) / len(values)
+    return max(values) / mean if mean else 1.0
