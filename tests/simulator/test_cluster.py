@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.core.request import Priority
-from quire.sim.cluster import ClusterReport, simulate_cluster
+from quire.sim.cluster import REPORT_S, ClusterReport, simulate_cluster
 from quire.sim.routers import ROUTERS, ByPrefix, ConsistentHash, PowerOfTwo, imbalance
 from quire.sim.scenarios import tree
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, simulate
@@ -18,8 +18,8 @@ CONFIG = SimConfig(num_blocks=1200)
 TREE = tree(360, 40, 0)
 
 
-def run(num_replicas: int, router: str, **options: float) -> ClusterReport:
-    return simulate_cluster(TREE, CONFIG, STEP_TIME, num_replicas, router, **options)
+def run(num_replicas: int, router: str, report_s: float = REPORT_S) -> ClusterReport:
+    return simulate_cluster(TREE, CONFIG, STEP_TIME, num_replicas, router, report_s=report_s)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
