@@ -406,6 +406,8 @@ def test_json_has_what_the_api_has(server: ScriptedServer) -> None:
             "stopped_at": 32,
             "reason": "not_found",
             "num_kv_tokens": 0,
+            "source": None,
+            "num_loaded_tokens": 0,
             "stopped_text": None,
         },
         "completions": [first, second],
