@@ -126,11 +126,23 @@ def sim(
         _compare_routers(trace, todo, configs[0], (machine, device), (replicas, router, report_interval), as_json)
         return
     reports = _run_all(todo, configs, device)
-    if as_json:
-        typer.echo(json.dumps(_document(trace, todo, machine, device, reports), indent=2))
-    else:
-        _print_table(todo, machine, device, reports)
+    _print(trace, todo, machine, device, reports, as_json=as_json)
     _draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
+
+
+def _print(
+    path: str | None,
+    trace: Sequence[TraceRequest],
+    name: str,
+    machine: Machine,
+    reports: Sequence[SimReport],
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        typer.echo(json.dumps(_document(path, trace, name, machine, reports), indent=2))
+    else:
+        _print_table(trace, name, machine, reports)
 
 
 def _compare_routers(
