@@ -668,7 +668,7 @@ MUTANTS = (
         "a twin is announced",
         "core/prefix.py",
         "            self.num_twins += 1\n",
-        "            self.num_twins += 1\n            if self.on_change is not None and parent_key in self._public:\n                self.on_change(Published(key, parent_key, tokens))\n",
+        "            self.num_twins += 1\n            if self.on_change is not None and (self.reports_salts or parent_key in self._public):\n                self.on_change(Published(key, parent_key, tokens))\n",
         "tests/core/test_tree_changes.py",
     ),
     _mutant(
@@ -681,7 +681,7 @@ MUTANTS = (
     _mutant(
         "prefixes with a salt are announced",
         "core/prefix.py",
-        "            if self.on_change is not None and parent_key in self._public:\n",
+        "            if self.on_change is not None and (self.reports_salts or parent_key in self._public):\n",
         "            if self.on_change is not None:\n",
         "tests/core/test_tree_changes.py",
     ),
