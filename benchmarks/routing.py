@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/routing.py                        # 1,000,000 requests, 100 replicas: minutes
     PYTHONPATH=. python benchmarks/routing.py --requests 20000 --replicas 10
 
-The router is the real one: `PrefixIndex`, `rank` and `Sessions` of the core, fed by reports of the replicas. A replica
+The router is the real one: `PrefixRouter` of the core, fed by reports of the replicas. A replica
 is a model of one: a cache of blocks, least recently used first, and two queues in time, for prompts and for answers.
 `quire sim --replicas` runs whole schedulers instead, and is a thousand times slower. Requests are those of the scenario
 `tree`: a system prompt, personas after it, and users with three turns each.
@@ -20,9 +20,8 @@ from hashlib import blake2b
 from random import Random
 from typing import NamedTuple
 
-from quire.core.prefix_index import PrefixIndex
 from quire.core.request import Priority
-from quire.core.routing import ROW_TOKENS, Prompt, RecentWork, ReplicaLoad, Sessions, rank
+from quire.core.routing import PrefixRouter, Prompt, ReplicaLoad
 
 BLOCK = 32
 NS = 1_000_000_000
@@ -123,36 +122,25 @@ class PaperReplica:
         return ReplicaLoad((0, queued, 0), self.num_running(now_ns), self.max_num_seqs)
 
 
-class PrefixRouter:
+class ReportedRouter:
     """The router of the core, with reports that are up to half a second old."""
 
     def __init__(self, replicas: list[PaperReplica], max_blocks: int) -> None:
         self.replicas = replicas
-        self.index = PrefixIndex(max_blocks)
-        self.sessions = Sessions()
-        self.recent = RecentWork()
-        self.loads = {number: replica.load(0) for number, replica in enumerate(replicas)}
+        self.router = PrefixRouter(len(replicas), BLOCK, max_blocks)
+        self.index = self.router.index
         self.next_report_ns = 0
 
     def choose(self, turn: Turn) -> int:
         if turn.arrival_ns >= self.next_report_ns:
             self._report(turn.arrival_ns)
-        counts = self.index.match(turn.keys, len(self.replicas))
-        cached = {number: count * BLOCK for number, count in enumerate(counts) if count}
         prompt = Prompt(turn.prompt_tokens, Priority.NORMAL, (turn.prompt_tokens + turn.output_tokens) // BLOCK)
-        ranked = rank(prompt, cached, self.loads, self.recent.at(turn.arrival_ns))
-        chosen = self.sessions.prefer(str(turn.user), ranked)[0]
-        num_tokens = prompt.num_tokens - chosen.num_cached_tokens
-        load = self.loads[chosen.replica]
-        self.loads[chosen.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
-        self.recent.add(chosen.replica, num_tokens + ROW_TOKENS, turn.arrival_ns)
-        self.sessions.note(str(turn.user), chosen.replica)
-        return chosen.replica
+        return self.router.choose(prompt, turn.keys, str(turn.user), turn.arrival_ns).replica
 
     def _report(self, now_ns: int) -> None:
         self.next_report_ns = now_ns + REPORT_NS
         for number, replica in enumerate(self.replicas):
-            self.loads[number] = replica.load(now_ns)
+            self.router.loads[number] = replica.load(now_ns)
             self.index.add(number, replica.added)
             self.index.remove(number, replica.removed)
             replica.added, replica.removed = [], []
@@ -160,7 +148,7 @@ class PrefixRouter:
 
 def run(options: argparse.Namespace, router: str) -> None:
     replicas = [PaperReplica(options.blocks, options.max_num_seqs) for _ in range(options.replicas)]
-    by_prefix = PrefixRouter(replicas, options.index_blocks)
+    by_prefix = ReportedRouter(replicas, options.index_blocks)
     waits: deque[int] = deque(maxlen=100_000)
     num_tokens = routing_ns = 0
     began_s = time.monotonic()

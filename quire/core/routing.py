@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import exp
 from typing import NamedTuple
 
+from quire.core.prefix_index import DEFAULT_MAX_BLOCKS, PrefixIndex
 from quire.core.request import Priority
 
 ROW_TOKENS = 32  # a running or waiting answer slows a new one down like this many prompt tokens
@@ -144,3 +145,30 @@ class Sessions:
         """Forget a replica that is gone."""
         for session in [session for session, own in self._replicas.items() if own == replica]:
             del self._replicas[session]
+
+
+class PrefixRouter:
+    """Chooses replicas, with what they report about their load (`loads`) and their caches (`index`).
+
+    Between two reports of a replica, the requests that were sent there count too.
+    """
+
+    def __init__(self, num_replicas: int, block_size: int, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        self.index = PrefixIndex(max_blocks)
+        self.loads = dict.fromkeys(range(num_replicas), ReplicaLoad())
+        self._block_size = block_size
+        self._sessions = Sessions()
+        self._recent = RecentWork()
+
+    def choose(self, prompt: Prompt, keys: Sequence[bytes], session: str, now_ns: int) -> Choice:
+        """The replica for a request. `keys`: chain keys of the whole blocks of its prompt."""
+        counts = self.index.match(keys, len(self.loads))
+        cached = {replica: count * self._block_size for replica, count in enumerate(counts) if count}
+        ranked = rank(prompt, cached, self.loads, self._recent.at(now_ns))
+        chosen = self._sessions.prefer(session, ranked)[0]
+        num_tokens = prompt.num_tokens - chosen.num_cached_tokens
+        load = self.loads[chosen.replica]
+        self.loads[chosen.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
+        self._recent.add(chosen.replica, num_tokens + ROW_TOKENS, now_ns)
+        self._sessions.note(session, chosen.replica)
+        return chosen

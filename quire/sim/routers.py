@@ -12,8 +12,8 @@ from typing import Protocol
 from quire.core.block import BLOCK_SIZE
 from quire.core.chain import TokenChain, hash_block_tokens, root_key
 from quire.core.policy import NS_PER_S
-from quire.core.prefix_index import PrefixIndex
-from quire.core.routing import ROW_TOKENS, Choice, Prompt, RecentWork, ReplicaLoad, Sessions, rank
+from quire.core.prefix_index import DEFAULT_MAX_BLOCKS
+from quire.core.routing import PrefixRouter, Prompt, ReplicaLoad
 from quire.sim.traces import TraceRequest
 
 NUM_POINTS = 100  # of each replica on the ring of consistent hashing
@@ -78,40 +78,24 @@ class ConsistentHash:
 class ByPrefix:
     """By expected work: cached prefixes, queues and memory (`quire.core.routing`)."""
 
-    def __init__(self, num_replicas: int, block_size: int = BLOCK_SIZE, max_blocks: int | None = None) -> None:
+    def __init__(self, num_replicas: int, block_size: int = BLOCK_SIZE, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self._block_size = block_size
-        self.index = PrefixIndex() if max_blocks is None else PrefixIndex(max_blocks)
-        self._loads = dict.fromkeys(range(num_replicas), ReplicaLoad())
-        self._recent = RecentWork()
-        self._sessions = Sessions()
+        self._router = PrefixRouter(num_replicas, block_size, max_blocks)
+        self.index = self._router.index
         self.num_expected_tokens: dict[int, int] = {}  # request -> prompt tokens that its replica should compute
 
     def choose(self, number: int, one: TraceRequest) -> int:
         tokens = one.prompt_ids(number)
         chain = TokenChain(root_key(b"", one.salt), array("I", tokens), self._block_size, hash_block_tokens)
-        num_full = (len(tokens) - 1) // self._block_size
-        keys = [chain.key(index) for index in range(num_full)]
-        cached = [count * self._block_size for count in self.index.match(keys, len(self._loads))]
+        keys = [chain.key(index) for index in range((len(tokens) - 1) // self._block_size)]
         num_blocks = -(-(len(tokens) + one.output_tokens) // self._block_size)
         prompt = Prompt(len(tokens), one.priority, num_blocks)
-        now_ns = round(one.arrival_s * NS_PER_S)
-        ranked = rank(prompt, dict(enumerate(cached)), self._loads, self._recent.at(now_ns))
-        ranked = self._sessions.prefer(one.session, ranked)
-        chosen = ranked[0]
-        self._note(number, one, prompt, chosen)
+        chosen = self._router.choose(prompt, keys, one.session, round(one.arrival_s * NS_PER_S))
+        self.num_expected_tokens[number] = len(tokens) - chosen.num_cached_tokens
         return chosen.replica
 
-    def _note(self, number: int, one: TraceRequest, prompt: Prompt, chosen: Choice) -> None:
-        """Count a request at its replica until that reports its load again."""
-        num_tokens = prompt.num_tokens - chosen.num_cached_tokens
-        self.num_expected_tokens[number] = num_tokens
-        load = self._loads[chosen.replica]
-        self._loads[chosen.replica] = load.with_request(one.priority, num_tokens, prompt.num_blocks)
-        self._recent.add(chosen.replica, num_tokens + ROW_TOKENS, round(one.arrival_s * NS_PER_S))
-        self._sessions.note(one.session, chosen.replica)
-
     def report(self, replica: int, load: ReplicaLoad) -> None:
-        self._loads[replica] = load
+        self._router.loads[replica] = load
 
 
 ROUTERS: dict[str, Callable[[int], Router]] = {

@@ -65,18 +65,24 @@ HYBRID_MINIMA = {
 }
 
 
-@pytest.mark.timeout(1800)
-def test_worlds_with_windows_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+def check_worlds(capsys: pytest.CaptureFixture[str], seeds: range, title: str, minima: dict[str, int]) -> Counter[str]:
+    """Run worlds, and check that each thing happened at least as often as stated. Returns the counts."""
     counts: Counter[str] = Counter()
-    seeds = range(FIRST_HYBRID, FIRST_HYBRID + NUM_HYBRID_WORLDS)
     for outcome in run_worlds(seeds, jobs=min(2, os.cpu_count() or 1), is_quick=True):
         if isinstance(outcome, Failure):
             pytest.fail(str(outcome), pytrace=False)
         counts.update(outcome)
     with capsys.disabled():
-        print(f"\n{NUM_HYBRID_WORLDS} worlds with windows and states, no failure\n{report(counts)}")
-    rare = {name: (counts[name], least) for name, least in HYBRID_MINIMA.items() if counts[name] < least}
+        print(f"\n{len(seeds)} {title}, no failure\n{report(counts)}")
+    rare = {name: (counts[name], least) for name, least in minima.items() if counts[name] < least}
     assert not rare, f"(count, minimum) {rare}"
+    return counts
+
+
+@pytest.mark.timeout(1800)
+def test_worlds_with_windows_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = range(FIRST_HYBRID, FIRST_HYBRID + NUM_HYBRID_WORLDS)
+    check_worlds(capsys, seeds, "worlds with windows and states", HYBRID_MINIMA)
 
 
 NUM_TIERED_WORLDS = 150
@@ -119,30 +125,14 @@ TIERED_MINIMA = {
 
 @pytest.mark.timeout(1800)
 def test_worlds_with_tiers(capsys: pytest.CaptureFixture[str]) -> None:
-    counts: Counter[str] = Counter()
     seeds = range(FIRST_TIERED, FIRST_TIERED + NUM_TIERED_WORLDS)
-    for outcome in run_worlds(seeds, jobs=min(2, os.cpu_count() or 1), is_quick=True):
-        if isinstance(outcome, Failure):
-            pytest.fail(str(outcome), pytrace=False)
-        counts.update(outcome)
-    with capsys.disabled():
-        print(f"\n{NUM_TIERED_WORLDS} worlds with tiers, no failure\n{report(counts)}")
-    rare = {name: (counts[name], least) for name, least in TIERED_MINIMA.items() if counts[name] < least}
-    assert not rare, f"(count, minimum) {rare}"
+    check_worlds(capsys, seeds, "worlds with tiers", TIERED_MINIMA)
 
 
 @pytest.mark.timeout(1800)
 def test_half_a_million_events(capsys: pytest.CaptureFixture[str]) -> None:
-    counts: Counter[str] = Counter()
-    for outcome in run_worlds(range(NUM_WORLDS), jobs=min(2, os.cpu_count() or 1), is_quick=True):
-        if isinstance(outcome, Failure):
-            pytest.fail(str(outcome), pytrace=False)
-        counts.update(outcome)
-    with capsys.disabled():
-        print(f"\n{NUM_WORLDS} worlds, no failure\n{report(counts)}")
+    counts = check_worlds(capsys, range(NUM_WORLDS), "worlds", MINIMA)
     assert counts["events"] >= NUM_EVENTS
-    rare = {name: (counts[name], least) for name, least in MINIMA.items() if counts[name] < least}
-    assert not rare, f"(count, minimum) {rare}"
 
 
 def test_a_world_depends_only_on_its_seed() -> None:
