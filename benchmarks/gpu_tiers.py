@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from gpu_driving import Machine, Settings
 from gpu_workloads import FULL, LLAMA, QUICK, QWEN, Scale, Workload, random_prompt, workload_a
@@ -33,6 +34,7 @@ from quire.engine.engine import Engine
 PARTS = ("prefix", "others", "tree", "cost")
 ONE = SamplingParams(temperature=0, max_tokens=1)
 NUM_STREAMS = 16
+NUM_ROUNDS = 3
 GB = 1 << 30
 
 
@@ -67,11 +69,13 @@ def send(machine: Machine, prompt: list[int]) -> tuple[float, int, list[int]]:
     return 1000 * run.wall_s, run.answers[0].num_cached, run.answers[0].tokens
 
 
-def check_answers(answers: list[list[int]], found: list[tuple[float, int, list[int]]]) -> None:
+def check_answers(answers: list[list[int]], found: list[TimedLoad]) -> None:
     """Compare with hits on the device. Where more than one token was computed, other kernels round differently."""
-    for number, (expected, (_, num_cached, answer)) in enumerate(zip(answers, found, strict=True)):
-        if answer != expected:
-            print(f"  prompt {number}, {num_cached} tokens cached: {answer} instead of {expected}", flush=True)
+    for number, (expected, load) in enumerate(zip(answers, found, strict=True)):
+        if load.answer != expected:
+            print(
+                f"  prompt {number}, {load.num_cached} tokens cached: {load.answer} instead of {expected}", flush=True
+            )
 
 
 def settle(engine: Engine) -> None:
@@ -103,50 +107,86 @@ def prefix(name: str, scale: Scale, settings: Settings, folder: Path, *, has_hos
     length = 90 if scale.is_quick else 8191
     num_blocks = 3 * (-(-length // 32) + 2)
     prompts = [random_prompt(Random(seed), scale, length) for seed in range(5)]
+    title = f"{name}, {length:,} tokens: from"
+    if has_host:
+        hosted = with_tiers(settings, num_blocks=num_blocks, host=12 * GB)
+        with Machine(name, scale, hosted, folder / name) as machine:
+            computed_ms, answers = compute(machine, prompts)
+            loads = timed_loads(machine, 4 * prompts)  # each was evicted to host memory by the others
+            check_answers(4 * answers, loads)
+            report_loads(f"{title} host memory", computed_ms, loads, num_blocks)
+            report_tiers(machine)
     cache = folder / "kv"
     tiered = with_tiers(settings, num_blocks=num_blocks, host=12 * GB * has_host, disk=20 * GB, folder=cache)
-    answers = []
     with Machine(name, scale, tiered, folder / name) as machine:
-        machine.prepare()
-        engine = machine.engine
-        report_tiers(machine)
-        times = []
-        for prompt in prompts:
-            took_ms, num_cached, _ = send(machine, prompt)
-            times.append(took_ms)
-            assert num_cached == 0, num_cached
-            # The reference is a hit on the device: a whole prompt and its last token are computed by other kernels.
-            answers.append(send(machine, prompt)[2])
-        computed_ms = statistics.median(times[1:])
-        settle(engine)
-        if has_host:
-            found = [send(machine, prompt) for prompt in prompts]  # each was evicted to host memory by the others
-            print(f"  {[(round(took, 1), cached) for took, cached, _ in found]}", flush=True)
-            check_answers(answers, found)
-            host_ms = statistics.median([took_ms for took_ms, _, _ in found[1:]])
-            print(
-                f"{name}, {length:,} tokens: computed {computed_ms:.1f} ms; from host memory {host_ms:.1f} ms,"
-                f" {computed_ms / host_ms:.1f} times faster",
-                flush=True,
-            )
-        print(f"  all saved: {engine.save_cache(120)}", flush=True)
+        computed_ms, answers = compute(machine, prompts)
+        print(f"  all saved: {machine.engine.save_cache(120)}", flush=True)
         report_tiers(machine)
     for is_cold in (False, True) if has_cold else (False,):
-        if is_cold:
-            leave_page_cache(cache)
-        with Machine(name, scale, tiered, folder / name) as machine:
-            machine.prepare()
-            found = [send(machine, prompt) for prompt in prompts]
-            print(f"  {[(round(took, 1), cached) for took, cached, _ in found]}", flush=True)
-            check_answers(answers, found)
-            disk_ms = statistics.median([took_ms for took_ms, _, _ in found[1:]])
-            where = "disk, not in the page cache" if is_cold else "disk, in the page cache"
-            print(
-                f"{name}, {length:,} tokens: from {where} after a restart {disk_ms:.1f} ms,"
-                f" {computed_ms / disk_ms:.1f} times faster than computed",
-                flush=True,
-            )
-            report_tiers(machine)
+        loads = []
+        for _ in range(1 if is_cold else 3):  # restarts
+            if is_cold:
+                leave_page_cache(cache)
+            with Machine(name, scale, tiered, folder / name) as machine:
+                machine.prepare()
+                loads += timed_loads(machine, prompts)
+                check_answers(answers, loads[-len(prompts) :])
+                report_tiers(machine)
+        where = "not in the page cache" if is_cold else "in the page cache"
+        report_loads(f"{title} disk after a restart, {where}", computed_ms, loads, num_blocks)
+
+
+def compute(machine: Machine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+    """Compute prompts that are not cached. Return the median of their times in milliseconds, and the answers."""
+    machine.prepare()
+    times, answers = [], []
+    for prompt in prompts:
+        took_ms, num_cached, _ = send(machine, prompt)
+        times.append(took_ms)
+        assert num_cached == 0, num_cached
+        # The reference is a hit on the device: a whole prompt and its last token are computed by other kernels.
+        answers.append(send(machine, prompt)[2])
+    settle(machine.engine)
+    return statistics.median(times[1:]), answers
+
+
+class TimedLoad(NamedTuple):
+    took_ms: float
+    num_cached: int
+    answer: list[int]
+    num_saved: int  # pieces that were saved in this time, because the load evicted them
+
+
+def timed_loads(machine: Machine, prompts: list[list[int]]) -> list[TimedLoad]:
+    """Send prompts, each after the transfers of the one before it."""
+    loads = []
+    for prompt in prompts:
+        before = num_saves(machine)
+        found = send(machine, prompt)
+        settle(machine.engine)
+        loads.append(TimedLoad(*found, num_saves(machine) - before))
+    return loads
+
+
+def num_saves(machine: Machine) -> int:
+    return sum(tier.num_saves for tier in machine.engine.scheduler.cache.stats().tiers)
+
+
+def report_loads(title: str, computed_ms: float, loads: list[TimedLoad], num_blocks: int) -> None:
+    """Print the medians of loads, apart for those beside which an evicted prefix was saved.
+
+    The pool of `num_blocks` has three prefixes. A few blocks are saved beside every load: the ends of prompts.
+    """
+    most = num_blocks // 12
+    for label, some in (
+        ("", [one for one in loads if one.num_saved <= most]),
+        (", while as much is saved", [one for one in loads if one.num_saved > most]),
+    ):
+        if some:
+            took_ms = statistics.median(one.took_ms for one in some)
+            ratio = computed_ms / took_ms
+            print(f"{title}{label}: {took_ms:.1f} ms, computed in {computed_ms:.1f} ms: {ratio:.1f} times faster")
+            print(f"  {[(round(one.took_ms, 1), one.num_cached) for one in some]}", flush=True)
 
 
 def others(name: str, scale: Scale, settings: Settings, folder: Path, *, has_host: bool) -> None:
@@ -237,21 +277,22 @@ def cost(name: str, scale: Scale, settings: Settings, folder: Path, *, has_host:
     plain = with_tiers(settings, num_blocks=num_blocks)
     tiered = with_tiers(settings, num_blocks=num_blocks, host=8 * GB * has_host, disk=20 * GB, folder=folder / "kv3")
     rates: dict[str, list[float]] = {"without tiers": [], "with tiers": []}
-    for number in range(3):
+    for number in range(NUM_ROUNDS):
         for label, chosen in (("without tiers", plain), ("with tiers", tiered)):
             with Machine(name, scale, chosen, folder / name) as machine:
                 machine.prepare()
                 machine.run(workload_a(scale, 0))
                 workload = workload_a(scale, 1)
                 rng = Random(1000 + number)
-                prompts = [random_prompt(rng, scale, len(prompt)) for prompt in workload.prompts]
-                run = machine.run(workload._replace(prompts=prompts), keeps_cache=True)
-                rates[label].append(run.tokens_per_s)
-                print(f"  {label}: {run.tokens_per_s:,.0f} tok/s, {run.num_cached} cached", flush=True)
+                for _ in range(NUM_ROUNDS):
+                    prompts = [random_prompt(rng, scale, len(prompt)) for prompt in workload.prompts]
+                    run = machine.run(workload._replace(prompts=prompts), keeps_cache=True)
+                    rates[label].append(run.tokens_per_s)
+                    print(f"  {label}: {run.tokens_per_s:,.0f} tok/s, {run.num_cached} cached", flush=True)
                 report_tiers(machine)
-    best = {label: max(found) for label, found in rates.items()}
-    ratio = best["without tiers"] / best["with tiers"]
-    print(f"{name}, workload A at 0 % hits: {best}, {100 * (ratio - 1):.1f} % slower with tiers", flush=True)
+    medians = {label: round(statistics.median(found)) for label, found in rates.items()}
+    ratio = medians["without tiers"] / medians["with tiers"]
+    print(f"{name}, workload A at 0 % hits: {medians}, {100 * (ratio - 1):.1f} % slower with tiers", flush=True)
 
 
 def main() -> None:
