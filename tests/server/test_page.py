@@ -26,9 +26,17 @@ return [...document.querySelectorAll(".card, .bar, .row, table, canvas, button, 
   .filter((one) => one.getBoundingClientRect().right > innerWidth + 0.5 || one.getBoundingClientRect().left < -0.5)
   .map((one) => one.id || one.className || one.tagName)
 """
+# With a running request, in the same call: the page removes the row when the next state arrives.
 WIDER = """
+const running = document.getElementById("running"), wasHidden = running.hidden, row = document.createElement("tr");
+const texts = ["normal, waits", "128,000", "127,968", "100,000", "1,234", "4,000", "99 min", "×"];
+row.innerHTML = "<th>req_0123456789abcdef ×8</th>" + texts.map((text) => "<td class=n>" + text + "</td>").join("");
+running.tBodies[0].append(row);
+running.hidden = false;
+try {
 return [...document.querySelectorAll(".scroll, .card, .log, .tiers, .figure .note")]
   .filter((one) => one.offsetParent && one.scrollWidth > one.clientWidth + 1).map((one) => one.id || one.className)
+} finally { row.remove(); running.hidden = wasHidden; }
 """
 BELOW = """
 const chat = ["text", "send", "new-chat", "system", "temperature", "max-tokens", "model"];
