@@ -29,8 +29,8 @@ return [...document.querySelectorAll(".card, .bar, .row, table, canvas, button, 
 # With a running request, in the same call: the page removes the row when the next state arrives.
 WIDER = """
 const running = document.getElementById("running"), wasHidden = running.hidden, row = document.createElement("tr");
-const texts = ["normal, waits", "128,000", "127,968", "100,000", "1,234", "4,000", "99 min", "×"];
-row.innerHTML = "<th>req_0123456789abcdef ×8</th>" + texts.map((text) => "<td class=n>" + text + "</td>").join("");
+const texts = ["normal, waits", "128,000", "127,968", "100,000", "1,234", "4,000", "99 min", "x"];
+row.innerHTML = "<th>req_0123456789abcdef x8</th>" + texts.map((text) => "<td class=n>" + text + "</td>").join("");
 running.tBodies[0].append(row);
 running.hidden = false;
 try {
