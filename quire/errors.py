@@ -136,3 +136,11 @@ class LostBeforeStart(WorkerDied):
 
     The request did not cause it, so a retry is safe.
     """
+
+
+def error_of(kind: str, message: str) -> QuireError:
+    """The exception for an error that another process reported by the name of its class."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, QuireError):
+        return found(message)
+    return WorkerDied(f"{kind}: {message}")

@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Serve models": {
         "serve": "Start a server for OpenAI, Anthropic and Ollama clients.",
+        "deploy": "Run replicas of models on several machines, with Ray.",
         "ps": "List the models and running requests of a server.",
         "top": "Show the activity of a server, live.",
         "load": "Load a model into a server.",

@@ -96,7 +96,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     known = {parameter.name for parameter in context.command.params}
-    values = read_file(path)
+    values = read_file(path, is_deployed=bool((context.obj or {}).get("is_deployed")))
     values.pop("models", None)  # `list_models` reads them
     for name in values:
         if name not in known or name == "config":

@@ -15,6 +15,7 @@ from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
 if TYPE_CHECKING:
     from quire.engine.composition import EngineConfig
+    from quire.scale.config import ModelDeployment
     from quire.server.config import ModelConfig
 
 # Settings that a model in the YAML file may have.
@@ -35,11 +36,49 @@ ENGINE_FIELDS = (
     *("device", "threads"),
 )
 # Options whose values are paths; state_dir may also be `none`.
+DEPLOY_FIELDS = ("replicas", "autoscale", "resources")  # of `quire deploy`
 PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir", "cache_dir")
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The options in the YAML file, with underscores in names. Paths relative to its folder are made absolute."""
+def read_file(path: Path, *, is_deployed: bool = False) -> dict[str, Any]:
+    """The options in the YAML file, with underscores in names. Paths relative to its folder are made absolute.
+
+    `is_deployed`: the file is for `quire deploy`, whose own settings are left out.
+    """
+    values = _read_values(path)
+    entries = values.get("models")
+    for settings in (values, *(entries if isinstance(entries, list) else ())):
+        for name in DEPLOY_FIELDS if isinstance(settings, dict) else ():
+            if name not in settings:
+                continue
+            if not is_deployed:
+                raise InvalidRequest(f"--config {str(path)!r}: {name} is a setting of `quire deploy`, not of a server")
+            del settings[name]
+    return values
+
+
+def read_deployments(path: Path, num_models: int) -> tuple[ModelDeployment, ...]:
+    """The settings of `quire deploy` in a file, one for each model."""
+    from quire.scale.config import parse_deployment
+
+    values = _read_values(path)
+    try:
+        default = parse_deployment(values)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
+    entries = values.get("models")
+    if not isinstance(entries, list):
+        return (default,) * num_models
+    found = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(parse_deployment(entry, default) if isinstance(entry, dict) else default)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].{error}") from None
+    return tuple(found)
+
+
+def _read_values(path: Path) -> dict[str, Any]:
     import msgspec
 
     try:
@@ -143,7 +182,8 @@ def _of_folder(folder: Path) -> list[Path]:
 
 def _of_file(options: Mapping[str, Any], engine: EngineConfig) -> list[ModelConfig]:
     path = options["config"]
-    entries = None if path is None else read_file(path).get("models")
+    is_deployed = bool(options.get("is_deployed"))
+    entries = None if path is None else read_file(path, is_deployed=is_deployed).get("models")
     if entries is None:
         return []
     if not isinstance(entries, list):

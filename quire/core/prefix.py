@@ -99,7 +99,7 @@ class PrefixTree:
         self, block_size: int, *, secret: bytes = b"", max_ghosts: int = 4096, digest: Digest = hash_block_tokens
     ) -> None:
         self.block_size = block_size
-        self._secret = secret
+        self.secret = secret
         self.digest = digest
         self._max_ghosts = max_ghosts
         self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> full block
@@ -121,7 +121,7 @@ class PrefixTree:
         return len(self._index)
 
     def root(self, salt: str) -> bytes:
-        return root_key(self._secret, salt)
+        return root_key(self.secret, salt)
 
     def chain(self, tokens: array[int], salt: str) -> TokenChain:
         return TokenChain(self.root(salt), tokens, self.block_size, self.digest)

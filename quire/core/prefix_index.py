@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.errors import InvalidRequest
 
+ENTRY_KEY_BYTES = 8  # of a chain key that are kept: enough to tell a billion blocks apart
 ENTRY_BYTES = 200  # of one block in this index, measured (tests/core/test_prefix_index.py)
 DEFAULT_MAX_BLOCKS = 500_000  # 100 MB
 
@@ -92,7 +93,7 @@ class PrefixIndex:
 
 
 def _entry(key: bytes) -> int:
-    return int.from_bytes(key[:8], "little")
+    return int.from_bytes(key[:ENTRY_KEY_BYTES], "little")
 
 
 def _note(counts: list[int], mask: int, number: int) -> None:

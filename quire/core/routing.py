@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import count
 from math import exp
 from typing import NamedTuple
 
@@ -84,6 +85,9 @@ class RecentWork:
         weight = exp((now_ns - self._base_ns) / RECENT_NS)
         self._weighted[replica] = self._weighted.get(replica, 0.0) + num_tokens * weight
 
+    def forget(self, replica: int) -> None:
+        self._weighted.pop(replica, None)
+
     def at(self, now_ns: int) -> dict[int, float]:
         """The tokens of each replica, as seen at this time."""
         weight = exp(-min(max(now_ns - self._base_ns, 0) / RECENT_NS, 700.0))
@@ -150,7 +154,8 @@ class Sessions:
 class PrefixRouter:
     """Chooses replicas, with what they report about their load (`loads`) and their caches (`index`).
 
-    Between two reports of a replica, the requests that were sent there count too.
+    Replicas have small numbers, which are used again after a replica has left. Requests that were sent to a replica
+    after its last report have to be added to its load: `choose` does so, callers of `rank` have their own figures.
     """
 
     def __init__(self, num_replicas: int, block_size: int, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
@@ -160,15 +165,37 @@ class PrefixRouter:
         self._sessions = Sessions()
         self._recent = RecentWork()
 
+    def add_replica(self) -> int:
+        """The number of a new replica, which has no content yet."""
+        number = next(number for number in count() if number not in self.loads)
+        self.loads[number] = ReplicaLoad()
+        return number
+
+    def remove_replica(self, number: int) -> None:
+        del self.loads[number]
+        self.index.clear(number)
+        self._sessions.forget(number)
+        self._recent.forget(number)
+
+    def cached_tokens(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """How many tokens of a prompt each replica has. `keys`: chain keys of the whole blocks of the prompt."""
+        counts = self.index.match(keys, max(self.loads, default=-1) + 1)
+        return {number: num_blocks * self._block_size for number, num_blocks in enumerate(counts) if num_blocks}
+
+    def rank(self, prompt: Prompt, cached: Mapping[int, int], session: str, now_ns: int) -> list[Choice]:
+        """All replicas, the best first."""
+        return self._sessions.prefer(session, rank(prompt, cached, self.loads, self._recent.at(now_ns)))
+
+    def note(self, prompt: Prompt, chosen: Choice, session: str, now_ns: int) -> None:
+        """Record where a request was sent."""
+        self._recent.add(chosen.replica, prompt.num_tokens - chosen.num_cached_tokens + ROW_TOKENS, now_ns)
+        self._sessions.note(session, chosen.replica)
+
     def choose(self, prompt: Prompt, keys: Sequence[bytes], session: str, now_ns: int) -> Choice:
-        """The replica for a request. `keys`: chain keys of the whole blocks of its prompt."""
-        counts = self.index.match(keys, len(self.loads))
-        cached = {replica: count * self._block_size for replica, count in enumerate(counts) if count}
-        ranked = rank(prompt, cached, self.loads, self._recent.at(now_ns))
-        chosen = self._sessions.prefer(session, ranked)[0]
+        """The replica for a request, which is added to its load."""
+        chosen = self.rank(prompt, self.cached_tokens(keys), session, now_ns)[0]
         num_tokens = prompt.num_tokens - chosen.num_cached_tokens
         load = self.loads[chosen.replica]
         self.loads[chosen.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
-        self._recent.add(chosen.replica, num_tokens + ROW_TOKENS, now_ns)
-        self._sessions.note(session, chosen.replica)
+        self.note(prompt, chosen, session, now_ns)
         return chosen

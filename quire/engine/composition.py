@@ -187,10 +187,12 @@ def make_engine(
     observe: Observer = ignore,
     *,
     is_server: bool = False,
+    chain_secret: bytes = b"",
 ) -> Engine:
     """Load a model and compose its engine. The checkpoint is closed: the runner holds the weights.
 
     `is_server`: clients wait for single tokens, so the backend's limit of prompts beside answers is used.
+    `chain_secret`: see `make_scheduler`.
     """
     checkpoint = open_checkpoint(path, config.load_format)
     try:
@@ -199,7 +201,7 @@ def make_engine(
         checkpoint.close()
     try:
         tiers = open_tiers(path, config, runner)
-        scheduler = make_scheduler(runner, config, observe, is_server=is_server, tiers=tiers)
+        scheduler = make_scheduler(runner, config, observe, is_server=is_server, tiers=tiers, chain_secret=chain_secret)
         if tiers is None or scheduler.cache.tiers is None:
             return Engine(runner, scheduler)
         if config.backend != "fake":  # which computes nothing, so that no load would ever pay
@@ -338,8 +340,12 @@ def make_scheduler(
     num_blocks: int | None = None,
     is_server: bool = False,
     tiers: OpenedTiers | None = None,
+    chain_secret: bytes = b"",
 ) -> Scheduler:
-    """Make a scheduler for a runner. `num_blocks`: use at most this many blocks, as the warm-up does."""
+    """Make a scheduler for a runner. `num_blocks`: use at most this many blocks, as the warm-up does.
+
+    `chain_secret`: shared with other replicas. A disk cache has its own.
+    """
     capacity = runner.capacity()
     if num_blocks is not None:
         capacity = replace(capacity, num_blocks=min(num_blocks, capacity.num_blocks))
@@ -349,7 +355,7 @@ def make_scheduler(
     cache = KVCacheManager(
         given.num_blocks,
         given.block_size,
-        secret=secrets.token_bytes(16) if tiers is None else tiers.secret,
+        secret=(tiers.secret if tiers is not None else b"") or chain_secret or secrets.token_bytes(16),
         is_caching=given.enable_prefix_caching,
         observe=observe,
         window=given.window,

@@ -165,6 +165,7 @@ class GenerationRequest:
     priority: Priority = Priority.NORMAL
     salt: str = ""
     tenant: str = ""  # for fair sharing between the tenants of a tier
+    session: str = ""  # requests of a session are sent to the same replica of a cluster if that is not much more work
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
     boundaries: tuple[int, ...] = ()  # where messages start in the prompt: later requests may continue from there

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from quire.server.auth import make_keyring
 from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
 from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
+from quire.server.model_client import MakeClient, make_local_client
 from quire.server.model_service import ServiceLimits
 from quire.server.models import Models, SharedResources
 from quire.server.observability.metrics import Exposition
@@ -54,24 +54,12 @@ OnReady = Callable[[Startup], None]
 
 def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None = None) -> None:
     """Serve until a signal, then drain. Raises the error of a failed start."""
-    age_s = process_age_s()
-    started_s = time.monotonic() - age_s
-    gate = Gate(
-        make_keyring(config.api_key, config.admin_api_key, config.api_keys_file, is_shared=config.share_prefix_cache),
-        config.allowed_origins,
-        tuple(name.lower() for name in config.allowed_hosts),
-        is_local=config.is_local,
-    )
-    sockets = bind(config.host, config.port)
-    config = replace(config, port=sockets[0].getsockname()[1])
-    _check_events(config)
-    sys.setswitchinterval(SWITCH_S)
-    main = _Main(config, gate, age_s, on_ready, on_loading, started_s)
+    launcher = Launcher(config, on_ready=on_ready, on_loading=on_loading)
     uvicorn_config = make_config(
         None, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
     )
     with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
-        runner.run(main.serve(sockets))
+        runner.run(launcher.serve())
 
 
 def _check_events(config: ServeConfig) -> None:
@@ -100,25 +88,47 @@ def _name(path: object) -> str | None:
     return None if path is None else str(path)
 
 
-class _Main:
+class Launcher:
+    """Binds the port at once; `serve` loads the models and serves until `stop`, or until a signal.
+
+    `make_client`: connects the models to their engines. With another one than the default, the engines are elsewhere,
+    and their memory is not managed here.
+    """
+
     def __init__(
         self,
         config: ServeConfig,
-        gate: Gate,
-        age_s: float,
+        *,
         on_ready: OnReady,
-        on_loading: Progress | None,
-        started_s: float,
+        on_loading: Progress | None = None,
+        make_client: MakeClient = make_local_client,
+        handles_signals: bool = True,
     ) -> None:
-        self._config = config
-        self._gate = gate
-        self._age_s = age_s
+        self._age_s = process_age_s()
+        self._started_s = time.monotonic() - self._age_s
+        keys = make_keyring(
+            config.api_key, config.admin_api_key, config.api_keys_file, is_shared=config.share_prefix_cache
+        )
+        hosts = tuple(name.lower() for name in config.allowed_hosts)
+        self._gate = Gate(keys, config.allowed_origins, hosts, is_local=config.is_local)
+        self._sockets = bind(config.host, config.port)
+        self._config = replace(config, port=self._sockets[0].getsockname()[1])
+        _check_events(self._config)
+        sys.setswitchinterval(SWITCH_S)
         self._on_ready = on_ready
         self._on_loading = on_loading
-        self._started_s = started_s
+        self._make_client = make_client
+        self._handles_signals = handles_signals
+        self._server: HttpServer | None = None
         self._is_draining = False  # a load that fails while draining is not a start-up failure
+        self.is_ready = asyncio.Event()  # the first model is loaded
 
-    async def serve(self, sockets: list[socket.socket]) -> None:
+    def stop(self) -> None:
+        """Drain and end. A second call ends at once."""
+        if self._server is not None:
+            self._server.stop()
+
+    async def serve(self) -> None:
         config = self._config
         self._models = self._make_models()
         call_limits = RequestLimits(config.max_body_size, config.body_timeout, config.keep_alive_interval)
@@ -134,8 +144,9 @@ class _Main:
         settings = make_config(
             app, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
         )
-        server = HttpServer(settings, self._drain, self._models.cut)
-        serving = asyncio.create_task(server.serve(sockets))
+        server = HttpServer(settings, self._drain, self._models.cut, handles_signals=self._handles_signals)
+        self._server = server
+        serving = asyncio.create_task(server.serve(self._sockets))
         starting = asyncio.create_task(self._start())
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,12 +168,15 @@ class _Main:
         """A single model sizes its own memory unless `memory` is set; several models share one budget."""
         config = self._config
         limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout)
-        shared = SharedResources(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
+        shared = SharedResources(
+            limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit, make_client=self._make_client
+        )
         engine = config.models[0].engine
         has_gpu = {"torch": has_nvidia(), "mlx": has_metal(), "auto": has_nvidia() or has_metal()}
         on_gpu = engine.device != "cpu" and has_gpu.get(engine.backend, False)
         budget_bytes = config.memory
-        if budget_bytes is None and len(config.models) > 1:
+        is_local = self._make_client is make_local_client
+        if is_local and budget_bytes is None and len(config.models) > 1:
             budget_bytes = default_budget(on_gpu=on_gpu)
         configs = [replace(model, kv_events=config.kv_events_of(i)) for i, model in enumerate(config.models)]
         models = Models(configs, shared, budget_bytes=budget_bytes, kv_cap_bytes=None if on_gpu else CPU_CAP)
@@ -183,6 +197,7 @@ class _Main:
             }  # the rest is the worker's start-up
             budget_bytes, is_chosen = models.manager.budget_bytes, self._config.memory is None
             self._on_ready(Startup(self._config, first.name, ready, timings, budget_bytes, is_chosen))
+        self.is_ready.set()
         if self._batches is not None:
             await self._batches.start()
         await models.preload()

@@ -18,7 +18,6 @@ from functools import partial
 from quire.core.request import Priority
 from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, TemplateError
@@ -27,6 +26,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
 from quire.server.limits import QueueTicket, Quotas, TierQueues
+from quire.server.model_client import ModelClient
 from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
@@ -36,7 +36,7 @@ MAX_INLINE_CHARS = (
     4000  # ASCII; about 1,000 tokens, which take 1 to 2 ms. Other characters take up to four times as long
 )
 MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
-Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
+Connect = Callable[[Callable[[Stepped], None]], ModelClient]  # its argument is called after each step of the engine
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ModelService:
             owner = caller.key.name
             is_short = _is_short(request.prompts)
             requests = [
-                await self._request(request, prompt, priority, salt, owner, is_short=is_short)
+                await self._request(request, prompt, priority, salt, owner, caller.session, is_short=is_short)
                 for prompt in request.prompts
             ]
             if self._is_cut:
@@ -236,6 +236,7 @@ class ModelService:
         priority: Priority,
         salt: str,
         owner: str,
+        session: str = "",
         *,
         is_short: bool,
     ) -> GenerationRequest:
@@ -256,7 +257,8 @@ class ModelService:
             ]
         if request.cache_key is not None:
             pins.append(PinPrefix(_pin_id(owner, salt, "key", request.cache_key), len(tokens), request.cache_ttl_s))
-        return replace(built, pins=tuple(pins)) if pins else built
+        session = session or request.cache_key or ""
+        return replace(built, pins=tuple(pins), session=session) if pins or session else built
 
     def _bounded(self, request: InferenceRequest) -> GenerationParams:
         """The request's params, with the default limit if it sets none. The limit may exceed the context."""

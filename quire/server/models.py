@@ -24,7 +24,6 @@ from quire.core.request import Priority
 from quire.engine.composition import check_supported
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import ModelText
-from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.engine.worker.protocol import Ready, Stepped
 from quire.errors import (
@@ -42,6 +41,7 @@ from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, QueueTicket, Quotas, TierQueues
+from quire.server.model_client import ClientSettings, MakeClient, ModelClient, make_local_client
 from quire.server.model_service import ModelService, ServiceLimits, shutting_down
 from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
@@ -65,6 +65,7 @@ class SharedResources:
     exposition: Exposition = field(default_factory=Exposition)
     quotas: Quotas = field(default_factory=Quotas)
     hang_limit_s: float = HANG_LIMIT_S
+    make_client: MakeClient = make_local_client
     # One thread opens all model files: every new thread would leave its own heap behind.
     opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quire-open"))
 
@@ -168,19 +169,14 @@ class Model:
         text = await asyncio.get_running_loop().run_in_executor(self._shared.opener, opening)
         self.open_s = time.monotonic() - began_s
 
-        def connect(on_step: Callable[[Stepped], None]) -> EngineClient:
-            return EngineClient(
-                config.path,
-                text,
-                engine,
-                on_loading=self._take_progress,
-                hang_limit_s=self._shared.hang_limit_s,
-                on_step=on_step,
-                on_gap=self.metrics.tokens,
-                kv_events=config.kv_events,
+        shared = self._shared
+
+        def connect(on_step: Callable[[Stepped], None]) -> ModelClient:
+            progress, on_gap = self._take_progress, self.metrics.tokens
+            return shared.make_client(
+                ClientSettings(config, text, engine, shared.hang_limit_s, progress, on_step, on_gap)
             )
 
-        shared = self._shared
         names, limits = self.names, shared.limits
         max_tokens = None if config.default_max_tokens == -1 else config.default_max_tokens
         service = ModelService(text, connect, names, limits, self.metrics, self.queues, shared.quotas, max_tokens)
@@ -556,7 +552,7 @@ def release_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _intake(client: EngineClient) -> IntakeRate | None:
+def _intake(client: ModelClient) -> IntakeRate | None:
     facts, scheduling = client.facts, client.scheduling
     if facts is None or scheduling is None:
         return None

@@ -91,6 +91,10 @@ class RequestContext:
         self.key: Key
         given = self.request.headers.get("x-request-id", "")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        session = self.request.headers.get("x-session-id", "")
+        self.session = (
+            session if _REQUEST_ID.fullmatch(session) else ""
+        )  # of a conversation, for the router of a cluster
         self.headers: dict[str, str] = {
             "x-request-id": self.request_id,  # OpenAI's name
             "request-id": self.request_id,  # Anthropic's name

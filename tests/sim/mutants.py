@@ -33,8 +33,8 @@ MUTANTS = (
     _mutant(
         "one salt matches another",
         "core/prefix.py",
-        "return root_key(self._secret, salt)",
-        'return root_key(self._secret, "")',
+        "return root_key(self.secret, salt)",
+        'return root_key(self.secret, "")',
     ),
     _mutant(
         "full hit allowed",

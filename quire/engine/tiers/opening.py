@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -69,7 +68,7 @@ class OpenedTiers:
         """`pool_sizes`: blocks, window blocks and states of the runner."""
         self.block_io = block_io
         sizes = block_io.sizes
-        self.secret = secrets.token_bytes(16)
+        self.secret = b""  # of the folder; empty: there is none
         self._host = self._disk = None
         self.tiers: list[LowerTier] = []
         self._slots: list[Slots] = []

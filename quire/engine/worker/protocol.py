@@ -43,6 +43,8 @@ class Load(msgspec.Struct, tag="load", frozen=True):
     path: str
     config: EngineConfig
     kv_events: KvEventsConfig | None = None  # None: the worker sends no events
+    chain_secret: bytes = b""  # of the chain keys, if it is shared by replicas; empty: the worker's own
+    reports_cache: bool = False  # for a router: see `CacheReport`
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
@@ -140,6 +142,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     step_s: float = 0.0  # predicted duration of a full step, from the warm-up
     tiers: tuple[LowerTierStats, ...] = ()  # below the device
     kv_events: KvEventsStatus | None = None  # the sockets that were bound
+    chain_secret: bytes = b""  # only for a client that asked for reports of the cache
 
     @property
     def weight_bytes(self) -> int:
@@ -205,6 +208,18 @@ class Working(msgspec.Struct, tag="working", frozen=True):
     """Announces that no other message may come for this many seconds."""
 
     limit_s: float
+
+
+class CacheReport(msgspec.Struct, tag="cache_report", frozen=True):
+    """Changes of the prefix cache since the last report, for a router: the first 8 bytes of chain keys.
+
+    Removals come before additions.
+    """
+
+    added: bytes
+    removed: bytes
+    is_cleared: bool  # before these changes
+    num_free_blocks: int  # that no running request uses
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -291,15 +306,19 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
 ToWorker = Load | Add | Cancel | Finish | DropBlocks | Query
 Answer = Explained | Stats | Blocks | BlocksViewed | HeldFound | CacheAnswer
-FromWorker = Loading | Ready | Begun | Stepped | Working | Refused | Answer | Failed
+FromWorker = Loading | Ready | Begun | Stepped | Working | CacheReport | Refused | Answer | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
+def encode(message: ToWorker | FromWorker) -> bytes:
+    return _encoder.encode(message)
+
+
 def pack(message: ToWorker | FromWorker) -> bytes:
-    data = _encoder.encode(message)
+    data = encode(message)
     return _HEADER.pack(len(data)) + data
 
 

@@ -27,6 +27,7 @@ from quire.core.step import StepPlan
 from quire.engine.composition import import_backend, make_bare_engine, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
+from quire.engine.worker.cache_report import CacheReporter
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
 from quire.engine.worker.kv_events import open_publisher
@@ -113,7 +114,7 @@ class Worker:
     """The loop of a worker process.
 
     `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
-    Without `publisher`, changes of the cache are not announced.
+    Without `publisher`, changes of the cache are not announced; without `reporter`, not reported to the client.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Worker:
         observer: Observer,
         grammars: Grammars | None = None,
         publisher: EventPublisher | None = None,
+        reporter: CacheReporter | None = None,
     ) -> None:
         self._channel = channel
         self._engine = engine
@@ -139,6 +141,7 @@ class Worker:
         self._is_preparing = True  # the runner may have optional preparation to do while idle
         self._grammars = grammars
         self._publisher = publisher
+        self._reporter = reporter
         self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
         engine.on_plan = self._announce
@@ -195,6 +198,10 @@ class Worker:
                 self._continue_audit()
             if self._publisher is not None:
                 self._publisher.flush()
+            if self._reporter is not None:
+                report = self._reporter.pop(is_idle=not self._engine.has_work)
+                if report is not None:
+                    self._channel.send(report)
 
     def _handle(self, messages: Sequence[ToWorker]) -> None:
         for message in messages:
@@ -486,18 +493,29 @@ def _load_and_run(channel: Channel) -> int:
         with _timed(timings_s, "import"):
             import_backend(first.config)
         with _timed(timings_s, "weights"):
-            engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer, is_server=True)
+            engine = make_engine(
+                Path(first.path),
+                first.config,
+                _Throttled(channel),
+                observer,
+                is_server=True,
+                chain_secret=first.chain_secret,
+            )
         stack.callback(engine.close)
         grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
-        worker = Worker(channel, engine, observer, grammars, publisher)
+        cache = engine.scheduler.cache
+        reporter = CacheReporter(cache) if first.reports_cache else None
+        worker = Worker(channel, engine, observer, grammars, publisher, reporter)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
         facts = engine.runner.facts()
         step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_num_batched_tokens)
-        events = None if publisher is None else publisher.start(engine.scheduler.cache)
-        tiers = engine.scheduler.cache.stats().tiers
-        channel.send(Ready(engine.capacity, engine.scheduler.max_model_len, facts, timings_s, step_s, tiers, events))
+        events = None if publisher is None else publisher.start(cache)
+        tiers = cache.stats().tiers
+        secret = cache.tree.secret if first.reports_cache else b""
+        max_model_len = engine.scheduler.max_model_len
+        channel.send(Ready(engine.capacity, max_model_len, facts, timings_s, step_s, tiers, events, secret))
         try:
             worker.run(rest)
         except Gone:

@@ -285,12 +285,21 @@ class _State(ServerState):
 
 
 class HttpServer(uvicorn.Server):
-    """Runs until SIGTERM or SIGINT. The first signal awaits `on_stop` and then stops; further ones call `on_hurry`."""
+    """Runs until SIGTERM or SIGINT. The first signal awaits `on_stop` and then stops; further ones call `on_hurry`.
+
+    `handles_signals`: only the main thread of a process can. Otherwise it runs until `stop`.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, on_stop: Callable[[], Awaitable[None]], on_hurry: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        on_stop: Callable[[], Awaitable[None]],
+        on_hurry: Callable[[], None],
+        *,
+        handles_signals: bool = True,
     ) -> None:
         super().__init__(config)
+        self._handles_signals = handles_signals
         self.server_state = _State()
         self._on_stop = on_stop
         self._on_hurry = on_hurry
@@ -302,6 +311,9 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        if not self._handles_signals:
+            yield
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)

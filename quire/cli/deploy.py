@@ -1,0 +1,103 @@
+"""`quire deploy`: several replicas of models, on one machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.main import get_command
+
+from quire.cli import serve as serving
+from quire.cli.serve_models import read_deployments
+from quire.errors import InvalidRequest, MissingExtra
+
+if TYPE_CHECKING:
+    from quire.scale.config import DeployConfig
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG.yaml|status|stop",
+        help="YAML file with the options of `quire serve`, and replicas, autoscale and resources. Or: status, to show"
+        " what is deployed; stop, to end it.",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Ray cluster to use; by default the one of this machine, which is started if there is none.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print status as JSON.")]
+EndRay = Annotated[bool, typer.Option("--ray", help="With stop: end Ray on this machine too.")]
+
+
+def deploy(target: Target, address: Address = None, as_json: Json = False, end_ray: EndRay = False) -> None:
+    """Run replicas of models behind one server, which sends each request to the replica that has its prefix cached."""
+    try:
+        from quire.scale import application
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("quire"):
+            raise
+        raise MissingExtra.of("`quire deploy`", error.name) from error
+    if target == "status":
+        application.connect(address)
+        _show(application.status(), as_json)
+    elif target == "stop":
+        application.connect(address)
+        typer.echo("stopped" if application.stop() else "nothing is deployed")
+        if end_ray:
+            application.stop_ray()
+    else:
+        config = _read(Path(target))
+        application.connect(address, starts=True)
+        url = application.deploy(config, on_change=lambda text: typer.echo(f"  {text}", err=True))
+        _announce(url, config)
+
+
+def _read(path: Path) -> DeployConfig:
+    """The settings of a file. Options of `quire serve` may also come from the environment, as there."""
+    from quire.scale.config import DeployConfig
+
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings=serving.CONTEXT)(serving.serve)
+    context = get_command(app).make_context("deploy", ["--config", str(path)], obj={"is_deployed": True})
+    options: dict[str, Any] = {**context.params, "is_deployed": True}
+    options.pop("model_option", None)
+    for name in ("kv_events", "kv_events_replay", "kv_events_topic", "memory", "idle_unload", "models_dir"):
+        if options[name] is not None:
+            raise InvalidRequest(f"--config {str(path)!r}: {name} has no meaning for replicas")
+    with serving.options_named():
+        server = serving.make_config(options)
+    return DeployConfig(server, read_deployments(path, len(server.models)))
+
+
+def _announce(url: str, config: DeployConfig) -> None:
+    server = config.server
+    key = "YOUR_KEY" if server.has_keys else "none"
+    models = [
+        f"{model.names[0]}: {one.replicas if one.autoscale is None else f'{one.autoscale.min} to {one.autoscale.max}'}"
+        for model, one in zip(server.models, config.deployments, strict=True)
+    ]
+    typer.echo(f"quire serves at {url}")
+    typer.echo(f"  replicas   {', '.join(models)}")
+    typer.echo(f"  export OPENAI_BASE_URL={url}/v1")
+    typer.echo(f"  export OPENAI_API_KEY={key}")
+    typer.echo(f"  export ANTHROPIC_BASE_URL={url}")
+    typer.echo(f"  page: {url}/    metrics: {url}/metrics    `quire deploy status`, `quire deploy stop`")
+
+
+def _show(found: dict[str, Any] | None, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    if found is None:
+        typer.echo("nothing is deployed")
+        return
+    typer.echo(f"quire serves at {found['url']}" if found["url"] else "quire does not serve yet")
+    for name, one in found["applications"].items():
+        replicas = ", ".join(f"{count} {state.lower()}" for state, count in one["replicas"].items()) or "no replicas"
+        typer.echo(f"  {name}: {one['status'].lower()}, {replicas}{': ' + one['message'] if one['message'] else ''}")

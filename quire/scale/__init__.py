@@ -1,0 +1,1 @@
+"""Several replicas of a model behind one server, on Ray Serve."""

@@ -1,0 +1,276 @@
+"""Deploys quire on Ray Serve: starts or joins a Ray cluster, and runs, shows and stops the application."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from quire.backends.machine import has_nvidia
+from quire.errors import InvalidRequest, QuireError
+from quire.scale.autoscaling import QueuePolicy
+from quire.scale.config import DeployConfig, ModelDeployment
+from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
+from quire.scale.request_router import PrefixAwareRouter, router_kwargs
+from quire.server.config import ModelConfig, ServeConfig
+
+FRONT_APPLICATION = "quire"
+PREFIX = "quire-"  # of the applications of models
+ANSWER_S = 30.0
+MAX_ONGOING = 1_000_000  # calls of one replica: the engine has its own limits and queues
+HEALTH_PERIOD_S = 1.0
+POLL_S = 0.25
+BACKOFF_S = 0.005  # before a request is routed again; a replica that has just started is connected within milliseconds
+MAX_BACKOFF_S = 0.1
+HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster
+
+log = logging.getLogger(__name__)
+
+
+class DeployFailed(QuireError):
+    """The application did not start."""
+
+
+def connect(address: str | None, *, starts: bool = False) -> None:
+    """Join a Ray cluster: at an address, or the one of this machine. `starts`: start one here if there is none."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "serve"}
+    try:
+        ray.init(address=address or "auto", **settings)
+    except ConnectionError as error:
+        if address is not None:
+            raise InvalidRequest(f"--address {address!r}: there is no Ray cluster: {_line(error)}") from None
+        if not starts:
+            raise InvalidRequest("no Ray cluster runs on this machine; --address names one elsewhere") from None
+        _start_ray()
+        ray.init(address="auto", **settings)
+
+
+def _start_ray() -> None:
+    """Start Ray on this machine, so that it stays after this process."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
+    command += ["--include-dashboard=false"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DeployFailed(f"Ray could not be started: {_line(done.stderr or done.stdout)}")
+
+
+def stop_ray() -> None:
+    """End Ray on this machine."""
+    ray.shutdown()
+    subprocess.run([str(Path(sys.executable).with_name("ray")), "stop"], capture_output=True, check=False)
+
+
+def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _: None) -> str:
+    """Run the applications, or change the running ones to these settings. Returns the server's address.
+
+    Replicas that run are replaced, a few at a time. The front stays if its own settings have not changed, so that no
+    request is lost.
+    """
+    serve.start(proxy_location="Disabled")
+    applications = {application_of(model): model for model in config.server.models}
+    if len(applications) < len(config.server.models):
+        names = ", ".join(model.names[0] for model in config.server.models)
+        raise InvalidRequest(f"models: the names {names} are not different as names of applications")
+    old = [name for name in _applications() if name not in (FRONT_APPLICATION, *applications)]
+    shares = [_with_cpus(one, config) for one in config.deployments]
+    secret = secrets.token_bytes(16)
+    started = {}
+    for (name, model), one in zip(applications.items(), shares, strict=True):
+        arguments = (model.names[0], str(model.path), _engine(model, one), secret, config.server.hang_limit)
+        started[name] = _replicas(name, one, config.server.drain).bind(*arguments)
+    _run(started, on_change)
+    front = _front_config(config)
+    fingerprint = hashlib.sha256(pickle.dumps(front)).hexdigest()
+    if _call_front("fingerprint") != fingerprint:
+        bound = _front(config.server.drain).bind(front, fingerprint, tuple(applications))
+        _run({FRONT_APPLICATION: bound}, on_change)
+    for name in old:  # models that are not in the settings any more
+        serve.delete(name)
+    url = _call_front("url")
+    if url is None:
+        raise DeployFailed("the front does not answer")
+    return url
+
+
+def status() -> dict[str, Any] | None:
+    """The state of the applications; None: nothing is deployed."""
+    found = _applications()
+    if not found:
+        return None
+    states = {}
+    for name, one in found.items():
+        replicas: Counter[str] = Counter()
+        for deployment in one.deployments.values():
+            replicas.update(deployment.replica_states)
+        messages = [one.message, *(deployment.message for deployment in one.deployments.values())]
+        states[name] = {
+            "status": one.status.value,
+            "replicas": {state: count for state, count in replicas.items() if count},
+            "message": next(filter(None, messages), ""),
+        }
+    return {"url": _call_front("url") or "", "applications": states}
+
+
+def stop() -> bool:
+    """End the applications. Running requests may finish. Returns False if nothing was deployed."""
+    found = list(_applications())
+    for name in sorted(found, key=lambda name: name != FRONT_APPLICATION):  # the front first: it drains
+        serve.delete(name)
+    return bool(found)
+
+
+def _front_config(config: DeployConfig) -> ServeConfig:
+    """The settings of the server. Models are always loaded there: their memory is the replicas'."""
+    server = config.server
+    models = tuple(replace(model, is_preloaded=True, is_pinned=True, idle_unload=None) for model in server.models)
+    return replace(server, models=models)
+
+
+def _front(drain_s: float) -> Any:
+    return serve.deployment(
+        name=FRONT,
+        num_replicas=1,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=drain_s + 10,
+        logging_config=LoggingConfig(enable_access_log=False),
+    )(Front)
+
+
+def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
+    resources = one.resources
+    scaling: dict[str, Any] = {"num_replicas": one.replicas}
+    if one.autoscale is not None:
+        given = one.autoscale
+        kwargs = {
+            "queue_age_s": given.queue_age,
+            "waiting_tokens": given.waiting_tokens,
+            "up_delay_s": given.up_delay,
+            "down_delay_s": given.down_delay,
+        }
+        policy = AutoscalingPolicy(policy_function=QueuePolicy, policy_kwargs=kwargs)
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=given.min, max_replicas=given.max, initial_replicas=given.min, policy=policy
+            )
+        }
+    options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": resources.custom}
+    if resources.memory is not None:
+        options["memory"] = resources.memory
+    return serve.deployment(
+        name=REPLICAS,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options=options,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=drain_s + 10,
+        graceful_shutdown_wait_loop_s=0.2,
+        logging_config=LoggingConfig(enable_access_log=False),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixAwareRouter,
+            request_router_kwargs=router_kwargs(application),
+            initial_backoff_s=BACKOFF_S,
+            max_backoff_s=MAX_BACKOFF_S,
+        ),
+        **scaling,
+    )(ModelReplica)
+
+
+def _with_cpus(one: ModelDeployment, config: DeployConfig) -> ModelDeployment:
+    """Replicas without a number of CPUs get an equal share of the cluster's; with a GPU, one."""
+    if one.resources.cpus is not None:
+        return one
+    total = float(ray.cluster_resources().get("CPU", 1))
+    share = total / sum(each.max_replicas for each in config.deployments)
+    cpus = 1.0 if one.resources.gpus else float(int(share)) if share >= 1 else share
+    return replace(one, resources=replace(one.resources, cpus=cpus))
+
+
+def _engine(model: ModelConfig, one: ModelDeployment) -> Any:
+    """The engine's settings: on a CPU, as many threads as the replica has CPUs."""
+    engine = model.engine
+    is_cpu = engine.backend in ("auto", "native") and not one.resources.gpus and not has_nvidia()
+    if is_cpu and engine.threads is None:
+        return replace(engine, threads=max(int(one.resources.cpus or 1), 1))
+    return engine
+
+
+def application_of(model: ModelConfig) -> str:
+    """The name of a model's application: letters, digits and dashes."""
+    name = model.names[0]
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:60]
+    return PREFIX + (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:6]}")
+
+
+def _applications() -> dict[str, Any]:
+    """The applications of quire in this cluster, which may also run others."""
+    found = serve.status().applications
+    return {name: one for name, one in found.items() if name == FRONT_APPLICATION or name.startswith(PREFIX)}
+
+
+def _run(applications: Mapping[str, Any], on_change: Callable[[str], None]) -> None:
+    """Run applications, and wait until all of them do. Raises DeployFailed with Ray's reason."""
+    shown = ""
+    with ThreadPoolExecutor(len(applications)) as threads:  # `serve.run` returns when its application runs
+        runs = [threads.submit(serve.run, bound, name=name, route_prefix=None) for name, bound in applications.items()]
+        while not all(run.done() for run in runs):
+            found = {name: one for name, one in _applications().items() if name in applications}
+            text = ", ".join(f"{name} {one.status.value.lower()}" for name, one in found.items())
+            if text != shown:
+                shown = text
+                on_change(text)
+            time.sleep(POLL_S)
+    for run, name in zip(runs, applications, strict=True):
+        if (error := run.exception()) is not None:
+            one = _applications().get(name)
+            messages = [
+                str(error),
+                *([one.message, *(each.message for each in one.deployments.values())] if one else ()),
+            ]
+            raise DeployFailed(f"{name}: {_reason([message for message in messages if message])}") from None
+
+
+def _call_front(method: str) -> str | None:
+    """Ask the front, if there is one."""
+    one = _applications().get(FRONT_APPLICATION)
+    if one is None or one.status != ApplicationStatus.RUNNING:
+        return None
+    handle = serve.get_deployment_handle(FRONT, FRONT_APPLICATION)
+    try:
+        answer: str = getattr(handle, method).remote().result(timeout_s=ANSWER_S)
+    except (RayError, TimeoutError, RayServeException):
+        return None
+    return answer
+
+
+def _reason(messages: list[str]) -> str:
+    """The error of a replica in Ray's messages: the last line of the longest one."""
+    lines = max(messages, key=len).strip().splitlines() or ["unknown"]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines)[-1].strip()
+
+
+def _line(text: object) -> str:
+    return str(text).strip().partition("\n")[0]

@@ -1,0 +1,77 @@
+"""How many replicas a model needs: by the age of its oldest waiting request and by the tokens that wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+DOWN_USE = 0.5  # a replica leaves if the others would then be used by less than this
+
+
+class Figures(NamedTuple):
+    """What one replica reports."""
+
+    queue_age_s: float  # of its oldest waiting request
+    waiting_tokens: float  # of prompts
+    use: float  # running requests, relative to the most that it runs at once
+
+
+def wanted_replicas(current: int, figures: Iterable[Figures], queue_age_s: float, waiting_tokens: float) -> int:
+    """The number of replicas for this load, without bounds and delays.
+
+    `queue_age_s` and `waiting_tokens`: the longest wait, and the most waiting tokens of one replica, that are accepted.
+    """
+    found = list(figures)
+    tokens = sum(one.waiting_tokens for one in found)
+    needed = math.ceil(tokens / waiting_tokens)
+    if max((one.queue_age_s for one in found), default=0.0) > queue_age_s:
+        needed = max(needed, current + 1)
+    if needed > current:
+        return needed
+    is_spare = current > 1 and not tokens and sum(one.use for one in found) < DOWN_USE * (current - 1)
+    return current - 1 if is_spare else current
+
+
+class QueuePolicy:
+    """An autoscaling policy of Ray Serve. A change is made if it is wanted for the whole delay."""
+
+    def __init__(self, queue_age_s: float, waiting_tokens: float, up_delay_s: float, down_delay_s: float) -> None:
+        self._queue_age_s = queue_age_s
+        self._waiting_tokens = waiting_tokens
+        self._up_delay_s = up_delay_s
+        self._down_delay_s = down_delay_s
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        current = context.target_num_replicas
+        wanted = wanted_replicas(current, _figures(context), self._queue_age_s, self._waiting_tokens)
+        wanted = min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas)
+        now_s = context.current_time
+        direction = (wanted > current) - (wanted < current)
+        state = dict(context.policy_state or {})
+        if not direction:
+            return current, {}
+        if state.get("direction") != direction:
+            state = {"direction": direction, "since_s": now_s}
+        delay_s = self._up_delay_s if direction > 0 else self._down_delay_s
+        if now_s - state["since_s"] < delay_s:
+            return current, state
+        return wanted, {}
+
+
+def _figures(context: Any) -> list[Figures]:
+    """The last reports of the replicas that run."""
+    metrics = context.raw_metrics or {}
+    found = []
+    for replica in context.running_replicas:
+        values = [_last(metrics.get(name, {}).get(replica)) for name in Figures._fields]
+        found.append(Figures(*values))
+    return found
+
+
+def _last(series: Any) -> float:
+    """The last value of a series of (time, value)."""
+    if not series:
+        return 0.0
+    point = series[-1]
+    return float(getattr(point, "value", point))

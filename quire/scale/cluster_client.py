@@ -1,0 +1,524 @@
+"""The client of a model that runs as several replicas: what `EngineClient` is for a model in one worker.
+
+Each replica has a connection of its own, which is also used for a worker on this machine. A request goes to the replica
+with the least expected work (`quire/core/routing.py`). If a replica ends, requests that had not started are sent to
+another one, and requests that had started fail: their clients have received tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+from quire.backends.base import Capacity
+from quire.core.block_map import BlocksView
+from quire.core.chain import TokenChain, hash_block_tokens, root_key
+from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.prefix_index import ENTRY_KEY_BYTES
+from quire.core.request import SamplingParams
+from quire.core.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
+from quire.engine.composition import EngineConfig, Scheduling
+from quire.engine.model_text import ModelText
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.worker.connection import SafeCallback, WorkerConnection, add_message
+from quire.engine.worker.generation import Generation
+from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.protocol import (
+    Answer,
+    Blocks,
+    BlocksViewed,
+    CacheAnswer,
+    CacheReport,
+    ClearCache,
+    DropBlocks,
+    Explain,
+    Explained,
+    FindHeld,
+    GetBlocks,
+    GetStats,
+    HeldFound,
+    PinCache,
+    Query,
+    Ready,
+    Stats,
+    Stepped,
+    UnpinCache,
+    ViewBlocks,
+    encode,
+)
+from quire.errors import CacheFolderError, InvalidRequest, LostBeforeStart, QueueFull, QuireError, WorkerDied
+from quire.scale.combination import add_stats, counters_of, join_blocks, offsets
+from quire.scale.replica import FRONT_BITS
+from quire.scale.replica_link import ReplicaLink
+from quire.scale.transport import ReplicaGone, Transport
+
+EXPECTED_ANSWER = 128  # tokens, for the memory that a request without a limit will need
+MAX_MOVES = 5  # of one request, from replicas that ended
+MOVE_PAUSE_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+def make_front_number() -> int:
+    """A number that no other front of the cluster has."""
+    return 1 + secrets.randbelow(1 << 20)
+
+
+class _Sent(NamedTuple):
+    """A request that has been sent to a replica."""
+
+    generation: Generation
+    num_tokens: int  # of the prompt that are expected not to be cached there
+
+
+class ReplicaView:
+    """What the front knows about one replica."""
+
+    def __init__(self, replica: str, number: int, connection: WorkerConnection) -> None:
+        self.replica = replica
+        self.number = number
+        self.connection = connection
+        self.num_free_blocks = 0
+        self.num_routed = 0  # requests
+        self.is_accepting = True  # False: it is being stopped, and ends its requests
+        self.stats: Stats | None = None  # the last known
+        self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection.facts is not None and not self.connection.process.is_over
+
+    def note(self, sent: _Sent) -> None:
+        self._sent[sent.generation] = sent.num_tokens
+        self.num_routed += 1
+
+    def load(self, config: EngineConfig) -> ReplicaLoad:
+        """Its load: from this front's own requests, which is at once, and from its last report."""
+        for generation in [one for one in self._sent if _has_begun(one)]:
+            del self._sent[generation]
+        queued = [0, 0, 0]
+        for generation, num_tokens in self._sent.items():
+            queued[generation.answers.request.priority] += num_tokens
+        facts = self.connection.facts
+        assert facts is not None
+        scheduling = config.scheduling(facts.capacity)
+        return ReplicaLoad(
+            (queued[0], queued[1], queued[2]),
+            num_requests=self.connection.num_requests,
+            max_num_seqs=scheduling.max_num_seqs,
+            num_free_blocks=self.num_free_blocks,
+            num_blocks=scheduling.num_blocks,
+        )
+
+
+class _Pending(NamedTuple):
+    """A request that is being routed."""
+
+    generation: Generation
+    prompt: Prompt
+    keys: dict[bytes, list[bytes]]  # secret of replicas -> chain keys of the prompt
+
+
+class ClusterClient:
+    """Submits requests and queries to the replicas of one model. Must be used from a single event loop."""
+
+    def __init__(
+        self,
+        text: ModelText,
+        config: EngineConfig,
+        transport: Transport,
+        *,
+        front: int,
+        hang_limit_s: float = HANG_LIMIT_S,
+        on_step: Callable[[Stepped], None] | None = None,
+        on_gap: Callable[[float, int], None] | None = None,
+    ) -> None:
+        self.text = text
+        self.max_model_len = text.spec.max_model_len
+        self._config = config
+        self._transport = transport
+        self._hang_limit_s = hang_limit_s
+        self._on_step = SafeCallback("on_step", on_step)
+        self._on_gap = SafeCallback("on_gap", on_gap)
+        self._router = PrefixRouter(0, config.block_size)
+        self._replicas: dict[str, ReplicaView] = {}
+        self._accepting: tuple[str, ...] = ()
+        self._ids = count((front << FRONT_BITS) + 1)
+        self._pending: dict[int, _Pending] = {}
+        self._ranked: dict[int, list[Choice]] = {}
+        self._lost: set[Generation] = set()  # requests that are being routed, whose replica has just ended
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ready = asyncio.Event()
+        self._departed: Stats | None = None  # counts of replicas that have left
+        self._num_lost = 0
+        self._is_closed = False
+
+    # What is known about the replicas
+
+    @property
+    def replicas(self) -> list[ReplicaView]:
+        """The replicas that the front is connected to, in the order of their numbers."""
+        return sorted((one for one in self._replicas.values() if one.is_open), key=lambda one: one.number)
+
+    @property
+    def facts(self) -> Ready | None:
+        """The report of one replica: all have the same model and settings."""
+        return next((one.connection.facts for one in self.replicas), None)
+
+    @property
+    def is_caching(self) -> bool:
+        return self._config.enable_prefix_caching
+
+    @property
+    def capacity(self) -> Capacity | None:
+        return None if self.facts is None else self.facts.capacity
+
+    @property
+    def scheduling(self) -> Scheduling | None:
+        """The settings of one replica."""
+        return None if self.capacity is None else self._config.scheduling(self.capacity)
+
+    @property
+    def is_moving(self) -> bool:
+        return any(one.connection.is_moving for one in self.replicas)
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of replicas that ended without being asked to."""
+        return self._num_lost
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the router's index."""
+        return self._router.index.num_bytes
+
+    async def start(self) -> None:
+        """Wait for the first replica."""
+        self._transport.start(self)
+        await self._is_ready.wait()
+
+    async def supervise(self) -> None:
+        """The cluster replaces replicas that end."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Leave the cluster. Unfinished requests fail; the replicas stay."""
+        self._is_closed = True
+        for task in tuple(self._tasks):
+            task.cancel()
+        for view in tuple(self._replicas.values()):
+            view.connection.fail(WorkerDied("the engine was closed"))
+            await view.connection.process.close()
+        self._replicas.clear()
+        await self._transport.close()
+
+    # Requests
+
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        updated: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Send a request to a replica. Waits while there is none."""
+        request_ids = tuple(next(self._ids) for _ in range(request.n))
+        generation = Generation(Answers(request, self.text.tokenizer), request_ids, self._cancel, updated, on_start)
+        await self._route(generation)
+        return generation
+
+    async def _route(self, generation: Generation) -> None:
+        """Send a request to the replica that `rank` prefers. If that one ends before it accepts it, to another."""
+        request = generation.answers.request
+        frame = encode(add_message(request, generation.request_ids))
+        for _ in range(MAX_MOVES):
+            number = next(self._ids)
+            self._pending[number] = self._describe(generation)
+            try:
+                await self._transport.add(number, frame)
+                if generation not in self._lost:
+                    return
+                problem = "its replica has ended"
+            except ReplicaGone as error:
+                self._release(generation)
+                problem = str(error)
+            except asyncio.CancelledError:
+                self._cancel(generation)
+                raise
+            finally:
+                del self._pending[number]
+                self._ranked.pop(number, None)
+                self._lost.discard(generation)
+            log.info("a request is sent again: %s", problem)
+            await asyncio.sleep(MOVE_PAUSE_S)
+            if generation.answers.is_finished:
+                return  # it was cancelled
+        raise LostBeforeStart(f"{MAX_MOVES} replicas of {self.text.name} ended before they accepted the request")
+
+    def _describe(self, generation: Generation) -> _Pending:
+        request = generation.answers.request
+        num_tokens = len(request.prompt)
+        block_size = self._config.block_size
+        num_out = min(request.sampling.max_tokens or EXPECTED_ANSWER, EXPECTED_ANSWER)
+        prompt = Prompt(num_tokens, request.priority, -(-(num_tokens + num_out) // block_size))
+        secrets_ = {view.connection.facts.chain_secret for view in self.replicas if view.connection.facts is not None}
+        keys: dict[bytes, list[bytes]] = {}
+        for secret in secrets_:
+            root = root_key(secret, request.salt)
+            chain = TokenChain(root, array("I", request.prompt), block_size, hash_block_tokens)
+            keys[secret] = [chain.key(index) for index in range((num_tokens - 1) // block_size)]
+        return _Pending(generation, prompt, keys)
+
+    def _cancel(self, generation: Generation) -> None:
+        """End a request, wherever it is."""
+        for view in self._replicas.values():
+            view.connection.cancel(generation)
+        for index in range(len(generation.request_ids)):
+            generation.answers.cancel(index)  # if it is being moved, it is not sent again
+
+    def _release(self, generation: Generation) -> None:
+        for view in self._replicas.values():
+            view.connection.release(generation)
+
+    def _move(self, generation: Generation) -> None:
+        """Send a request again whose replica has ended before it started."""
+        if self._is_closed or generation.answers.is_finished:
+            return
+        if any(pending.generation is generation for pending in self._pending.values()):
+            self._lost.add(generation)  # `_route` sends it again
+            return
+        task = asyncio.get_running_loop().create_task(self._resend(generation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _resend(self, generation: Generation) -> None:
+        try:
+            await self._route(generation)
+        except QuireError as error:
+            generation.fail(error)
+
+    # Routing: called by the cluster's router
+
+    def set_replicas(self, replicas: Sequence[str]) -> None:
+        self._accepting = tuple(replicas)
+        for replica in replicas:
+            if replica not in self._replicas and not self._is_closed:
+                self._connect(replica)
+        for view in self._replicas.values():
+            view.is_accepting = view.replica in self._accepting
+            if not view.is_accepting:
+                self._close_if_idle(view)
+
+    def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
+        views = {view.number: view for view in self.replicas if view.replica in candidates}
+        pending = self._pending.get(number)
+        if pending is None or not views:
+            return []
+        cached: dict[int, int] = {}
+        for secret, keys in pending.keys.items():
+            for place, num_tokens in self._router.cached_tokens(keys).items():
+                facts = views[place].connection.facts if place in views else None
+                if facts is not None and facts.chain_secret == secret:
+                    cached[place] = num_tokens
+        for place in self._router.loads:
+            view = views.get(place)
+            self._router.loads[place] = ReplicaLoad() if view is None else view.load(self._config)
+        session = _session(pending.generation.answers.request)
+        choices = self._router.rank(pending.prompt, cached, session, time.monotonic_ns())
+        choices = [choice for choice in choices if choice.replica in views]
+        self._ranked[number] = choices
+        return [views[choice.replica].replica for choice in choices]
+
+    def note_routed(self, number: int, replica: str) -> None:
+        pending, view = self._pending.get(number), self._replicas.get(replica)
+        if pending is None or view is None:
+            return
+        self._release(pending.generation)  # of a replica that did not accept it
+        view.connection.adopt(pending.generation)
+        chosen = next((one for one in self._ranked.get(number, ()) if one.replica == view.number), None)
+        num_cached = 0 if chosen is None else chosen.num_cached_tokens
+        view.note(_Sent(pending.generation, pending.prompt.num_tokens - num_cached))
+        if chosen is not None:
+            session = _session(pending.generation.answers.request)
+            self._router.note(pending.prompt, chosen, session, time.monotonic_ns())
+
+    def _connect(self, replica: str) -> None:
+        number = self._router.add_replica()
+        connection = WorkerConnection(
+            f"{self.text.name} on replica {replica}",
+            self._hang_limit_s,
+            on_loading=SafeCallback("on_loading", None),
+            on_step=SafeCallback("on_step", lambda step: self._take_step(replica, step)),
+            on_gap=self._on_gap,
+            on_end=lambda _: self._take_end(replica),
+            on_report=lambda report: self._take_report(replica, report),
+            on_lost=self._move,
+            connect=lambda on_message, on_end: ReplicaLink(replica, self._transport, on_message, on_end),
+        )
+        self._replicas[replica] = ReplicaView(replica, number, connection)
+        connection.ready.add_done_callback(lambda _: self._note_ready(connection))
+
+    def _note_ready(self, connection: WorkerConnection) -> None:
+        if connection.facts is not None:
+            self.max_model_len = connection.facts.max_model_len
+            self._is_ready.set()
+
+    def _take_step(self, replica: str, step: Stepped) -> None:
+        self._on_step(step)
+        view = self._replicas.get(replica)
+        if view is not None and not view.is_accepting:
+            self._close_if_idle(view)
+
+    def _take_report(self, replica: str, report: CacheReport) -> None:
+        view = self._replicas.get(replica)
+        if view is None:
+            return
+        index, number = self._router.index, view.number
+        if report.is_cleared:
+            index.clear(number)
+        index.remove(number, _split(report.removed))
+        index.add(number, _split(report.added))
+        view.num_free_blocks = report.num_free_blocks
+
+    def _take_end(self, replica: str) -> None:
+        """A replica has ended. Its requests are failed or moved by its connection, after this."""
+        view = self._replicas.get(replica)
+        if view is not None:
+            self._num_lost += view.is_accepting
+            self._forget(view)
+
+    def _close_if_idle(self, view: ReplicaView) -> None:
+        """Leave a replica that is being stopped, when its last request has ended. It waits for that."""
+        if view.connection.num_requests or view.replica not in self._replicas:
+            return
+        self._forget(view)
+        task = asyncio.get_running_loop().create_task(view.connection.process.close())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _forget(self, view: ReplicaView) -> None:
+        del self._replicas[view.replica]
+        self._router.remove_replica(view.number)
+        if view.stats is not None:
+            left = counters_of(view.stats)
+            self._departed = left if self._departed is None else add_stats([self._departed, left])
+        if view.replica in self._accepting and not self._is_closed:
+            log.warning("replica %s of %s has ended", view.replica, self.text.name)
+
+    # Queries
+
+    async def _ask_all(self, make: Callable[[int], Query]) -> list[tuple[ReplicaView, Answer]]:
+        """Ask every replica. Those that end meanwhile are left out."""
+        views = self.replicas
+        asked = [view.connection.ask(make(next(self._ids))) for view in views]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: list[tuple[ReplicaView, Answer]] = []
+        for view, answer in zip(views, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if not isinstance(answer, WorkerDied | QueueFull):
+                    raise answer
+            else:
+                found.append((view, answer))
+        return found
+
+    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
+        """How much of this prompt the replica with the longest prefix has."""
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt)
+        found = await self._ask_all(lambda query_id: Explain(query_id, request.packed, salt))
+        explanations = []
+        for _, answer in found:
+            assert isinstance(answer, Explained)
+            if answer.explanation is None:
+                raise InvalidRequest(answer.error or "no explanation")
+            explanations.append(answer.explanation)
+        nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
+        return max(explanations, key=lambda one: one.num_tokens, default=nothing)
+
+    async def stats(self) -> Stats | None:
+        """The figures of all replicas, added. Counts of replicas that have left are included."""
+        found: list[Stats] = [] if self._departed is None else [self._departed]
+        answers = await self._ask_all(GetStats)
+        for view, answer in answers:
+            assert isinstance(answer, Stats)
+            view.stats = answer
+            found.append(answer)
+        return add_stats(found) if answers else None
+
+    async def blocks(self, max_cells: int) -> Blocks | None:
+        """The block maps of all replicas, side by side."""
+        per_replica = max(max_cells // max(len(self.replicas), 1), 1)
+        found = await self._ask_all(lambda query_id: GetBlocks(query_id, per_replica))
+        maps = [answer for _, answer in found if isinstance(answer, Blocks)]
+        return join_blocks(maps) if maps else None
+
+    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
+        views = self.replicas
+        for view, start in zip(views, self._block_offsets(), strict=True):
+            facts = view.connection.facts
+            if facts is not None and start <= first < start + facts.capacity.num_blocks:
+                size = min(count, start + facts.capacity.num_blocks - first)
+                answer = await view.connection.ask(ViewBlocks(next(self._ids), first - start, size))
+                assert isinstance(answer, BlocksViewed)
+                if answer.view is None:
+                    raise InvalidRequest(answer.error or "no such blocks")
+                return replace(answer.view, first=first)
+        raise InvalidRequest(f"first = {first} is not a block")
+
+    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        starts = dict(zip([view.replica for view in self.replicas], self._block_offsets(), strict=True))
+        ranges: list[tuple[int, int]] = []
+        for view, answer in await self._ask_all(lambda query_id: FindHeld(query_id, request_ids)):
+            assert isinstance(answer, HeldFound)
+            ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer.ranges]
+        return tuple(ranges)
+
+    def _block_offsets(self) -> list[int]:
+        capacities = [view.connection.facts.capacity for view in self.replicas if view.connection.facts is not None]
+        return offsets(capacity.num_blocks for capacity in capacities)
+
+    def drop_blocks(self) -> None:
+        for view in self.replicas:
+            view.connection.process.send(DropBlocks())
+
+    async def clear_cache(self) -> None:
+        for _, answer in await self._ask_all(ClearCache):
+            assert isinstance(answer, CacheAnswer)
+            if answer.error is not None:
+                raise CacheFolderError(answer.error)
+
+    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
+        """Pin a prefix on every replica that has it. Returns the tokens of the longest one."""
+        pin = PinPrefix(pin_id, len(prompt), ttl_s)
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))
+        found = await self._ask_all(lambda query_id: PinCache(query_id, pin_id, request.packed, salt, ttl_s))
+        answers = [answer for _, answer in found if isinstance(answer, CacheAnswer)]
+        if answers and all(answer.error is not None for answer in answers):
+            raise InvalidRequest(answers[0].error or "not pinned")
+        return max((answer.num_tokens for answer in answers if answer.error is None), default=0)
+
+    async def unpin(self, pin_id: str) -> bool:
+        check_pin_id(pin_id)
+        found = await self._ask_all(lambda query_id: UnpinCache(query_id, pin_id))
+        return any(isinstance(answer, CacheAnswer) and answer.is_found and answer.error is None for _, answer in found)
+
+
+def _has_begun(generation: Generation) -> bool:
+    """Whether its prompt is computed, or it has ended."""
+    return generation.first_s is not None or generation.error is not None or generation.answers.is_finished
+
+
+def _session(request: GenerationRequest) -> str:
+    """The name of a session is separate for each salt, so that tenants do not share one."""
+    return f"{request.salt}/{request.session}" if request.session else ""
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]

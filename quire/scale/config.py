@@ -1,0 +1,115 @@
+"""Settings of `quire deploy`: those of `quire serve`, and how many replicas of each model run where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.errors import InvalidRequest
+from quire.server.config import ServeConfig
+
+MAX_REPLICAS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscale:
+    """Bounds, and the load that one replica should have at most."""
+
+    min: int = 1
+    max: int = 2
+    queue_age: float = 2.0  # seconds that the oldest request may wait
+    waiting_tokens: int = 16_384  # prompt tokens that may wait for one replica
+    up_delay: float = 5.0  # seconds
+    down_delay: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("min", "max"):
+            _check_count(f"autoscale.{name}", getattr(self, name), 1, MAX_REPLICAS)
+        if self.max < self.min:
+            raise InvalidRequest(f"autoscale.max = {self.max} is less than autoscale.min = {self.min}")
+        _check_count("autoscale.waiting_tokens", self.waiting_tokens, 1, 1 << 40)
+        for name in ("queue_age", "up_delay", "down_delay"):
+            _check_number(f"autoscale.{name}", getattr(self, name), above=-1 if "delay" in name else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one replica needs of its machine. Ray starts it where that is free."""
+
+    cpus: float | None = None  # None: all replicas share the cluster's
+    gpus: float = 0.0
+    memory: int | None = None  # bytes
+    custom: dict[str, float] = field(default_factory=dict)  # Ray's own resources, such as a label of some machines
+
+    def __post_init__(self) -> None:
+        if self.cpus is not None:
+            _check_number("resources.cpus", self.cpus)
+        _check_number("resources.gpus", self.gpus, above=-1)
+        if self.memory is not None:
+            _check_count("resources.memory", self.memory, 1, 1 << 60)
+        for name, amount in self.custom.items():
+            _check_number(f"resources.custom.{name}", amount)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDeployment:
+    """The replicas of one model."""
+
+    replicas: int = 1
+    autoscale: Autoscale | None = None
+    resources: Resources = field(default_factory=Resources)
+
+    def __post_init__(self) -> None:
+        _check_count("replicas", self.replicas, 1, MAX_REPLICAS)
+
+    @property
+    def max_replicas(self) -> int:
+        return self.replicas if self.autoscale is None else self.autoscale.max
+
+
+@dataclass(frozen=True, slots=True)
+class DeployConfig:
+    server: ServeConfig
+    deployments: tuple[ModelDeployment, ...]  # of the models, in their order
+
+
+def parse_deployment(given: Mapping[str, Any], default: ModelDeployment | None = None) -> ModelDeployment:
+    """The settings of a model from a YAML file. Errors begin with the field."""
+    default = default or ModelDeployment()
+    autoscale, resources = given.get("autoscale"), given.get("resources")
+    if given.get("replicas") is not None and autoscale is not None:
+        raise InvalidRequest(f"replicas = {given['replicas']!r}: autoscale is set too, which has min and max instead")
+    scaled = default.autoscale if autoscale is None and given.get("replicas") is None else None
+    return ModelDeployment(
+        replicas=given.get("replicas", default.replicas),
+        autoscale=scaled if autoscale is None else _make(Autoscale, "autoscale", autoscale),
+        resources=default.resources if resources is None else _make(Resources, "resources", resources),
+    )
+
+
+def _make(kind: type[Any], name: str, given: Any) -> Any:
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{name} = {given!r:.80} is not a mapping of settings")
+    known = [one.name for one in fields(kind)]
+    values = {str(key).replace("-", "_"): value for key, value in given.items()}
+    for key in values:
+        if key not in known:
+            raise InvalidRequest(f"{name}.{key}: there is no such field; there are {', '.join(known)}")
+    if isinstance(values.get("memory"), str):
+        from quire.sizes import parse_size
+
+        values["memory"] = parse_size(f"{name}.memory", values["memory"])
+    return kind(**values)
+
+
+def _check_count(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequest(f"{name} = {value!r:.80} is not a whole number from {low} to {high}")
+
+
+def _check_number(name: str, value: object, above: float = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+        least = "above 0" if above == 0 else "of at least 0"
+        raise InvalidRequest(f"{name} = {value!r:.80} is not a number {least}")

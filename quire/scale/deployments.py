@@ -1,0 +1,148 @@
+"""The deployments of Ray Serve: replicas of a model, and the front with quire's own HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from quire.engine.composition import EngineConfig
+from quire.engine.worker.process import HANG_LIMIT_S
+from quire.errors import QuireError
+from quire.scale.cluster_client import ClusterClient, make_front_number
+from quire.scale.ray_transport import RayTransport
+from quire.scale.replica import Replica
+from quire.server.config import ServeConfig
+from quire.server.launcher import Launcher, Startup
+from quire.server.model_client import ClientSettings, ModelClient
+from quire.server.observability.logs import setup_logging
+
+FRONT, REPLICAS = "front", "replicas"  # names of the deployments, in applications of their own
+JANITOR_S = 5.0
+LAST_WORDS_S = 0.2  # for streams to send why the worker ended
+
+log = logging.getLogger(__name__)
+
+
+class ModelReplica:
+    """One replica: a worker process with the model."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, name: str, path: str, engine: EngineConfig, chain_secret: bytes, hang_limit_s: float = HANG_LIMIT_S
+    ) -> None:
+        self._replica = Replica(name, self._end, hang_limit_s)
+        try:
+            facts = await self._replica.start(Path(path), engine, chain_secret)
+        except QuireError as error:
+            raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
+        self._max_num_seqs = engine.scheduling(facts.capacity).max_num_seqs
+        self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_fronts())
+
+    async def hello(self) -> None:
+        """The first call of a front."""
+
+    async def add(self, number: int, front: int, frame: bytes) -> None:
+        """Take a request. `number` is for the router."""
+        del number
+        self._replica.take(front, (frame,))
+
+    async def send(self, front: int, frames: list[bytes]) -> None:
+        """Take other messages of a front."""
+        self._replica.take(front, frames)
+
+    async def messages(self, replica: str, front: int) -> Any:
+        """The messages for a front. `replica` is for the router."""
+        del replica
+        async for frames in self._replica.messages(front):
+            yield frames
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica whose worker has ended."""
+        if self._replica.error is not None:
+            raise RuntimeError(str(self._replica.error))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `quire.scale.autoscaling` decides by."""
+        stats = await self._replica.stats()
+        return {
+            "queue_age_s": max(tier.oldest_age_s for tier in stats.tiers),
+            "waiting_tokens": float(sum(tier.num_tokens for tier in stats.tiers)),
+            "use": stats.num_running / self._max_num_seqs,
+        }
+
+    async def __del__(self) -> None:  # Ray Serve awaits it when the replica is stopped
+        if (janitor := getattr(self, "_janitor", None)) is not None:
+            janitor.cancel()
+        if (replica := getattr(self, "_replica", None)) is not None:
+            await replica.close()
+
+    def _end(self, reason: str) -> None:
+        """The worker has ended: so does this process, so that Ray starts another replica at once."""
+        log.error("the replica ends: %s", reason)
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+
+    async def _drop_silent_fronts(self) -> None:
+        while True:
+            await asyncio.sleep(JANITOR_S)
+            self._replica.drop_silent_fronts()
+
+
+class Front:
+    """quire's HTTP server: the same routes, keys, limits, metrics and page as `quire serve`."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: ServeConfig, fingerprint: str, applications: tuple[str, ...]
+    ) -> None:
+        """`applications`: those of the models of `config`, in this order. `fingerprint`: of all settings."""
+        setup_logging(config.log_level, as_json=config.log_format == "json")
+        self._number = make_front_number()
+        self._fingerprint = fingerprint
+        self._applications = {model.names[0]: name for model, name in zip(config.models, applications, strict=True)}
+        self._launcher = Launcher(config, on_ready=self._note, make_client=self._connect, handles_signals=False)
+        self._serving = asyncio.get_running_loop().create_task(self._launcher.serve())
+        self._url = ""
+        ready = asyncio.get_running_loop().create_task(self._launcher.is_ready.wait())
+        await asyncio.wait({self._serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            ready.cancel()
+            try:
+                self._serving.result()
+            except QuireError as error:
+                raise RuntimeError(str(error)) from None
+            raise RuntimeError("the server has ended")
+
+    def _connect(self, settings: ClientSettings) -> ModelClient:
+        application = self._applications[settings.model.names[0]]
+        handle = DeploymentHandle(REPLICAS, application)  # not initialised: the transport chooses its event loop
+        return ClusterClient(
+            settings.text,
+            settings.engine,
+            RayTransport(handle, application, self._number),
+            front=self._number,
+            hang_limit_s=settings.hang_limit_s,
+            on_step=settings.on_step,
+            on_gap=settings.on_gap,
+        )
+
+    def _note(self, startup: Startup) -> None:
+        self._url = startup.config.url
+
+    async def url(self) -> str:
+        return self._url
+
+    async def fingerprint(self) -> str:
+        """The settings that this front has."""
+        return self._fingerprint
+
+    async def check_health(self) -> None:
+        if self._serving.done():
+            raise RuntimeError("the server has ended")
+
+    async def __del__(self) -> None:
+        if (launcher := getattr(self, "_launcher", None)) is not None and not self._serving.done():
+            launcher.stop()
+            await asyncio.wait({self._serving})

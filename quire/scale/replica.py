@@ -1,0 +1,295 @@
+"""A replica of a model: one worker process, and the fronts that use it.
+
+A front is a server in front of the replicas. It sends the messages of the worker's protocol, and reads what the worker
+answers as one stream of batches, so that a step is one message for all its requests. Knows nothing of Ray.
+
+Ids of requests and queries start with the number of their front (`FRONT_BITS`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from quire.core.prefix_index import ENTRY_KEY_BYTES
+from quire.engine.composition import EngineConfig
+from quire.engine.engine import EngineOutput
+from quire.engine.worker.connection import LOAD_LIMIT_S
+from quire.engine.worker.process import HANG_LIMIT_S, WorkerProcess
+from quire.engine.worker.protocol import (
+    Add,
+    Begun,
+    CacheReport,
+    Cancel,
+    Failed,
+    FromWorker,
+    GetStats,
+    Load,
+    Loading,
+    Ready,
+    Refused,
+    Started,
+    Stats,
+    Stepped,
+    ToWorker,
+    Working,
+    encode,
+    to_worker,
+)
+from quire.errors import InvalidRequest, QuireError, WorkerDied, error_of
+
+FRONT_BITS = 40  # of an id: its front is the rest
+STATS_ID = 1  # query id of the replica itself, which is front 0
+SILENT_LIMIT_S = 30.0  # a front that has sent nothing for this long is gone: its requests are cancelled
+
+Item = TypeVar("Item")
+
+log = logging.getLogger(__name__)
+
+
+def front_of(number: int) -> int:
+    """The front of a request or query id."""
+    return number >> FRONT_BITS
+
+
+class _Front:
+    """What one front has not read yet."""
+
+    def __init__(self, number: int, now_s: float) -> None:
+        self.number = number
+        self.heard_s = now_s
+        self.request_ids: set[int] = set()
+        self._frames: list[bytes] = []
+        self._changed = asyncio.Event()
+        self.is_closed = False
+
+    def push(self, message: FromWorker) -> None:
+        self._frames.append(encode(message))
+        self._changed.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._changed.set()
+
+    async def pop(self) -> list[bytes]:
+        """The next messages; none: it was closed."""
+        while not self._frames and not self.is_closed:
+            self._changed.clear()
+            await self._changed.wait()
+        frames, self._frames = self._frames, []
+        return frames
+
+
+class Replica:
+    """Owns a worker. Belongs to one event loop. `on_end`: called with a reason when the worker has ended by itself."""
+
+    def __init__(self, name: str, on_end: Callable[[str], None], hang_limit_s: float = HANG_LIMIT_S) -> None:
+        self._name = name
+        self._on_end = on_end
+        self._hang_limit_s = hang_limit_s
+        self._loop = asyncio.get_running_loop()
+        self._fronts: dict[int, _Front] = {}
+        self._keys: set[bytes] = set()  # content of the cache, for fronts that connect later
+        self._num_free_blocks = 0
+        self._facts: asyncio.Future[Ready] = self._loop.create_future()
+        self._stats: asyncio.Future[Stats] | None = None
+        self.progress = 0.0  # of loading, 0 to 1
+        self.error: QuireError | None = None  # why it ended
+        self.process = WorkerProcess(self._take, self._take_end)
+
+    async def start(self, path: Path, config: EngineConfig, chain_secret: bytes) -> Ready:
+        """Load the model. Raises the worker's error."""
+        self.process.send(Load(str(path), config, chain_secret=chain_secret, reports_cache=True))
+        self.process.expect_message(LOAD_LIMIT_S)
+        return await self._facts
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(front.request_ids) for front in self._fronts.values())
+
+    @property
+    def num_fronts(self) -> int:
+        return len(self._fronts)
+
+    async def stats(self) -> Stats:
+        """The worker's own figures. Concurrent calls share one query."""
+        if self.error is not None:
+            raise self.error
+        if self._stats is None or self._stats.done():
+            self._stats = self._loop.create_future()
+            self.process.send(GetStats(STATS_ID))
+        return await asyncio.shield(self._stats)
+
+    # Called by fronts
+
+    def take(self, front: int, frames: Sequence[bytes]) -> None:
+        """Pass a front's messages to the worker. No messages: a sign of life."""
+        if self.error is not None:
+            raise WorkerDied(str(self.error))
+        found = self._fronts.get(front)
+        if found is None:
+            raise InvalidRequest(f"front {front} is not connected")
+        found.heard_s = self._loop.time()
+        for message in (to_worker.decode(frame) for frame in frames):
+            self._note(found, message)
+            self.process.send(message)
+        self._watch()
+
+    async def messages(self, front: int) -> AsyncGenerator[list[bytes], None]:
+        """Everything that the worker has to say to a front, from now on. A front that stops to read is gone."""
+        if (earlier := self._fronts.pop(front, None)) is not None:
+            self._drop(earlier)
+        own = self._fronts[front] = _Front(front, self._loop.time())
+        own.push(await asyncio.shield(self._facts))
+        own.push(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks))
+        try:
+            while frames := await own.pop():
+                yield frames
+        finally:
+            if self._fronts.get(front) is own:
+                del self._fronts[front]
+            self._drop(own)
+
+    def drop_silent_fronts(self) -> None:
+        """Cancel the requests of fronts that have died without closing their stream."""
+        oldest_s = self._loop.time() - SILENT_LIMIT_S
+        for front in [one for one in self._fronts.values() if one.heard_s < oldest_s]:
+            log.warning(
+                "a front has sent nothing for %g s: its %d requests are cancelled",
+                SILENT_LIMIT_S,
+                len(front.request_ids),
+            )
+            del self._fronts[front.number]
+            self._drop(front)
+
+    async def close(self) -> None:
+        """End the worker. Requests that run are lost."""
+        for front in tuple(self._fronts.values()):
+            front.close()
+        await self.process.close()
+
+    def _note(self, front: _Front, message: ToWorker) -> None:
+        match message:
+            case Load():
+                raise InvalidRequest("a front must not load a model")
+            case Add(request_ids=request_ids):
+                front.request_ids.update(request_ids)
+            case Cancel(request_id=request_id):
+                front.request_ids.discard(request_id)
+            case _:
+                pass
+
+    def _drop(self, front: _Front) -> None:
+        front.close()
+        for request_id in front.request_ids:
+            self.process.send(Cancel(request_id))
+        front.request_ids.clear()
+        self._watch()
+
+    # Called by the worker
+
+    def _take(self, message: FromWorker) -> None:
+        match message:
+            case Stepped():
+                self._take_step(message)
+            case Begun(started=started):
+                for front, some in self._by_front(started, _request_of):
+                    front.push(message if len(some) == len(started) else Begun(tuple(some)))
+            case Refused(request_ids=request_ids):
+                for refused, ids in self._by_front(request_ids, int):
+                    refused.request_ids.difference_update(ids)
+                    refused.push(message)
+            case CacheReport():
+                self._take_report(message)
+            case Loading(num_done=num_done, num_bytes=num_bytes):
+                self.progress = num_done / max(num_bytes, 1)
+            case Ready():
+                self._facts.set_result(message)
+            case Failed(kind=kind, message=text):
+                self.error = error_of(kind, text)
+            case Stats(query_id=query_id) if query_id == STATS_ID:
+                if self._stats is not None and not self._stats.done():
+                    self._stats.set_result(message)
+            case Working():
+                self._tell_all(message)
+            case _:
+                asking = self._fronts.get(front_of(message.query_id))
+                if asking is not None:
+                    asking.push(message)
+        self._watch()
+
+    def _take_step(self, message: Stepped) -> None:
+        """Pass a step on. With one front, which is the usual case, nothing is divided."""
+        ended = [output.request_id for output in message.outputs if _is_last(output)]
+        for request_id in ended:
+            if (front := self._fronts.get(front_of(request_id))) is not None:
+                front.request_ids.discard(request_id)
+        if len(self._fronts) == 1:
+            self._tell_all(message)
+            return
+        for front in self._fronts.values():
+            front.push(_part(message, front.number))
+
+    def _take_report(self, report: CacheReport) -> None:
+        if report.is_cleared:
+            self._keys.clear()
+        self._keys.difference_update(_split(report.removed))
+        self._keys.update(_split(report.added))
+        self._num_free_blocks = report.num_free_blocks
+        self._tell_all(report)
+
+    def _take_end(self, reason: str) -> None:
+        self.error = self.error or WorkerDied(f"the process that runs {self._name} {reason}")
+        log.error("%s", self.error)
+        if not self._facts.done():
+            self._facts.set_exception(self.error)
+        if self._stats is not None and not self._stats.done():
+            self._stats.set_exception(self.error)
+        for front in self._fronts.values():
+            front.push(Failed(type(self.error).__name__, str(self.error)))
+            front.close()
+        self._on_end(str(self.error))
+
+    def _tell_all(self, message: FromWorker) -> None:
+        for front in self._fronts.values():
+            front.push(message)
+
+    def _by_front(self, items: Iterable[Item], id_of: Callable[[Item], int]) -> list[tuple[_Front, list[Item]]]:
+        found: dict[int, list[Item]] = {}
+        for item in items:
+            found.setdefault(front_of(id_of(item)), []).append(item)
+        return [(self._fronts[number], some) for number, some in found.items() if number in self._fronts]
+
+    def _watch(self) -> None:
+        """Silence is a hang only while there is work."""
+        if self._facts.done():
+            is_busy = any(front.request_ids for front in self._fronts.values())
+            self.process.expect_message(self._hang_limit_s if is_busy else None)
+
+
+def _request_of(started: Started) -> int:
+    return started.request_id
+
+
+def _is_last(output: EngineOutput) -> bool:
+    return output.finish_reason is not None or output.error is not None
+
+
+def _part(message: Stepped, front: int) -> Stepped:
+    """The part of a step that belongs to one front."""
+    own = [at for at, request_id in enumerate(message.request_ids) if front_of(request_id) == front]
+    return Stepped(
+        tuple(output for output in message.outputs if front_of(output.request_id) == front),
+        tuple(started for started in message.started if front_of(started.request_id) == front),
+        message.num_tokens,
+        message.took_s,
+        tuple(message.request_ids[at] for at in own),
+        tuple(message.token_ids[at] for at in own),
+    )
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]

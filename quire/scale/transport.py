@@ -1,0 +1,44 @@
+"""What a front needs from a cluster. `quire/scale/deployments.py` implements it with Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+
+class ReplicaGone(Exception):
+    """A replica ended, or cannot be reached."""
+
+
+class Chooser(Protocol):
+    """Decides where requests go. Belongs to the front; the cluster's router calls it in the same event loop."""
+
+    def set_replicas(self, replicas: Sequence[str]) -> None:
+        """The replicas that accept requests now."""
+
+    def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
+        """The replicas for a request, the best first. Those that the front is not connected to are left out."""
+
+    def note_routed(self, number: int, replica: str) -> None:
+        """A request is being sent to a replica."""
+
+
+class Transport(Protocol):
+    """Messages between one front and the replicas of one model. Its methods raise ReplicaGone."""
+
+    def start(self, chooser: Chooser) -> None:
+        """Begin to report replicas to the chooser."""
+
+    async def add(self, number: int, frame: bytes) -> None:
+        """Send request `number` to the replica that the chooser ranks first and that accepts it.
+
+        Waits while there is no such replica. The request may arrive even if this raises.
+        """
+
+    async def send(self, replica: str, frames: Sequence[bytes]) -> None:
+        """Send messages to a replica."""
+
+    def messages(self, replica: str) -> AsyncGenerator[list[bytes], None]:
+        """The stream of messages of a replica."""
+
+    async def close(self) -> None: ...
