@@ -52,13 +52,13 @@ def deploy(target: Target, address: Address = None, as_json: Json = False, end_r
         if end_ray:
             application.stop_ray()
     else:
-        config = _read(Path(target))
+        config = read_config(Path(target))
         application.connect(address, starts=True)
         url = application.deploy(config, on_change=lambda text: typer.echo(f"  {text}", err=True))
         _announce(url, config)
 
 
-def _read(path: Path) -> DeployConfig:
+def read_config(path: Path) -> DeployConfig:
     """The settings of a file. Options of `quire serve` may also come from the environment, as there."""
     from quire.scale.config import DeployConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
             f" {engine['num_preemptions']:,} preempted, {engine['num_pins']:,} pins"
         ),
         _line(f"queue     {engine['num_running']:,} running; waiting {', '.join(map(_tier, engine['tiers']))}"),
+        *_replicas(engine.get("replicas") or ()),
         *_troubles(engine),
     ]
 
@@ -165,6 +167,19 @@ def _shares(counts: dict[str, int], width: int) -> dict[str, int]:
 def _tier(tier: dict[str, Any]) -> str:
     name = f"{tier['num_waiting']:,} {printable(tier['tier'])}"
     return f"{name} ({tier['oldest_age_s']:.1f} s)" if tier["num_waiting"] else name
+
+
+def _replicas(replicas: Sequence[dict[str, Any]]) -> list[Text]:
+    """A line for each replica of a cluster. Older servers do not report them."""
+    lines = []
+    for number, one in enumerate(replicas):
+        title = "replicas" if not number else ""
+        hits = one["num_hit_tokens"] / one["num_queried_tokens"] if one["num_queried_tokens"] else 0.0
+        held = 1 - one["num_free_blocks"] / one["num_blocks"] if one["num_blocks"] else 0.0
+        text = f"{printable(one['name'])}: {one['num_requests']:,} running or waiting, {one['num_routed']:,} so far,"
+        text += f" {hits:.1%} hits, {held:.0%} of its blocks held" + ("" if one["is_accepting"] else ", stopping")
+        lines.append(_line(f"{title:<10}{text}"))
+    return lines
 
 
 def _troubles(engine: dict[str, Any]) -> list[Text]:

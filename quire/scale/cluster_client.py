@@ -20,6 +20,7 @@ from typing import NamedTuple
 from quire.backends.base import Capacity
 from quire.core.block_map import BlocksView
 from quire.core.chain import TokenChain, hash_block_tokens, root_key
+from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.prefix_index import ENTRY_KEY_BYTES
 from quire.core.request import SamplingParams
@@ -48,6 +49,7 @@ from quire.engine.worker.protocol import (
     PinCache,
     Query,
     Ready,
+    ReplicaStatus,
     Stats,
     Stepped,
     UnpinCache,
@@ -99,6 +101,20 @@ class ReplicaView:
     def note(self, sent: _Sent) -> None:
         self._sent[sent.generation] = sent.num_tokens
         self.num_routed += 1
+
+    def status(self, config: EngineConfig) -> ReplicaStatus:
+        cache = CacheStats.none() if self.stats is None else self.stats.cache
+        num_blocks = self.load(config).num_blocks - 1  # without the null block
+        return ReplicaStatus(
+            self.replica,
+            self.is_accepting,
+            self.connection.num_requests,
+            self.num_routed,
+            num_blocks,
+            self.num_free_blocks,
+            cache.num_queried_tokens,
+            cache.num_hit_tokens,
+        )
 
     def load(self, config: EngineConfig) -> ReplicaLoad:
         """Its load: from this front's own requests, which is at once, and from its last report."""
@@ -194,6 +210,10 @@ class ClusterClient:
     def num_restarts(self) -> int:
         """The number of replicas that ended without being asked to."""
         return self._num_lost
+
+    @property
+    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
+        return tuple(view.status(self._config) for view in self.replicas)
 
     @property
     def index_bytes(self) -> int:

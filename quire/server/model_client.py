@@ -14,7 +14,7 @@ from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationRequest
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
-from quire.engine.worker.protocol import Blocks, Ready, Stats, Stepped
+from quire.engine.worker.protocol import Blocks, Ready, ReplicaStatus, Stats, Stepped
 from quire.server.config import ModelConfig
 
 
@@ -40,6 +40,9 @@ class ModelClient(Protocol):
 
     @property
     def num_restarts(self) -> int: ...
+
+    @property
+    def replica_statuses(self) -> tuple[ReplicaStatus, ...]: ...
 
     async def start(self) -> None: ...
 

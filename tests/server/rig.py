@@ -227,6 +227,13 @@ def put_away(server: Server) -> None:
 
 @contextlib.contextmanager
 def serving(*options: str, key: str | None = None, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server. With QUIRE_TEST_REPLICAS in the environment, a cluster with so many replicas instead."""
+    if num_replicas := os.environ.get("QUIRE_TEST_REPLICAS"):
+        from tests.scale.rig import deployed, settings_of
+
+        with deployed(settings_of(options), replicas=int(num_replicas), key=key) as cluster:
+            yield cluster
+        return
     server = spawn(*options, env=env)
     try:
         wait_ready(server)

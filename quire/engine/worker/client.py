@@ -39,6 +39,7 @@ from quire.engine.worker.protocol import (
     HeldFound,
     PinCache,
     Ready,
+    ReplicaStatus,
     Stats,
     Stepped,
     UnpinCache,
@@ -131,6 +132,11 @@ class EngineClient:
     def num_restarts(self) -> int:
         """The number of workers started after the first."""
         return max(self._num_starts - 1, 0)
+
+    @property
+    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
+        """None: the model has one worker, and is no cluster."""
+        return ()
 
     async def start(self) -> None:
         """Load the model now instead of at the first request."""

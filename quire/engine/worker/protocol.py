@@ -264,6 +264,19 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_violations: int  # broken invariants of the core, found by audits
 
 
+class ReplicaStatus(NamedTuple):
+    """What the client of a cluster knows about one replica."""
+
+    name: str
+    is_accepting: bool  # False: it is being stopped, and finishes its requests
+    num_requests: int  # sequences that run or wait there
+    num_routed: int  # requests sent there so far
+    num_blocks: int
+    num_free_blocks: int
+    num_queried_tokens: int  # of the prefix cache, as of its last report
+    num_hit_tokens: int
+
+
 class Running(NamedTuple):
     """A running request."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
@@ -16,7 +17,7 @@ from prometheus_client.registry import Collector
 from quire.core.request import Priority
 from quire.core.tiers import LowerTierStats
 from quire.engine.model_manager import ManagedModel, ModelState
-from quire.engine.worker.protocol import Ready, Stats, Stepped
+from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind
 from quire.server.observability.request_record import RequestRecord
@@ -88,6 +89,9 @@ GAUGES = {
     "model_state": _Spec("1 for the model's current state, 0 for the others.", ("state",)),
     "model_bytes": _Spec("Bytes of the model's weights and KV cache in memory."),
     "model_requests_waiting": _Spec("Requests that wait for the model to load."),
+    "replicas": _Spec("Replicas of the model that the server is connected to. 0: it runs on this machine."),
+    "replica_requests": _Spec("Sequences that run or wait on a replica.", ("replica",)),
+    "replica_kv_cache_usage_perc": _Spec("Share of a replica's KV blocks that requests or pins hold.", ("replica",)),
 }
 COUNTERS = {
     "prompt_tokens": _Spec("Prompt tokens of finished requests, cached or computed."),
@@ -113,6 +117,9 @@ COUNTERS = {
     "model_loads": _Spec("Number of times the model was loaded."),
     "model_load_failures": _Spec("Number of times the model could not be loaded."),
     "model_unloads": _Spec("Number of times the model was unloaded."),
+    "replica_requests_routed": _Spec("Requests sent to a replica.", ("replica",)),
+    "replica_prefix_cache_queries": _Spec("Prompt tokens looked up in a replica's prefix cache.", ("replica",)),
+    "replica_prefix_cache_hits": _Spec("Prompt tokens found in a replica's prefix cache.", ("replica",)),
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": _HistogramSpec("From arrival to the first token.", _TTFT_S),
@@ -133,6 +140,12 @@ HISTOGRAMS = {
     ),
     "step_seconds": _HistogramSpec("Duration of one step.", _TOKEN_S),
 }
+REPLICA_COUNTERS = {
+    "replica_requests_routed": "num_routed",
+    "replica_prefix_cache_queries": "num_queried_tokens",
+    "replica_prefix_cache_hits": "num_hit_tokens",
+}
+REPLICA_METRICS = ("replica_requests", "replica_kv_cache_usage_perc", *REPLICA_COUNTERS)
 # Metrics that vLLM has too. `compat="vllm"` exports them a second time under `vllm:`.
 VLLM = frozenset(
     {
@@ -272,6 +285,8 @@ class Worker(Protocol):
     def is_moving(self) -> bool: ...
     @property
     def facts(self) -> Ready | None: ...
+    @property
+    def replica_statuses(self) -> tuple[ReplicaStatus, ...]: ...
 
 
 class Metrics:
@@ -289,6 +304,7 @@ class Metrics:
         self._num_restarts = 0  # already counted
         self._worker = 0  # num_restarts at the last stats: identifies the worker
         self._load_counts: dict[str, int] = {}  # already counted
+        self._replicas: dict[str, ReplicaStatus] = {}
         self._bind()
 
     def _bind(self) -> None:
@@ -307,7 +323,7 @@ class Metrics:
         self._step = self._histograms.one("step_seconds")
         self._step_tokens = self._histograms.one("iteration_tokens_total")
         self._reset_gauges()
-        for name in ("model_bytes", "model_requests_waiting"):
+        for name in ("model_bytes", "model_requests_waiting", "replicas"):
             self._set(name, 0)
 
     def _reset_gauges(self) -> None:
@@ -377,6 +393,26 @@ class Metrics:
         self._set("engine_moving", float(worker.is_moving))
         if worker.facts is not None:
             self._take_facts(worker.facts)
+        self._take_replicas(worker.replica_statuses)
+
+    def _take_replicas(self, statuses: tuple[ReplicaStatus, ...]) -> None:
+        """Take the figures of replicas. Those of replicas that have left are removed."""
+        self._set("replicas", len(statuses))
+        found = {one.name: one for one in statuses}
+        for name in self._replicas.keys() - found.keys():
+            for metric in REPLICA_METRICS:
+                series = self._gauges.get(metric) or self._counters[metric]
+                with suppress(KeyError):
+                    series.remove(*self._labels, name)
+        for name, one in found.items():
+            last = self._replicas.get(name)
+            self._set("replica_requests", one.num_requests, name)
+            num_held = one.num_blocks - one.num_free_blocks
+            self._set("replica_kv_cache_usage_perc", num_held / one.num_blocks if one.num_blocks else 0.0, name)
+            for metric, field in REPLICA_COUNTERS.items():
+                before = 0 if last is None else getattr(last, field)
+                self._count(metric, name).inc(max(0, getattr(one, field) - before))
+        self._replicas = found
 
     def take_model_state(self, managed: ManagedModel) -> None:
         """Take the model's state, memory, waiters and load counts from the manager."""

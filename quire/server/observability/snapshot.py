@@ -119,6 +119,19 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     error: Annotated[str | None, Meta(description="The kind of error.")]
 
 
+class WatchedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica of a model in a cluster."""
+
+    name: str
+    is_accepting: Annotated[bool, Meta(description="False: it is being stopped, and finishes its requests.")]
+    num_requests: Annotated[int, Meta(description="Sequences that run or wait there.")]
+    num_routed: Annotated[int, Meta(description="Requests sent there so far.")]
+    num_blocks: int
+    num_free_blocks: Annotated[int, Meta(description="Blocks that no request or pin holds.")]
+    num_queried_tokens: int
+    num_hit_tokens: Annotated[int, Meta(description="Of the queried tokens, those found in its prefix cache.")]
+
+
 class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model. Counts are totals since its process started; rates are those of the last interval.
 
@@ -158,6 +171,7 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
         list[FinishedRequest],
         Meta(description="The last 32 requests since the model was loaded that this key may see, newest first."),
     ] = []
+    replicas: Annotated[list[WatchedReplica], Meta(description="Of a cluster; none: the model runs here.")] = []
 
 
 class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,6 +311,7 @@ class SnapshotBuilder:
             requests=requests,
             num_other_requests=len(self.active_requests) - len(requests),
             finished=self._finished(key),
+            replicas=[WatchedReplica(**one._asdict()) for one in service.client.replica_statuses],
         )
 
     def _finished(self, key: Key) -> list[FinishedRequest]:

@@ -1,5 +1,5 @@
 // The models of the server and the memory they hold; an admin can load, unload and pin them.
-import { button, byId, bytes, make, meter, plural, setChildren, setShare, setText } from "./dom.js";
+import { button, byId, bytes, make, meter, percent, plural, setChildren, setShare, setText } from "./dom.js";
 import { post } from "./net.js";
 
 const rows = new Map(); // by name
@@ -19,6 +19,7 @@ const order = (row, what, name) => async () => {
 const makeRow = (name) => {
   const row = {
     node: make("li", {}), state: make("span", { class: "badge" }), facts: make("p", { class: "note" }), meter: meter(0, "Loading progress"),
+    replicas: make("ul", { class: "replicas", "aria-label": "Replicas of " + name }),
     note: make("p", { class: "note", role: "status" }), buttons: make("div", { class: "row" }), what: {}, busy: false,
   };
   for (const [what, text] of [["load", "Load"], ["unload", "Unload"], ["pin", "Pin"], ["unpin", "Unpin"]]) {
@@ -26,7 +27,7 @@ const makeRow = (name) => {
     row.what[what].setAttribute("aria-label", text + " " + name);
     row.buttons.append(row.what[what]);
   }
-  row.node.append(make("div", { class: "line" }, make("b", {}, name), row.state, row.buttons), row.meter, row.facts, row.note);
+  row.node.append(make("div", { class: "line" }, make("b", {}, name), row.state, row.buttons), row.meter, row.facts, row.replicas, row.note);
   return row;
 };
 
@@ -46,6 +47,20 @@ const factsOf = (one) => {
   return facts;
 };
 
+// Of a cluster: where requests go, and what each replica reuses.
+const replicaText = (one) => one.name + ": " + plural(one.num_requests, "request") + ", " + one.num_routed.toLocaleString("en") + " so far, "
+  + percent(one.num_hit_tokens, one.num_queried_tokens) + " of prompt tokens reused, " + percent(one.num_blocks - one.num_free_blocks, one.num_blocks)
+  + " of blocks held" + (one.is_accepting ? "" : ", stopping");
+
+const showReplicas = (row, replicas) => {
+  row.replicas.hidden = !replicas.length;
+  while (row.replicas.children.length > replicas.length) row.replicas.lastChild.remove();
+  replicas.forEach((one, i) => {
+    if (!row.replicas.children[i]) row.replicas.append(make("li", { class: "note" }));
+    setText(row.replicas.children[i], replicaText(one));
+  });
+};
+
 const showModel = (one, isAdmin) => {
   const row = rows.get(one.name) || makeRow(one.name);
   rows.set(one.name, row);
@@ -54,6 +69,7 @@ const showModel = (one, isAdmin) => {
   row.meter.hidden = one.progress === null || one.state !== "loading";
   setShare(row.meter, one.progress);
   setText(row.facts, factsOf(one).join(" · "));
+  showReplicas(row, (one.engine && one.engine.replicas) || []);
   row.buttons.hidden = !isAdmin;
   const isIn = one.state === "ready" || one.state === "loading";
   row.what.load.hidden = isIn;
