@@ -16,6 +16,7 @@ from quire.errors import InvalidRequest, MissingExtra
 if TYPE_CHECKING:
     from quire.scale.config import DeployConfig
 
+PATHS = ("config", "api_keys_file", "ssl_certfile", "ssl_keyfile")
 Target = Annotated[
     str,
     typer.Argument(
@@ -67,6 +68,8 @@ def read_config(path: Path) -> DeployConfig:
     context = get_command(app).make_context("deploy", ["--config", str(path)], obj={"is_deployed": True})
     options: dict[str, Any] = {**context.params, "is_deployed": True}
     options.pop("model_option", None)
+    for name in PATHS:  # typer makes them paths when it calls the command, which does not happen here
+        options[name] = None if options[name] is None else Path(options[name])
     for name in ("kv_events", "kv_events_replay", "kv_events_topic", "memory", "idle_unload", "models_dir"):
         if options[name] is not None:
             raise InvalidRequest(f"--config {str(path)!r}: {name} has no meaning for replicas")

@@ -150,14 +150,9 @@ def main() -> None:
         for number in range(options.kills):
             failed, ended, took_s = kill_in_mid_stream(cluster, number, 200)
             num_failed, num_ended, waits_s = num_failed + failed, num_ended + ended, [*waits_s, took_s]
-            print(
-                f"kill {number + 1}: {failed} streams ended with an error, {ended} went on; back in {took_s:.1f} s",
-                flush=True,
-            )
+            print(f"kill {number + 1}: {failed} streams failed, {ended} did not; back in {took_s:.1f} s", flush=True)
         if waits_s:
-            print(
-                f"{options.kills} kills: {num_failed} errors, {num_ended} undisturbed, back in at most {max(waits_s):.1f} s"
-            )
+            print(f"{options.kills} kills: {num_failed} failed, {num_ended} did not; all in {max(waits_s):.1f} s")
         for number in range(options.restarts):
             outcomes = restart_under_load(cluster)
             lost = [one for one in outcomes if one.problem or one.error]

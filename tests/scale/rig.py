@@ -143,3 +143,6 @@ def _end(cluster: Cluster, threads: list[threading.Thread]) -> None:
     process.wait(HANG_S)
     for thread in threads:
         thread.join(60)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
