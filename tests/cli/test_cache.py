@@ -204,16 +204,17 @@ def test_verify(root: Path) -> None:
     assert outcome.exit_code == 1
     assert sorted(outcome.stdout.splitlines()) == sorted(
         [
-            f"{before[0].path}: digest",
-            f"{before[1].path}: truncated",
-            f"{before[3].path}: key",
+            f"{before[0].path}: the content does not match its checksum",
+            f"{before[1].path}: the end of the file is missing",
+            f"{before[3].path}: content that belongs to another name",
             "3 good, 3 damaged, 1 foreign",
+            "Damaged files are not used; `quire cache verify --delete` deletes them.",
         ]
     )
     assert len(all_files(root)) == 6
     text = shown("verify", "--cache-dir", str(root), "--delete")
     assert text.endswith("3 good, 3 damaged, 3 of them deleted, 1 foreign\n")
-    assert f"{before[0].path}: digest, deleted\n" in text
+    assert f"{before[0].path}: the content does not match its checksum, deleted\n" in text
     assert {file.path for file in all_files(root)} == {before[number].path for number in (2, 4, 5)}
     assert shown("verify", "--cache-dir", str(root)) == "3 good, 0 damaged, 1 foreign\n"
 
@@ -238,10 +239,12 @@ def test_verify_as_json(root: Path) -> None:
         "num_good": 4,
         "num_damaged": 1,
         "num_foreign": 1,
+        "num_unreadable": 0,
         "num_deleted": 0,
         "faults": {"digest": 1},
         "damaged": [{"path": before[0].path, "fault": "digest"}],
         "foreign": [before[1].path],
+        "unreadable": [],
     }
     assert json.loads(shown("verify", "--cache-dir", str(root), "--json", "--delete"))["num_deleted"] == 1
     assert os.path.exists(before[1].path)  # of a newer version
@@ -255,8 +258,9 @@ def test_verify_never_deletes_directories(root: Path) -> None:
     os.symlink("/etc/hostname", second.path)
     outcome = run("verify", "--cache-dir", str(root), "--delete")
     assert outcome.exit_code == 1
-    assert f"{first.path}: not_a_file\n" in outcome.stdout
-    assert f"{second.path}: not_a_file, deleted\n" in outcome.stdout
+    words = "not a file, but a folder, a link or a device"
+    assert f"{first.path}: {words}\n" in outcome.stdout
+    assert f"{second.path}: {words}, deleted\n" in outcome.stdout
     assert os.path.isdir(f"{first.path}/inside")
     assert os.path.exists("/etc/hostname")
 
@@ -271,6 +275,44 @@ def test_a_file_that_a_server_evicts_meanwhile_is_not_damaged(root: Path, monkey
 
     monkeypatch.setattr("quire.cli.cache.check_block", evict)
     assert shown("verify", "--cache-dir", str(root)) == "5 good, 0 damaged, 0 foreign\n"
+
+
+def test_files_that_cannot_be_read_or_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, which permissions do not stop."""
+    before = all_files(root)
+    for file in before[:2]:
+        damage(file.path)
+    unlink, opened, scanned = os.unlink, os.open, os.scandir
+    hidden = os.path.dirname(before[5].path)
+
+    def refuse(function: Any, *paths: str) -> Any:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            if str(path) in paths:
+                raise PermissionError(13, "Permission denied", path)
+            return function(path, *arguments, **named)
+
+        return call
+
+    monkeypatch.setattr("os.unlink", refuse(unlink, before[0].path))
+    monkeypatch.setattr("os.open", refuse(opened, before[2].path))
+    monkeypatch.setattr("os.scandir", refuse(scanned, hidden))
+    outcome = run("verify", "--cache-dir", str(root), "--delete")
+    assert outcome.exit_code == 1
+    assert f"{before[0].path}: the content does not match its checksum, could not be deleted: Permission" in (
+        outcome.stdout
+    )
+    assert f"{before[2].path}: the system refuses to read it\n" in outcome.stdout
+    assert outcome.stdout.endswith("2 good, 2 damaged, 1 of them deleted, 0 foreign, 2 unreadable\n")
+    outcome = run("ls", "--cache-dir", str(root))
+    assert outcome.exit_code == 0
+    assert len(outcome.stdout.splitlines()) == 3
+    assert "1 files could not be read; their tokens are not counted" in outcome.stderr
+    assert f"{hidden} could not be read; its files are not counted" in outcome.stderr
+    outcome = run("clear", "--cache-dir", str(root), "--yes")
+    assert outcome.exit_code == 1
+    assert outcome.stdout.endswith("; 1 could not be deleted: Permission denied\n")
+    monkeypatch.undo()
+    assert {file.path for file in all_files(root)} == {before[0].path, before[5].path}
 
 
 def test_progress_on_a_terminal(root: Path) -> None:

@@ -103,6 +103,22 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert cached(ask(server)) == 0
 
 
+def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> None:
+    """`quire cache clear` reaches a running server, which has the prefix in memory too."""
+    folder = tmp_path / "kv"
+    with serving(str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder)) as server:
+        ask(server)
+        wait_saved(server, 5)
+        assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
+        eventually(lambda: tiers(server)[0]["num_pieces"] == 0, "the server has noticed")
+        assert server.stats()["num_cached"] == 0
+        assert all_files(folder) == []
+        assert cached(ask(server)) == 0
+        wait_saved(server, 5)
+        assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
+    assert all_files(folder) == []  # nothing is saved at the end
+
+
 def test_keys_share_nothing_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     """Also if the order of the keys changes between two starts: a number is not an identity."""
     folder = tmp_path / "kv"

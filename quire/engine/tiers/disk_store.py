@@ -45,6 +45,7 @@ from quire.engine.tiers.cache_folder import (
     restore_space,
     space_folders,
 )
+from quire.engine.tiers.deletions import DeletionWatch
 from quire.engine.tiers.file_index import Entry, FileIndex
 from quire.errors import CacheFolderError, InvalidRequest
 
@@ -119,6 +120,7 @@ class DiskStore:
         open_root(root)
         self.space = open_space(root, name, facts)
         self._root = root
+        self.watch = DeletionWatch(root, self.space.path, clock)
         self._own_prefix = f"{self.space.path}{os.sep}"
         self._index = FileIndex(max_bytes, self._own_prefix)
         self._clock = clock
@@ -221,6 +223,23 @@ class DiskStore:
         if problem is not None:
             raise problem
         return Cleared(num_files, num_bytes)
+
+    def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
+        """List the folder now. Returns the content of this space that is not there any more. Raises OSError.
+
+        `cleared_ns`: another process cleared the cache then. Files that this process has written or read meanwhile are
+        deleted first, because they may have old content. Others that are newer were written after the clear.
+        """
+        if cleared_ns is not None:
+            known = set(self._index.known_paths())
+            for file in list_files(self.space.path).files:
+                if file.is_regular and (file.used_ns <= cleared_ns or file.path in known):
+                    self._index.drop(file.path)
+                    with suppress(FileNotFoundError):
+                        os.unlink(file.path)
+        with self._listing:
+            self._list_root()
+        return self._index.take_gone()
 
     def stats(self) -> DiskStats:
         sizes = self._index.sizes()

@@ -181,6 +181,8 @@ class Worker:
         self._handle(waiting)
         while True:
             messages = self._channel.receive(self._sleep_s())
+            if messages and self._engine.follow_deletions():  # before messages: it may have slept for long
+                self._note_change()
             self._handle(messages)
             if self._compilations:
                 self._take_compiled(self._compilations)

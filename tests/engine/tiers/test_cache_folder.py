@@ -145,7 +145,7 @@ def test_only_names_of_quire_are_listed(tmp_path: Path) -> None:
         str(one) for one in (*foreign, space.path / "elsewhere", space.path / "cd")
     )
     assert space_folders(tmp_path) == [space.path]
-    assert list_files(tmp_path / "nothing") == ([], [], [])
+    assert list_files(tmp_path / "nothing") == ([], [], [], [])
 
 
 def test_stale_temporary_files_are_removed(tmp_path: Path) -> None:
