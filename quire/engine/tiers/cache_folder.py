@@ -97,10 +97,10 @@ def open_root(root: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise CacheFolderError(f"the cache folder {root} is not a folder")
     if found.st_mode & stat.S_IWOTH:
-        raise CacheFolderError(
-            f"every user of this machine can write to the cache folder {root}: choose another one, or run"
-            f" `chmod o-w {root}`"
-        )
+        # A folder such as /tmp must stay as it is: others use it.
+        is_own = not found.st_mode & stat.S_ISVTX and os.path.lexists(root / SECRET_NAME)
+        advice = f"run `chmod o-w {root}`" if is_own else f"choose a folder for it alone, such as {root / 'quire-kv'}"
+        raise CacheFolderError(f"every user of this machine can write to the cache folder {root}: {advice}")
 
 
 def open_space(root: Path, name: str, facts: Mapping[str, str]) -> Space:
@@ -255,6 +255,22 @@ def write_private(path: Path, data: bytes, *, may_replace: bool = True) -> None:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(draft)
+
+
+def find_secret(root: Path) -> bytes | None:
+    """The secret of a folder. None if there is none that can be used."""
+    try:
+        return _read_secret(root / SECRET_NAME)
+    except (OSError, CacheFolderError):
+        return None
+
+
+def restore_root(root: Path, secret: bytes | None) -> None:
+    """Create a folder that was deleted again, with the secret that its files depend on. Raises OSError."""
+    make_private(root)
+    if secret is not None:
+        with suppress(FileExistsError):  # another process was faster
+            write_private(root / SECRET_NAME, secret, may_replace=False)
 
 
 def root_secret(root: Path) -> bytes:

@@ -59,11 +59,16 @@ def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [0o777, 0o1777, 0o702])
 def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path, bits: int) -> None:
+    """quire does not advise to change the mode of a folder that it did not create, or of one like /tmp."""
     tmp_path.chmod(bits)
-    with pytest.raises(CacheFolderError, match=r"every user of this machine can write to .*chmod o-w"):
+    advice = f"choose a folder for it alone, such as {tmp_path}/quire-kv"
+    with pytest.raises(CacheFolderError, match=rf"every user of this machine can write to .*: {advice}$"):
         open_root(tmp_path)
     with pytest.raises(CacheFolderError, match="every user"):
         root_secret(tmp_path)
+    (tmp_path / "secret").write_bytes(bytes(SECRET_BYTES))
+    with pytest.raises(CacheFolderError, match=advice if bits & 0o1000 else f"run `chmod o-w {tmp_path}`$"):
+        open_root(tmp_path)
 
 
 def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_the_folder_disappears(make_rig: MakeRig, tmp_path: Path) -> None:
     rig.save([1, 2], DISK)
     rig.finish()
     os.rename(tmp_path / "kv", tmp_path / "moved")
+    (tmp_path / "kv").write_text("in the way")  # else it would be created again
     rig.load(1, [1, 2], Tier.DISK, [11, 12])
     rig.save([3], DISK)
     done = rig.finish()
