@@ -271,16 +271,20 @@ class _Usage:
 
 def _find_root(given: str | None) -> Path:
     """The cache folder. Refuses a folder that is not one."""
-    given = given or os.environ.get("QUIRE_CACHE_DIR")  # as for `quire serve`
+    source = "--cache-dir"
+    if given is None:
+        given, source = os.environ.get("QUIRE_CACHE_DIR"), "QUIRE_CACHE_DIR"  # as for `quire serve`
+    if given == "":
+        raise InvalidRequest(f"{source} is empty: it must be the path of a folder")
     root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
     try:
         names = os.listdir(root)
     except FileNotFoundError:
         if given is None:
             return root  # nothing was cached yet
-        raise InvalidRequest(f"--cache-dir {root}: there is no such folder") from None
+        raise InvalidRequest(f"{source} {root}: there is no such folder") from None
     except NotADirectoryError:
-        raise InvalidRequest(f"--cache-dir {root} is not a folder") from None
+        raise InvalidRequest(f"{source} {root} is not a folder") from None
     except OSError as error:
         raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
     if names and SECRET_NAME not in names and not space_folders(root):

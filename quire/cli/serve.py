@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
+_OTHER_FIELDS = re.compile(r"(?<![\w/.'-])(?:kv_memory|host_cache|disk_cache)(?![\w/.'-])")  # not in a path
 Opt = typer.Option
 Texts = list[str] | None
 
@@ -202,6 +203,7 @@ def options_named() -> Iterator[None]:
     except InvalidRequest as error:
         name, _, rest = str(error).partition(" = ")
         if rest and re.fullmatch(r"[a-z_]+", name):
+            rest = _OTHER_FIELDS.sub(lambda found: option_name(found[0]), rest)
             raise InvalidRequest(f"{option_name(name)} = {rest}") from None
         raise
 
@@ -252,6 +254,8 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     from quire.server.config import ServeConfig
 
     given = dict(options)
+    if os.environ.get("QUIRE_CACHE_DIR") == "":
+        raise InvalidRequest("QUIRE_CACHE_DIR in the environment is empty: set it to the path of a folder, or unset it")
     for name in ("memory", "max_body_size", "max_file_size", "max_file_storage"):
         if given[name] is not None:
             given[name] = parse_size(option_name(name), given[name])
@@ -264,7 +268,10 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     draft = ServeConfig(models=list_models(options, engine), **server)
     for model in draft.models:
         check_memory(model.engine)
-    check_cache_folders([model.engine for model in draft.models])
+    engines = [model.engine for model in draft.models]
+    is_from_environment = given["cache_dir"] == os.environ.get("QUIRE_CACHE_DIR")
+    if any(one.disk_cache for one in engines) or not is_from_environment:  # the variable may be set for all servers
+        check_cache_folders(engines)
     return replace(draft, models=locate_all(draft.models))
 
 

@@ -76,6 +76,7 @@ def test_folders_that_are_not_a_cache(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("")
     assert "is not a folder" in refused(command, "--cache-dir", str(tmp_path / "file"))
     assert f"{tmp_path} is not a cache folder of quire" in refused(command, "--cache-dir", str(tmp_path))
+    assert refused(command, "--cache-dir", "") == "--cache-dir is empty: it must be the path of a folder"
     assert (tmp_path / "file").exists()
 
 
@@ -92,8 +93,11 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write(DiskStore(tmp_path / "kv", FACTS, 1 << 30, name="m"), 1)
     assert shown("ls").splitlines()[1].split()[0] == "m"
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert "QUIRE_CACHE_DIR" in refused("ls")
     assert "elsewhere: there is no such folder" in refused("ls")
     assert "m " in shown("ls", "--cache-dir", str(tmp_path / "kv"))
+    monkeypatch.setenv("QUIRE_CACHE_DIR", "")
+    assert refused("ls") == "QUIRE_CACHE_DIR is empty: it must be the path of a folder"
 
 
 def test_the_command_as_a_process(root: Path) -> None:

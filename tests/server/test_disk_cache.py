@@ -217,14 +217,15 @@ def test_invalid_values_are_refused_before_a_model_is_loaded(tiny_model: Path, t
         ("--disk-cache", "abc"): "--disk-cache = 'abc' is not a size like 2G or 512M",
         ("--disk-cache", "-1"): "--disk-cache = '-1' is not a size like 2G or 512M",
         ("--host-cache", "1X"): "--host-cache = '1X' is not a size like 2G or 512M",
-        ("--cache-dir", "kv"): "--cache-dir = 'kv' has no effect without disk_cache",
-        ("--disk-cache", "0", "--cache-dir", "kv"): "--cache-dir = 'kv' has no effect without disk_cache",
+        ("--cache-dir", "kv"): "--cache-dir = 'kv' has no effect: set --disk-cache to a size too",
+        ("--disk-cache", "0", "--cache-dir", "kv"): "--cache-dir = 'kv' has no effect: --disk-cache is 0, which turns",
+        ("--disk-cache", "1G", "--cache-dir", ""): "--cache-dir = '' is not the path of a folder",
         ("--disk-cache", "1G", "--cache-dir", "file"): "--cache-dir = 'file': the cache folder file is not a folder",
         ("--disk-cache", "1G", "--cache-dir", "file/a"): "--cache-dir = 'file/a': the cache folder file/a cannot be",
         ("--disk-cache", "1G", "--cache-dir", "/proc/a"): "--cache-dir = '/proc/a': the cache folder /proc/a cannot be",
         ("--disk-cache", "1G", "--cache-dir", "open"): "--cache-dir = 'open': every user of this machine can write to",
-        ("--disk-cache", "1K", "--no-enable-prefix-caching"): "--disk-cache = 1024 needs prefix caching, which is off",
-        ("--host-cache", "1K", "--no-enable-prefix-caching"): "--host-cache = 1024 needs prefix caching, which is off",
+        ("--disk-cache", "1K", "--no-enable-prefix-caching"): "--disk-cache = 1.0 KiB needs prefix caching",
+        ("--host-cache", "1K", "--no-enable-prefix-caching"): "--host-cache = 1.0 KiB needs prefix caching",
     }  # fmt: skip
     outcomes = quire_each([["serve", str(tiny_model), "--backend", "fake", *one] for one in wrong], folder=tmp_path)
     for (returncode, stdout, stderr), message in zip(outcomes, wrong.values(), strict=True):
@@ -238,12 +239,11 @@ def test_invalid_values_are_refused_before_a_model_is_loaded(tiny_model: Path, t
     [
         (
             ("--backend", "native", "--host-cache", "1G"),
-            "--host-cache = 1073741824: the KV cache of this backend is in host memory already;"
-            " kv_memory sets its size",
+            "--host-cache = 1.0 GiB: the KV cache of this backend is in host memory already; --kv-memory sets its size",
         ),
         (
             ("--backend", "fake", "--disk-cache", "300"),
-            "--disk-cache = 300 is too small for this model: it needs at least 512 bytes",
+            "--disk-cache = 300 bytes is too small for this model: it needs at least 512 bytes",
         ),
     ],
 )
@@ -253,6 +253,22 @@ def test_values_that_do_not_fit_the_model_are_refused(
     outcome = quire("serve", str(tiny_model), "--port", "0", *options, env={"QUIRE_CACHE": str(tmp_path)})
     assert outcome.returncode == 2
     assert outcome.stderr.splitlines()[-1] == f"quire: {message}"
+    assert outcome.stderr.count(message.partition(" = ")[2].partition(":")[0]) == 2  # here, and once in the log
+
+
+def test_the_folder_in_the_environment(tiny_model: Path, tmp_path: Path) -> None:
+    """It only names the folder, so it is no mistake without a disk cache. An empty one is."""
+    folder = tmp_path / "kv"
+    fake = ("--backend", "fake")
+    with serving(str(tiny_model), *fake, env={"QUIRE_CACHE_DIR": str(folder)}) as server:
+        assert server.stats()["tiers"] == []
+        assert not folder.exists()
+    with serving(str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": str(folder)}) as server:
+        assert len(tiers(server)) == 1
+        assert find_spaces(folder)
+    outcome = quire("serve", str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": ""})
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("quire: QUIRE_CACHE_DIR in the environment is empty: ")
 
 
 def test_zero_is_off(tiny_model: Path, tmp_path: Path) -> None:
