@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,36 @@ def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> Non
         wait_saved(server, 5)
         assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
     assert all_files(folder) == []  # nothing is saved at the end
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_damaged_file_in_the_log(tiny_model: Path, tmp_path: Path, log_format: str) -> None:
+    """The lines of a worker look like those of the server."""
+    folder = tmp_path / "kv"
+    options = (str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder))
+    with serving(*options) as server:
+        ask(server)
+        wait_saved(server, 5)
+        server.stop()
+    path = Path(all_files(folder)[0].path)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    with serving(*options, "--log-format", log_format) as server:
+        ask(server)
+        line = server.wait_for("a file of the disk cache was damaged")
+    message = (
+        "a file of the disk cache was damaged (the content does not match its checksum):"
+        f" {path}. It was deleted, and its content is computed again"
+    )
+    if log_format == "json":
+        found = json.loads(line)
+        assert (found["level"], found["logger"]) == ("warning", "quire.engine.tiers.transfers")
+        assert found["message"] == message
+    else:
+        assert re.fullmatch(
+            rf"\d{{4}}-[-:.T\d]+Z WARNING quire\.engine\.tiers\.transfers: {re.escape(message)}\n", line
+        )
 
 
 def test_keys_share_nothing_on_disk(tiny_model: Path, tmp_path: Path) -> None:

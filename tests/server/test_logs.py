@@ -19,14 +19,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from quire.core.request import Priority
+from quire.engine.worker.log_lines import JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
 from quire.server.observability.logs import (
     MAX_KEYS,
     MAX_LINES_PER_S,
     MAX_VALUE_CHARS,
-    JsonFormatter,
     LimitedHandler,
-    LineFormatter,
     LogOnce,
     log_request,
     request_fields,

@@ -59,7 +59,7 @@ PAUSE_S = 30.0  # without writes after one failed: the next would fail too
 WARN_AGAIN_S = 300.0  # between two warnings that writes fail
 
 # The file is not at fault, or it belongs to another version of quire.
-_KEPT = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
+KEPT_FAULTS = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
 # Something else has the name of this one file: other writes can succeed.
 _SINGLE_FILE_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 
@@ -386,9 +386,9 @@ class DiskStore:
     def _note_damage(self, path: str, fault: Fault) -> None:
         with self._lock:
             self._faults[fault] += 1
-        if fault not in _KEPT or fault is Fault.MISSING:
+        if fault not in KEPT_FAULTS or fault is Fault.MISSING:
             self._index.drop(path)
-        if fault not in _KEPT:
+        if fault not in KEPT_FAULTS:
             with suppress(OSError):  # a directory, or a read-only folder
                 os.unlink(path)
 

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from quire.backends.base import BlockIO, PendingCopy
 from quire.core.step import Content, Load, MemoryRef, Save, StepPlan, Tier
+from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault
 from quire.engine.tiers.deletions import Deletion
-from quire.engine.tiers.disk_store import DiskStore, Written, reads_per_thread
+from quire.engine.tiers.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread
 from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
 from quire.errors import CacheFolderError
 
@@ -319,8 +320,7 @@ class Transfers:
             if generation == self._generation:  # otherwise the files were deleted
                 found = self.disk.read_many([read.content for read in reads], buffers)
                 are_read = [damage is None for damage in found]
-                for damage in filter(None, found):
-                    log.warning("cached content on disk is not used: %s", damage)
+                _warn_of([damage for damage in found if damage is not None])
         except Exception:
             log.exception("cached content on disk could not be read")
         finally:
@@ -496,3 +496,18 @@ class Transfers:
         self._read_slots.close()
         if self._host is not None:
             self._host.close()
+
+
+def _warn_of(damages: Sequence[DamagedBlock]) -> None:
+    """Log what happened to files that are not used. Missing ones are counted: another process may have cleared all."""
+    missing = [damage for damage in damages if damage.fault is Fault.MISSING]
+    if missing:
+        text = "%d files of the disk cache are missing, such as %s: their content is computed again"
+        log.warning(text, len(missing), missing[0].path)
+    for damage in damages:
+        if damage.fault in KEPT_FAULTS and damage.fault is not Fault.MISSING:
+            text = "a file of the disk cache cannot be used (%s): %s. It is kept, and its content is computed again"
+            log.warning(text, FAULT_WORDS[damage.fault], damage.path)
+        elif damage.fault is not Fault.MISSING:
+            text = "a file of the disk cache was damaged (%s): %s. It was deleted, and its content is computed again"
+            log.warning(text, FAULT_WORDS[damage.fault], damage.path)
