@@ -38,6 +38,7 @@ from quire.engine.tiers.deletions import mark_cleared, mark_pruned
 from quire.errors import CacheFolderError, InvalidRequest
 from quire.sizes import file_size
 from quire.weights import hub
+from quire.weights.huggingface import cached_folders
 
 T = TypeVar("T")
 MAX_THREADS = 4
@@ -61,17 +62,19 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     """List the models with cached content: files, size, tokens and last use."""
     root = _find_root(cache_dir)
     spaces = [one for one in _read_spaces(root) if one.listing.files]
+    names = _served_names(spaces)
     with _progress("reading headers", sum(len(one.listing.files) for one in spaces)) as step:
         usages = [_measure(one, step) for one in spaces]
     usages.sort(key=lambda usage: usage.used_ns, reverse=True)
     if as_json:
-        typer.echo(json.dumps([usage.document() for usage in usages], indent=2))
+        found = [{**usage.document(), "served_name": names.get(usage.name)} for usage in usages]
+        typer.echo(json.dumps(found, indent=2))
     elif not usages:
         typer.echo(_nothing(root))
     else:
         rows = [
             (
-                *(usage.name, usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
+                *(_title(usage.name, names), usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
                 *(f"{usage.num_files:,}", file_size(usage.num_bytes), f"{usage.tokens:,}", _ago(usage.used_ns)),
             )
             for usage in usages
@@ -172,7 +175,9 @@ def clear(
     cache_dir: FolderOption = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="NAME", help="Only content of this model, named as in `quire cache ls`."),
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="Only content of this model, by a name in `quire cache ls`."
+        ),
     ] = None,
     older_than: Annotated[
         str | None,
@@ -300,10 +305,23 @@ def _read_spaces(root: Path) -> list[_Listed]:
     return [_Listed(path, read_space(path), list_files(path)) for path in space_folders(root)]
 
 
+def _served_names(spaces: Iterable[_Listed]) -> dict[str, str]:
+    """Names that a server shows, for spaces that are named by another name of the model: a file or a revision."""
+    names = {Path(known.file_name).stem: known.name for known in hub.KNOWN_MODELS.values()}
+    if any(re.fullmatch(r"[0-9a-f]{40}", one.name) for one in spaces):  # the import of the hub takes time
+        names |= {folder.name: name for name, folder in cached_folders()}
+    return names
+
+
+def _title(name: str, served_names: Mapping[str, str]) -> str:
+    return f"{name} ({served_names[name]})" if name in served_names else name
+
+
 def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
-    found = [one for one in spaces if model in (one.name, one.path.name)]
+    served_names = _served_names(spaces)
+    found = [one for one in spaces if model in (one.name, one.path.name, served_names.get(one.name))]
     if not found:
-        names = sorted({one.name for one in spaces if one.listing.files})
+        names = sorted({_title(one.name, served_names) for one in spaces if one.listing.files})
         there = f"it has {', '.join(names)}" if names else "it is empty"
         raise InvalidRequest(f"--model {model!r}: {short_path(root)} has no content of such a model; {there}")
     return found

@@ -233,7 +233,8 @@ def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers 
     files = weight_files(path, config.load_format)
     capacity = runner.capacity()
     pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
-    return OpenedTiers(settings, block_io, pool_sizes, path.stem, files, config.load_format, runner.facts())
+    name = path.stem if path.is_file() else path.name
+    return OpenedTiers(settings, block_io, pool_sizes, name, files, config.load_format, runner.facts())
 
 
 def disk_cache_folder(config: EngineConfig) -> Path | None:

@@ -141,6 +141,7 @@ def test_ls_as_json(root: Path) -> None:
         "num_files": 3,
         "num_bytes": 3 * FILE_BYTES,
         "num_tokens": 96,
+        "served_name": None,
     }
 
 
@@ -351,6 +352,30 @@ def test_clear_one_model(root: Path) -> None:
     text = refused("clear", "--cache-dir", str(root), "--model", "smal", "--yes")
     assert text == f"--model 'smal': {root} has no content of such a model; it has org/large"
     assert shown("clear", "--cache-dir", str(root), "--model", "small", "--yes").startswith("nothing to delete in ")
+
+
+def test_names_that_a_server_shows(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a known model, and a folder of the hub's cache, have other names."""
+    pytest.importorskip("huggingface_hub")
+    revision, home = "5" * 40, tmp_path / "hub"
+    folder = home / "models--org--tiny"
+    (folder / "snapshots" / revision).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home))
+    for number, name in enumerate(("SmolLM2-135M-Instruct.Q4_1", revision)):
+        write(DiskStore(root, {"a": str(number)}, 1 << 30, name=name), 20 + number)
+    text = shown("ls", "--cache-dir", str(root))
+    assert "SmolLM2-135M-Instruct.Q4_1 (smollm2-135m-instruct) " in text
+    assert f"{revision} (org/tiny) " in text
+    assert {entry["served_name"] for entry in json.loads(shown("ls", "--cache-dir", str(root), "--json"))} == {
+        *("smollm2-135m-instruct", "org/tiny", None)
+    }
+    text = refused("clear", "--cache-dir", str(root), "--model", "tiny", "--yes")
+    assert "SmolLM2-135M-Instruct.Q4_1 (smollm2-135m-instruct)" in text
+    for name in ("smollm2-135m-instruct", "org/tiny"):
+        assert shown("clear", "--cache-dir", str(root), "--model", name, "--yes").startswith("deleted 1 files: ")
+    assert len(all_files(root)) == 6
 
 
 def test_clear_a_model_that_was_computed_in_two_ways(root: Path) -> None:
