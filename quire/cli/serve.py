@@ -348,7 +348,7 @@ def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
     lines = []
     for tier in ready.tiers:
         names = {"host": "host cache", "disk": "disk cache"}
-        limit = tier.max_bytes or config.models[0].engine.disk_cache or 0
+        limit = tier.max_bytes or 0
         found = f", {reported_size(tier.num_bytes)} found" if tier.num_pieces else ""
         pays = "not used: loads would take longer than computing"
         if tier.break_even_tokens is not None:
@@ -356,7 +356,23 @@ def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
             if tier.break_even_tokens > 1:
                 pays += f" from {tier.break_even_tokens:,} tokens on"
         lines.append(f"             {names[tier.tier]} up to {reported_size(limit)}{found}; {pays}")
+        if tier.tier == "disk":
+            lines += _disk_folder(config)
     return lines
+
+
+def _disk_folder(config: ServeConfig) -> list[str]:
+    """A line about the folder of the disk cache."""
+    from quire.cli.models import short_path
+    from quire.engine.composition import disk_cache_folder
+    from quire.engine.tiers.cache_folder import write_problem
+
+    folder = disk_cache_folder(config.models[0].engine)
+    if folder is None:
+        return []
+    problem = write_problem(folder)
+    warning = "" if problem is None else f"; NOTHING CAN BE SAVED there: {problem}"
+    return [f"             in {short_path(folder.absolute())}{warning}"]
 
 
 def _events(startup: Startup) -> list[str]:

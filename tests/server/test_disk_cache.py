@@ -62,6 +62,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
     options = (str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder))
     with serving(*options) as server:
         assert re.search(r"disk cache up to 10\.0 MiB; faster than computing", banner(server))
+        assert f"             in {folder}\n" in server.stdout
         first = ask(server)
         assert (cached(first), first["cache"]["source"], first["cache"]["loaded_tokens"]) == (0, None, 0)
         again = ask(server)
@@ -69,9 +70,10 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         wait_saved(server, 5)
         (disk,) = tiers(server)
         assert (disk["tier"], disk["num_pieces"], disk["num_saves"], disk["num_loads"]) == ("disk", 5, 5, 0)
-        assert (disk["num_bytes"], disk["max_bytes"], disk["num_failed_saves"]) == (5 * 32 * 8, None, 0)
+        assert (disk["num_bytes"], disk["max_bytes"], disk["num_failed_saves"]) == (5 * 32 * 8, 10 << 20, 0)
         assert metrics(server) == {
             "lower_cache_bytes disk": 1280,
+            "lower_cache_max_bytes disk": 10 << 20,
             "lower_cache_pieces disk": 5,
             "lower_cache_loads_total disk": 0,
             "lower_cache_loaded_tokens_total disk": 0,
@@ -94,6 +96,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert loaded["choices"] == first["choices"]
         assert (cached(loaded), loaded["cache"]["source"], loaded["cache"]["loaded_tokens"]) == (156, "disk", 156)
         assert loaded["cache"] == explained
+        server.wait_for("cached_tokens=156 completion_tokens=1 cache=complete cache_source=disk ")
         assert ask(server)["cache"]["source"] == "device"
         (disk,) = tiers(server)
         assert (disk["num_loads"], disk["num_loaded_tokens"], disk["num_loaded_bytes"]) == (1, 156, 1280)

@@ -42,6 +42,7 @@ _SPACE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-([0-9a-f]{16})")
 _PREFIX_NAME = re.compile(r"[0-9a-f]{2}")
 _FILE_NAME = re.compile(r"(block|window|state)-([0-9a-f]{32})\.kv")
 _MAX_FACTS_BYTES = 1 << 20
+_PROBE_BYTES = 1 << 16
 
 
 class StoredFile(NamedTuple):
@@ -255,6 +256,19 @@ def write_private(path: Path, data: bytes, *, may_replace: bool = True) -> None:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(draft)
+
+
+def write_problem(folder: Path) -> str | None:
+    """Why nothing can be saved to a folder: the system's reason. None: a small file can be written."""
+    probe = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        write_private(probe, bytes(_PROBE_BYTES))
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            os.unlink(probe)
+    return None
 
 
 def find_secret(root: Path) -> bytes | None:

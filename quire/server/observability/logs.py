@@ -1,4 +1,4 @@
-"""Logging: one line per request, as text or as JSON. Prompts, answers, keys and paths of this machine are not logged.
+"""Logging: one line per request, as text or as JSON. It has no prompts, answers, keys or paths of this machine.
 
 Values that a client sent are escaped, so that none can forge a log line. Each logger is rate limited, so that a flood
 of bad requests cannot fill a disk.
@@ -102,6 +102,7 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         "cached_tokens": record.cached_tokens,
         "completion_tokens": record.completion_tokens,
         "cache": record.cache_reason,
+        "cache_source": record.cache_source,
         "queued_s": _rounded(record.queued_s),
         "ttft_s": _rounded(record.ttft_s),
         "e2e_s": _rounded(record.e2e_s),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from quire.engine.tiers.cache_folder import (
     space_digest,
     space_folders,
     write_private,
+    write_problem,
 )
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.tiers.contents import FACTS, temporary_files
@@ -255,3 +257,15 @@ def test_a_secret_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cache_folder, "write_private", fail)
     with pytest.raises(CacheFolderError, match="cannot be read or written: Read-only file system"):
         root_secret(tmp_path)
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert write_problem(tmp_path) is None
+    assert write_problem(tmp_path / "nothing") == "No such file or directory"
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", fail)
+    assert write_problem(tmp_path) == "No space left on device"
+    assert list(tmp_path.iterdir()) == []
