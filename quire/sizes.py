@@ -28,7 +28,7 @@ def memory_size(num_bytes: int, decimals: int = 1) -> str:
         if num_bytes >= scale:
             value = num_bytes / scale
             return f"{value:,.0f} {unit}" if value >= 100 and decimals == 1 else f"{value:,.{decimals}f} {unit}"
-    return f"{num_bytes} bytes"
+    return f"{num_bytes} byte{'' if num_bytes == 1 else 's'}"
 
 
 def compared_sizes(first: int, second: int) -> tuple[str, str]:

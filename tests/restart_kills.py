@@ -57,7 +57,7 @@ def report_kills(outcome: KillOutcome) -> str:
 
 
 def list_folder(folder: Path) -> Listing:
-    found = Listing([], [], [])
+    found = Listing([], [], [], [])
     for space in space_folders(folder):
         more = list_files(space)
         for mine, others in zip(found, more, strict=True):

@@ -23,7 +23,7 @@ from quire.cli.server_client import printable
 from quire.cli.tables import print_table
 from quire.core.block import TOKEN_BYTES
 from quire.core.step import MemoryKind
-from quire.engine.tiers.block_file import DamagedBlock, Fault, check_block, read_header
+from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
 from quire.engine.tiers.cache_folder import (
     SECRET_NAME,
     Listing,
@@ -34,15 +34,16 @@ from quire.engine.tiers.cache_folder import (
     remove_stale,
     space_folders,
 )
+from quire.engine.tiers.deletions import mark_cleared, mark_pruned
 from quire.errors import CacheFolderError, InvalidRequest
 from quire.sizes import file_size
 from quire.weights import hub
+from quire.weights.huggingface import cached_folders
 
 T = TypeVar("T")
 MAX_THREADS = 4
 _BATCH = 256  # files handed to the threads at a time
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_KEPT = (Fault.UNREADABLE, Fault.MISSING)  # faults of files that `verify --delete` does not delete
 
 FolderOption = Annotated[
     str | None,
@@ -61,22 +62,25 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     """List the models with cached content: files, size, tokens and last use."""
     root = _find_root(cache_dir)
     spaces = [one for one in _read_spaces(root) if one.listing.files]
+    names = _served_names(spaces)
     with _progress("reading headers", sum(len(one.listing.files) for one in spaces)) as step:
         usages = [_measure(one, step) for one in spaces]
     usages.sort(key=lambda usage: usage.used_ns, reverse=True)
     if as_json:
-        typer.echo(json.dumps([usage.document() for usage in usages], indent=2))
+        found = [{**usage.document(), "served_name": names.get(usage.name)} for usage in usages]
+        typer.echo(json.dumps(found, indent=2))
     elif not usages:
         typer.echo(_nothing(root))
     else:
         rows = [
             (
-                *(usage.name, usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
+                *(_title(usage.name, names), usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
                 *(f"{usage.num_files:,}", file_size(usage.num_bytes), f"{usage.tokens:,}", _ago(usage.used_ns)),
             )
             for usage in usages
         ]
         print_table(("model", "backend", "dtype"), ("files", "size", "tokens", "last use"), rows)
+    _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
 
 
 def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
@@ -85,7 +89,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     spaces = _read_spaces(root)
     files = [file for one in spaces for file in one.listing.files]
     with _progress("reading headers", len(files)) as step:
-        tokens = sum(_measure(one, step).tokens for one in spaces)
+        usages = [_measure(one, step) for one in spaces]
     by_kind = {kind: [file.size for file in files if file.kind is kind] for kind in MemoryKind}
     used_ns = max((file.used_ns for file in files), default=None)
     document: dict[str, Any] = {
@@ -93,7 +97,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         "num_models": sum(bool(one.listing.files) for one in spaces),
         "num_files": len(files),
         "num_bytes": sum(file.size for file in files),
-        "num_tokens": tokens,
+        "num_tokens": sum(usage.tokens for usage in usages),
         "kinds": {
             kind.name.lower(): {"num_files": len(sizes), "num_bytes": sum(sizes)} for kind, sizes in by_kind.items()
         },
@@ -107,6 +111,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         typer.echo(_nothing(root))
     else:
         _print_stats(root, document, used_ns)
+    _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
 
 
 def verify(
@@ -114,14 +119,18 @@ def verify(
     delete: Annotated[bool, typer.Option("--delete", help="Delete damaged files.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read and check every file. The exit code is 1 if damaged files were found and not deleted."""
+    """Read and check every file. The exit code is 1 if damaged or unreadable files are left.
+
+    Damaged files are never used: servers delete them when they find them. Foreign files are files that quire did not
+    write, and files of newer versions of quire. They are not used and not deleted.
+    """
     root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [(one.space, file) for one in spaces for file in one.listing.files]
     good = 0
     newer: list[str] = []
+    unreadable = [path for one in spaces for path in one.listing.unreadable]
     faults: dict[str, Fault] = {}
-    deleted: list[str] = []
     with _progress("checking", sum(file.size for _, file in files), is_bytes=True) as step:
         for (_, file), fault in zip(files, _in_threads(lambda pair: _find_fault(*pair), files), strict=True):
             step(file.size)
@@ -129,10 +138,13 @@ def verify(
                 good += 1
             elif fault is Fault.NEWER_VERSION:
                 newer.append(file.path)
+            elif fault is Fault.UNREADABLE:
+                unreadable.append(file.path)
             elif fault is not Fault.MISSING:  # else a server has evicted it
                 faults[file.path] = fault
-                if delete and fault not in _KEPT and _unlink(file.path):
-                    deleted.append(file.path)
+    deletion = _delete(faults if delete else ())
+    if deletion.deleted:
+        _tell_servers(mark_pruned, [root])
     foreign = [*newer, *(path for one in spaces for path in one.listing.foreign)]
     if as_json:
         document = {
@@ -140,18 +152,22 @@ def verify(
             "num_good": good,
             "num_damaged": len(faults),
             "num_foreign": len(foreign),
-            "num_deleted": len(deleted),
+            "num_unreadable": len(unreadable),
+            "num_deleted": len(deletion.deleted),
             "faults": dict(Counter(faults.values())),
             "damaged": [{"path": path, "fault": fault} for path, fault in faults.items()],
             "foreign": foreign,
+            "unreadable": unreadable,
         }
         typer.echo(json.dumps(document, indent=2))
     else:
-        for path, fault in faults.items():
-            typer.echo(f"{short_path(Path(path))}: {fault}{', deleted' if path in deleted else ''}")
-        note = f", {len(deleted)} of them deleted" if deleted else ""
-        typer.echo(f"{good:,} good, {len(faults):,} damaged{note}, {len(foreign):,} foreign")
-    if len(deleted) < len(faults):
+        _print_faults(faults, unreadable, deletion)
+        note = f", {len(deletion.deleted):,} of them deleted" if deletion.deleted else ""
+        others = f", {len(unreadable):,} unreadable" if unreadable else ""
+        typer.echo(f"{good:,} good, {len(faults):,} damaged{note}, {len(foreign):,} foreign{others}")
+        if faults and not delete:
+            typer.echo("Damaged files are not used; `quire cache verify --delete` deletes them.")
+    if len(deletion.deleted) < len(faults) or unreadable:
         raise typer.Exit(1)
 
 
@@ -159,7 +175,9 @@ def clear(
     cache_dir: FolderOption = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="NAME", help="Only content of this model, named as in `quire cache ls`."),
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="Only content of this model, by a name in `quire cache ls`."
+        ),
     ] = None,
     older_than: Annotated[
         str | None,
@@ -169,7 +187,11 @@ def clear(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete cached content of all models, or a part of it. Running servers compute it again."""
+    """Delete cached content of all models, or a part of it.
+
+    Running servers drop it too, within a second or two: they clear their caches, memory included. With --older-than,
+    they forget the deleted files only.
+    """
     root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     if model is not None:
@@ -182,10 +204,7 @@ def clear(
         if file.is_regular and (limit_ns is None or file.used_ns < limit_ns)
     ]
     files = [file for _, file in found]
-    if not files:
-        typer.echo(f"nothing to delete in {short_path(root)}")
-        return
-    if not yes:
+    if files and not yes:
         size = file_size(sum(file.size for file in files))
         if not sys.stdin.isatty():
             text = f"deleting {len(files):,} files ({size}) needs --yes: standard input is not a terminal"
@@ -193,14 +212,29 @@ def clear(
         names = printable(", ".join(sorted({name for name, _ in found})))
         if not typer.confirm(f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"):
             raise typer.Exit(1)
-    deleted = [file for file in files if _unlink(file.path)]
+    deletion = _delete([file.path for file in files])
     for one in spaces:
         remove_stale(one.listing.temporaries, time.time_ns())
-    typer.echo(f"deleted {len(deleted):,} files: {file_size(sum(file.size for file in deleted))} freed")
+    if older_than is None:
+        _tell_servers(mark_cleared, [root] if model is None else [one.path for one in spaces])
+    elif files:
+        _tell_servers(mark_pruned, [root])
+    if files:
+        freed = file_size(sum(file.size for file in files if file.path in deletion.deleted))
+        typer.echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{_kept_note(deletion)}")
+    else:
+        typer.echo(f"nothing to delete in {short_path(root)}")
+    if deletion.errors:
+        raise typer.Exit(1)
 
 
 # Name -> function, in the order of the help.
 SUBCOMMANDS: dict[str, Callable[..., None]] = {"ls": ls, "stats": stats, "verify": verify, "clear": clear}
+
+
+class _Deletion(NamedTuple):
+    deleted: set[str]  # paths
+    errors: dict[str, str]  # path -> why it could not be deleted
 
 
 class _Listed(NamedTuple):
@@ -226,6 +260,7 @@ class _Usage:
     num_bytes: int
     tokens: int
     used_ns: int
+    num_unreadable: int  # files whose tokens could not be counted
 
     def document(self) -> dict[str, Any]:
         return {
@@ -241,16 +276,20 @@ class _Usage:
 
 def _find_root(given: str | None) -> Path:
     """The cache folder. Refuses a folder that is not one."""
-    given = given or os.environ.get("QUIRE_CACHE_DIR")  # as for `quire serve`
+    source = "--cache-dir"
+    if given is None:
+        given, source = os.environ.get("QUIRE_CACHE_DIR"), "QUIRE_CACHE_DIR"  # as for `quire serve`
+    if given == "":
+        raise InvalidRequest(f"{source} is empty: it must be the path of a folder")
     root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
     try:
         names = os.listdir(root)
     except FileNotFoundError:
         if given is None:
             return root  # nothing was cached yet
-        raise InvalidRequest(f"--cache-dir {root}: there is no such folder") from None
+        raise InvalidRequest(f"{source} {root}: there is no such folder") from None
     except NotADirectoryError:
-        raise InvalidRequest(f"--cache-dir {root} is not a folder") from None
+        raise InvalidRequest(f"{source} {root} is not a folder") from None
     except OSError as error:
         raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
     if names and SECRET_NAME not in names and not space_folders(root):
@@ -266,10 +305,23 @@ def _read_spaces(root: Path) -> list[_Listed]:
     return [_Listed(path, read_space(path), list_files(path)) for path in space_folders(root)]
 
 
+def _served_names(spaces: Iterable[_Listed]) -> dict[str, str]:
+    """Names that a server shows, for spaces that are named by another name of the model: a file or a revision."""
+    names = {Path(known.file_name).stem: known.name for known in hub.KNOWN_MODELS.values()}
+    if any(re.fullmatch(r"[0-9a-f]{40}", one.name) for one in spaces):  # the import of the hub takes time
+        names |= {folder.name: name for name, folder in cached_folders()}
+    return names
+
+
+def _title(name: str, served_names: Mapping[str, str]) -> str:
+    return f"{name} ({served_names[name]})" if name in served_names else name
+
+
 def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
-    found = [one for one in spaces if model in (one.name, one.path.name)]
+    served_names = _served_names(spaces)
+    found = [one for one in spaces if model in (one.name, one.path.name, served_names.get(one.name))]
     if not found:
-        names = sorted({one.name for one in spaces if one.listing.files})
+        names = sorted({_title(one.name, served_names) for one in spaces if one.listing.files})
         there = f"it has {', '.join(names)}" if names else "it is empty"
         raise InvalidRequest(f"--model {model!r}: {short_path(root)} has no content of such a model; {there}")
     return found
@@ -278,20 +330,41 @@ def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
 def _measure(one: _Listed, step: Callable[[int], None]) -> _Usage:
     """Summarise a space. Tokens are counted in its KV blocks: window blocks and states are of the same tokens."""
     files = one.listing.files
-    tokens = 0
+    tokens = num_unreadable = 0
     for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
-        tokens += num_tokens if file.kind is MemoryKind.BLOCK else 0
+        num_unreadable += num_tokens is None
+        tokens += (num_tokens or 0) if file.kind is MemoryKind.BLOCK else 0
         step(1)
     facts = one.space.facts if one.space is not None else {}
     used_ns = max((file.used_ns for file in files), default=0)
-    return _Usage(one.path, one.name, facts, len(files), sum(file.size for file in files), tokens, used_ns)
+    num_bytes = sum(file.size for file in files)
+    return _Usage(one.path, one.name, facts, len(files), num_bytes, tokens, used_ns, num_unreadable)
 
 
-def _count_tokens(file: StoredFile) -> int:
+def _count_tokens(file: StoredFile) -> int | None:
+    """Number of tokens in the header. None: the file cannot be read."""
     try:
         return len(read_header(file.path).content.tokens) // TOKEN_BYTES
-    except DamagedBlock:
-        return 0
+    except DamagedBlock as damage:
+        return None if damage.fault is Fault.UNREADABLE else 0
+
+
+def _warn_of_unreadable(spaces: Iterable[_Listed], num_files: int) -> None:
+    folders = [path for one in spaces for path in one.listing.unreadable]
+    if num_files:
+        typer.echo(f"quire: {num_files:,} files could not be read; their tokens are not counted", err=True)
+    for path in folders:
+        typer.echo(f"quire: {short_path(Path(path))} could not be read; its files are not counted", err=True)
+
+
+def _print_faults(faults: Mapping[str, Fault], unreadable: Iterable[str], deletion: _Deletion) -> None:
+    for path, fault in faults.items():
+        outcome = ", deleted" if path in deletion.deleted else ""
+        if path in deletion.errors:
+            outcome = f", could not be deleted: {deletion.errors[path]}"
+        typer.echo(f"{short_path(Path(path))}: {FAULT_WORDS[fault]}{outcome}")
+    for path in unreadable:
+        typer.echo(f"{short_path(Path(path))}: {FAULT_WORDS[Fault.UNREADABLE]}")
 
 
 def _find_fault(space: Space | None, file: StoredFile) -> Fault | None:
@@ -307,14 +380,39 @@ def _find_fault(space: Space | None, file: StoredFile) -> Fault | None:
     return None
 
 
-def _unlink(path: str) -> bool:
-    """Delete a file or a link. Returns False if it is gone, or a folder."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        return False
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-        return True
-    return False
+def _delete(paths: Iterable[str]) -> _Deletion:
+    """Delete files and links. Leaves folders, and continues after files that cannot be deleted."""
+    deletion = _Deletion(set(), {})
+    for path in paths:
+        if os.path.isdir(path) and not os.path.islink(path):
+            continue
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                deletion.deleted.add(path)
+        except OSError as error:
+            deletion.errors[path] = error.strerror or str(error)
+    return deletion
+
+
+def _kept_note(deletion: _Deletion) -> str:
+    """A part of a sentence about files that could not be deleted."""
+    if not deletion.errors:
+        return ""
+    reasons = ", ".join(sorted(set(deletion.errors.values())))
+    return f"; {len(deletion.errors):,} could not be deleted: {reasons}"
+
+
+def _tell_servers(mark: Callable[[Path], None], folders: Iterable[Path]) -> None:
+    """Leave marks in cache folders that exist."""
+    for folder in folders:
+        if not (folder / SECRET_NAME).exists() and not space_folders(folder) and read_space(folder) is None:
+            continue  # no server uses it
+        try:
+            mark(folder)
+        except OSError as error:
+            text = f"quire: running servers were not told of it: {folder} cannot be written: {error.strerror or error}"
+            typer.echo(text, err=True)
 
 
 def _in_threads(function: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:

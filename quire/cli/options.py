@@ -98,13 +98,15 @@ HostCacheOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default.",
+        help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default and with"
+        " 0.",
     ),
 ]
 DiskCacheOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default."
+        metavar="SIZE",
+        help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default and with 0.",
     ),
 ]
 CacheDirOption = Annotated[

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
+_OTHER_FIELDS = re.compile(r"(?<![\w/.'-])(?:kv_memory|host_cache|disk_cache)(?![\w/.'-])")  # not in a path
 Opt = typer.Option
 Texts = list[str] | None
 
@@ -202,6 +203,7 @@ def options_named() -> Iterator[None]:
     except InvalidRequest as error:
         name, _, rest = str(error).partition(" = ")
         if rest and re.fullmatch(r"[a-z_]+", name):
+            rest = _OTHER_FIELDS.sub(lambda found: option_name(found[0]), rest)
             raise InvalidRequest(f"{option_name(name)} = {rest}") from None
         raise
 
@@ -252,6 +254,8 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     from quire.server.config import ServeConfig
 
     given = dict(options)
+    if os.environ.get("QUIRE_CACHE_DIR") == "":
+        raise InvalidRequest("QUIRE_CACHE_DIR in the environment is empty: set it to the path of a folder, or unset it")
     for name in ("memory", "max_body_size", "max_file_size", "max_file_storage"):
         if given[name] is not None:
             given[name] = parse_size(option_name(name), given[name])
@@ -264,7 +268,10 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     draft = ServeConfig(models=list_models(options, engine), **server)
     for model in draft.models:
         check_memory(model.engine)
-    check_cache_folders([model.engine for model in draft.models])
+    engines = [model.engine for model in draft.models]
+    is_from_environment = given["cache_dir"] == os.environ.get("QUIRE_CACHE_DIR")
+    if any(one.disk_cache for one in engines) or not is_from_environment:  # the variable may be set for all servers
+        check_cache_folders(engines)
     return replace(draft, models=locate_all(draft.models))
 
 
@@ -341,7 +348,7 @@ def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
     lines = []
     for tier in ready.tiers:
         names = {"host": "host cache", "disk": "disk cache"}
-        limit = tier.max_bytes or config.models[0].engine.disk_cache or 0
+        limit = tier.max_bytes or 0
         found = f", {reported_size(tier.num_bytes)} found" if tier.num_pieces else ""
         pays = "not used: loads would take longer than computing"
         if tier.break_even_tokens is not None:
@@ -349,7 +356,23 @@ def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
             if tier.break_even_tokens > 1:
                 pays += f" from {tier.break_even_tokens:,} tokens on"
         lines.append(f"             {names[tier.tier]} up to {reported_size(limit)}{found}; {pays}")
+        if tier.tier == "disk":
+            lines += _disk_folder(config)
     return lines
+
+
+def _disk_folder(config: ServeConfig) -> list[str]:
+    """A line about the folder of the disk cache."""
+    from quire.cli.models import short_path
+    from quire.engine.composition import disk_cache_folder
+    from quire.engine.tiers.cache_folder import write_problem
+
+    folder = disk_cache_folder(config.models[0].engine)
+    if folder is None:
+        return []
+    problem = write_problem(folder)
+    warning = "" if problem is None else f"; NOTHING CAN BE SAVED there: {problem}"
+    return [f"             in {short_path(folder.absolute())}{warning}"]
 
 
 def _events(startup: Startup) -> list[str]:

@@ -78,7 +78,7 @@ class LowerTier:
     @property
     def max_bytes(self) -> int | None:
         if self.limits is None:
-            return None
+            return self.store_bytes
         return sum(size * limit for size, limit in zip(self.sizes, self.limits, strict=True))
 
     def count(self, kind: MemoryKind) -> int:

@@ -34,7 +34,7 @@ class LowerTierStats:
     tier: str
     num_pieces: int  # blocks, window blocks and states
     num_bytes: int
-    max_bytes: int | None  # None: the store of the tier enforces the limit
+    max_bytes: int | None  # of a disk, for all models that share its folder; None: not known
     num_loads: int  # prefixes
     num_loaded_tokens: int
     num_loaded_bytes: int

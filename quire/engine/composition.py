@@ -25,7 +25,7 @@ from quire.engine.tiers.break_even import measure_prefill
 from quire.engine.tiers.cache_folder import root_secret
 from quire.engine.tiers.opening import OpenedTiers, TierSettings
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
-from quire.sizes import parse_size
+from quire.sizes import memory_size, parse_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.hub import cache_dir
 from quire.weights.opening import LOAD_FORMATS, open_checkpoint, weight_files
@@ -146,7 +146,7 @@ class EngineConfig:
             raise InvalidRequest(f"enable_prefix_caching = {self.enable_prefix_caching!r} is not true or false")
         for name in ("host_cache", "disk_cache"):
             if getattr(self, name) and not self.enable_prefix_caching:
-                raise InvalidRequest(f"{name} = {getattr(self, name)} needs prefix caching, which is off")
+                raise InvalidRequest(f"{name} = {memory_size(getattr(self, name))} needs prefix caching, which is off")
         if self.cache_dir == "":
             raise InvalidRequest("cache_dir = '' is not the path of a folder")
 
@@ -224,17 +224,19 @@ def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers 
     if block_io is None:
         name = "disk_cache" if settings.disk_bytes else "host_cache"
         raise InvalidRequest(
-            f"{name} = {getattr(config, name)}: the {runner.facts().backend} backend does not support it on this device"
+            f"{name} = {memory_size(getattr(config, name))}: the {runner.facts().backend} backend does not support it"
+            " on this device"
         )
     if settings.host_bytes and block_io.is_host_memory:
         raise InvalidRequest(
-            f"host_cache = {settings.host_bytes}: the KV cache of this backend is in host memory already;"
+            f"host_cache = {memory_size(settings.host_bytes)}: the KV cache of this backend is in host memory already;"
             " kv_memory sets its size"
         )
     files = weight_files(path, config.load_format)
     capacity = runner.capacity()
     pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
-    return OpenedTiers(settings, block_io, pool_sizes, path.stem, files, config.load_format, runner.facts())
+    name = path.stem if path.is_file() else path.name
+    return OpenedTiers(settings, block_io, pool_sizes, name, files, config.load_format, runner.facts())
 
 
 def disk_cache_folder(config: EngineConfig) -> Path | None:
@@ -251,7 +253,9 @@ def check_cache_folders(configs: Sequence[EngineConfig]) -> None:
     """
     unused = [config.cache_dir for config in configs if config.cache_dir is not None]
     if unused and not any(config.disk_cache for config in configs):
-        raise InvalidRequest(f"cache_dir = {unused[0]!r} has no effect without disk_cache")
+        is_zero = any(config.disk_cache == 0 for config in configs)
+        reason = "disk_cache is 0, which turns the disk cache off" if is_zero else "set disk_cache to a size too"
+        raise InvalidRequest(f"cache_dir = {unused[0]!r} has no effect: {reason}")
     for folder in {disk_cache_folder(config): None for config in configs}:
         try:
             if folder is not None:

@@ -155,6 +155,7 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap."""
         if self.transfers is not None:
+            self.follow_deletions()
             self._settle_transfers(self.transfers)
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
@@ -191,12 +192,14 @@ class Engine:
     def idle(self) -> None:
         """Save some cached content. Call it while `has_idle_work` and not `has_work`."""
         if self.transfers is not None:
+            self.follow_deletions()
             self._settle_transfers(self.transfers)
             self.transfers.start(self.scheduler.schedule_idle())
 
     def save_cache(self, limit_s: float) -> bool:
         """Save all cached content, for at most `limit_s`. Returns whether it is all saved. Runs no further step."""
         deadline_ns = self.clock() + int(limit_s * 1e9)
+        self.follow_deletions(at_once=True)
         if self._in_flight is not None and self.has_idle_work:  # a device may copy only when no step is running
             earlier, self._in_flight = self._in_flight, None
             self._commit(earlier)
@@ -206,6 +209,21 @@ class Engine:
             self.idle()
             self.transfers.wait(WAIT_S)
         return True
+
+    def follow_deletions(self, *, at_once: bool = False) -> bool:
+        """Forget what `quire cache` has deleted from the folder. Returns whether it has cleared the cache.
+
+        Looks at most once per second, unless `at_once`.
+        """
+        if self.transfers is None or self.transfers.disk is None:
+            return False
+        deletion = self.transfers.disk.watch.look(at_once=at_once)
+        if deletion is None:
+            return False
+        if deletion.cleared_ns is not None:
+            self.scheduler.cache.clear()
+        self.transfers.follow(deletion)
+        return deletion.cleared_ns is not None
 
     def clear_cache(self) -> None:
         """Delete all cached content, in all tiers.

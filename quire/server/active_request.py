@@ -300,6 +300,7 @@ class ActiveRequest:
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
             cache_reason=None if cache is None else cache.reason.value,
+            cache_source=None if cache is None or cache.source is None else cache.source.value,
             queued_s=self._queued_s,
             ttft_s=None if first is None else first - self.caller.arrived_s,
             prefill_s=self.prefill_s,

@@ -76,6 +76,7 @@ def test_folders_that_are_not_a_cache(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("")
     assert "is not a folder" in refused(command, "--cache-dir", str(tmp_path / "file"))
     assert f"{tmp_path} is not a cache folder of quire" in refused(command, "--cache-dir", str(tmp_path))
+    assert refused(command, "--cache-dir", "") == "--cache-dir is empty: it must be the path of a folder"
     assert (tmp_path / "file").exists()
 
 
@@ -92,8 +93,11 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write(DiskStore(tmp_path / "kv", FACTS, 1 << 30, name="m"), 1)
     assert shown("ls").splitlines()[1].split()[0] == "m"
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert "QUIRE_CACHE_DIR" in refused("ls")
     assert "elsewhere: there is no such folder" in refused("ls")
     assert "m " in shown("ls", "--cache-dir", str(tmp_path / "kv"))
+    monkeypatch.setenv("QUIRE_CACHE_DIR", "")
+    assert refused("ls") == "QUIRE_CACHE_DIR is empty: it must be the path of a folder"
 
 
 def test_the_command_as_a_process(root: Path) -> None:
@@ -137,6 +141,7 @@ def test_ls_as_json(root: Path) -> None:
         "num_files": 3,
         "num_bytes": 3 * FILE_BYTES,
         "num_tokens": 96,
+        "served_name": None,
     }
 
 
@@ -204,16 +209,17 @@ def test_verify(root: Path) -> None:
     assert outcome.exit_code == 1
     assert sorted(outcome.stdout.splitlines()) == sorted(
         [
-            f"{before[0].path}: digest",
-            f"{before[1].path}: truncated",
-            f"{before[3].path}: key",
+            f"{before[0].path}: the content does not match its checksum",
+            f"{before[1].path}: the end of the file is missing",
+            f"{before[3].path}: content that belongs to another name",
             "3 good, 3 damaged, 1 foreign",
+            "Damaged files are not used; `quire cache verify --delete` deletes them.",
         ]
     )
     assert len(all_files(root)) == 6
     text = shown("verify", "--cache-dir", str(root), "--delete")
     assert text.endswith("3 good, 3 damaged, 3 of them deleted, 1 foreign\n")
-    assert f"{before[0].path}: digest, deleted\n" in text
+    assert f"{before[0].path}: the content does not match its checksum, deleted\n" in text
     assert {file.path for file in all_files(root)} == {before[number].path for number in (2, 4, 5)}
     assert shown("verify", "--cache-dir", str(root)) == "3 good, 0 damaged, 1 foreign\n"
 
@@ -238,10 +244,12 @@ def test_verify_as_json(root: Path) -> None:
         "num_good": 4,
         "num_damaged": 1,
         "num_foreign": 1,
+        "num_unreadable": 0,
         "num_deleted": 0,
         "faults": {"digest": 1},
         "damaged": [{"path": before[0].path, "fault": "digest"}],
         "foreign": [before[1].path],
+        "unreadable": [],
     }
     assert json.loads(shown("verify", "--cache-dir", str(root), "--json", "--delete"))["num_deleted"] == 1
     assert os.path.exists(before[1].path)  # of a newer version
@@ -255,8 +263,9 @@ def test_verify_never_deletes_directories(root: Path) -> None:
     os.symlink("/etc/hostname", second.path)
     outcome = run("verify", "--cache-dir", str(root), "--delete")
     assert outcome.exit_code == 1
-    assert f"{first.path}: not_a_file\n" in outcome.stdout
-    assert f"{second.path}: not_a_file, deleted\n" in outcome.stdout
+    words = "not a file, but a folder, a link or a device"
+    assert f"{first.path}: {words}\n" in outcome.stdout
+    assert f"{second.path}: {words}, deleted\n" in outcome.stdout
     assert os.path.isdir(f"{first.path}/inside")
     assert os.path.exists("/etc/hostname")
 
@@ -271,6 +280,44 @@ def test_a_file_that_a_server_evicts_meanwhile_is_not_damaged(root: Path, monkey
 
     monkeypatch.setattr("quire.cli.cache.check_block", evict)
     assert shown("verify", "--cache-dir", str(root)) == "5 good, 0 damaged, 0 foreign\n"
+
+
+def test_files_that_cannot_be_read_or_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, which permissions do not stop."""
+    before = all_files(root)
+    for file in before[:2]:
+        damage(file.path)
+    unlink, opened, scanned = os.unlink, os.open, os.scandir
+    hidden = os.path.dirname(before[5].path)
+
+    def refuse(function: Any, *paths: str) -> Any:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            if str(path) in paths:
+                raise PermissionError(13, "Permission denied", path)
+            return function(path, *arguments, **named)
+
+        return call
+
+    monkeypatch.setattr("os.unlink", refuse(unlink, before[0].path))
+    monkeypatch.setattr("os.open", refuse(opened, before[2].path))
+    monkeypatch.setattr("os.scandir", refuse(scanned, hidden))
+    outcome = run("verify", "--cache-dir", str(root), "--delete")
+    assert outcome.exit_code == 1
+    assert f"{before[0].path}: the content does not match its checksum, could not be deleted: Permission" in (
+        outcome.stdout
+    )
+    assert f"{before[2].path}: the system refuses to read it\n" in outcome.stdout
+    assert outcome.stdout.endswith("2 good, 2 damaged, 1 of them deleted, 0 foreign, 2 unreadable\n")
+    outcome = run("ls", "--cache-dir", str(root))
+    assert outcome.exit_code == 0
+    assert len(outcome.stdout.splitlines()) == 3
+    assert "1 files could not be read; their tokens are not counted" in outcome.stderr
+    assert f"{hidden} could not be read; its files are not counted" in outcome.stderr
+    outcome = run("clear", "--cache-dir", str(root), "--yes")
+    assert outcome.exit_code == 1
+    assert outcome.stdout.endswith("; 1 could not be deleted: Permission denied\n")
+    monkeypatch.undo()
+    assert {file.path for file in all_files(root)} == {before[0].path, before[5].path}
 
 
 def test_progress_on_a_terminal(root: Path) -> None:
@@ -305,6 +352,30 @@ def test_clear_one_model(root: Path) -> None:
     text = refused("clear", "--cache-dir", str(root), "--model", "smal", "--yes")
     assert text == f"--model 'smal': {root} has no content of such a model; it has org/large"
     assert shown("clear", "--cache-dir", str(root), "--model", "small", "--yes").startswith("nothing to delete in ")
+
+
+def test_names_that_a_server_shows(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a known model, and a folder of the hub's cache, have other names."""
+    pytest.importorskip("huggingface_hub")
+    revision, home = "5" * 40, tmp_path / "hub"
+    folder = home / "models--org--tiny"
+    (folder / "snapshots" / revision).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home))
+    for number, name in enumerate(("SmolLM2-135M-Instruct.Q4_1", revision)):
+        write(DiskStore(root, {"a": str(number)}, 1 << 30, name=name), 20 + number)
+    text = shown("ls", "--cache-dir", str(root))
+    assert "SmolLM2-135M-Instruct.Q4_1 (smollm2-135m-instruct) " in text
+    assert f"{revision} (org/tiny) " in text
+    assert {entry["served_name"] for entry in json.loads(shown("ls", "--cache-dir", str(root), "--json"))} == {
+        *("smollm2-135m-instruct", "org/tiny", None)
+    }
+    text = refused("clear", "--cache-dir", str(root), "--model", "tiny", "--yes")
+    assert "SmolLM2-135M-Instruct.Q4_1 (smollm2-135m-instruct)" in text
+    for name in ("smollm2-135m-instruct", "org/tiny"):
+        assert shown("clear", "--cache-dir", str(root), "--model", name, "--yes").startswith("deleted 1 files: ")
+    assert len(all_files(root)) == 6
 
 
 def test_clear_a_model_that_was_computed_in_two_ways(root: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_tier_whose_store_evicts_has_always_room() -> None:
         tier.add(piece(number))
     assert tier.reserve(BLOCK) == (True, None)
     assert len(tier) == 3
-    assert tier.max_bytes is None
+    assert tier.max_bytes == 10
 
 
 def test_a_cleared_tier_is_empty() -> None:

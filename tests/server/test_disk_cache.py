@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
     options = (str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder))
     with serving(*options) as server:
         assert re.search(r"disk cache up to 10\.0 MiB; faster than computing", banner(server))
+        assert f"             in {folder}\n" in server.stdout
         first = ask(server)
         assert (cached(first), first["cache"]["source"], first["cache"]["loaded_tokens"]) == (0, None, 0)
         again = ask(server)
@@ -68,9 +70,10 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         wait_saved(server, 5)
         (disk,) = tiers(server)
         assert (disk["tier"], disk["num_pieces"], disk["num_saves"], disk["num_loads"]) == ("disk", 5, 5, 0)
-        assert (disk["num_bytes"], disk["max_bytes"], disk["num_failed_saves"]) == (5 * 32 * 8, None, 0)
+        assert (disk["num_bytes"], disk["max_bytes"], disk["num_failed_saves"]) == (5 * 32 * 8, 10 << 20, 0)
         assert metrics(server) == {
             "lower_cache_bytes disk": 1280,
+            "lower_cache_max_bytes disk": 10 << 20,
             "lower_cache_pieces disk": 5,
             "lower_cache_loads_total disk": 0,
             "lower_cache_loaded_tokens_total disk": 0,
@@ -93,6 +96,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert loaded["choices"] == first["choices"]
         assert (cached(loaded), loaded["cache"]["source"], loaded["cache"]["loaded_tokens"]) == (156, "disk", 156)
         assert loaded["cache"] == explained
+        server.wait_for("cached_tokens=156 completion_tokens=1 cache=complete cache_source=disk ")
         assert ask(server)["cache"]["source"] == "device"
         (disk,) = tiers(server)
         assert (disk["num_loads"], disk["num_loaded_tokens"], disk["num_loaded_bytes"]) == (1, 156, 1280)
@@ -101,6 +105,52 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert all_files(folder) == []
         assert tiers(server)[0]["num_pieces"] == 0
         assert cached(ask(server)) == 0
+
+
+def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> None:
+    """`quire cache clear` reaches a running server, which has the prefix in memory too."""
+    folder = tmp_path / "kv"
+    with serving(str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder)) as server:
+        ask(server)
+        wait_saved(server, 5)
+        assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
+        eventually(lambda: tiers(server)[0]["num_pieces"] == 0, "the server has noticed")
+        assert server.stats()["num_cached"] == 0
+        assert all_files(folder) == []
+        assert cached(ask(server)) == 0
+        wait_saved(server, 5)
+        assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
+    assert all_files(folder) == []  # nothing is saved at the end
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_damaged_file_in_the_log(tiny_model: Path, tmp_path: Path, log_format: str) -> None:
+    """The lines of a worker look like those of the server."""
+    folder = tmp_path / "kv"
+    options = (str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder))
+    with serving(*options) as server:
+        ask(server)
+        wait_saved(server, 5)
+        server.stop()
+    path = Path(all_files(folder)[0].path)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    with serving(*options, "--log-format", log_format) as server:
+        ask(server)
+        line = server.wait_for("a file of the disk cache was damaged")
+    message = (
+        "a file of the disk cache was damaged (the content does not match its checksum):"
+        f" {path}. It was deleted, and its content is computed again"
+    )
+    if log_format == "json":
+        found = json.loads(line)
+        assert (found["level"], found["logger"]) == ("warning", "quire.engine.tiers.transfers")
+        assert found["message"] == message
+    else:
+        assert re.fullmatch(
+            rf"\d{{4}}-[-:.T\d]+Z WARNING quire\.engine\.tiers\.transfers: {re.escape(message)}\n", line
+        )
 
 
 def test_keys_share_nothing_on_disk(tiny_model: Path, tmp_path: Path) -> None:
@@ -201,14 +251,15 @@ def test_invalid_values_are_refused_before_a_model_is_loaded(tiny_model: Path, t
         ("--disk-cache", "abc"): "--disk-cache = 'abc' is not a size like 2G or 512M",
         ("--disk-cache", "-1"): "--disk-cache = '-1' is not a size like 2G or 512M",
         ("--host-cache", "1X"): "--host-cache = '1X' is not a size like 2G or 512M",
-        ("--cache-dir", "kv"): "--cache-dir = 'kv' has no effect without disk_cache",
-        ("--disk-cache", "0", "--cache-dir", "kv"): "--cache-dir = 'kv' has no effect without disk_cache",
+        ("--cache-dir", "kv"): "--cache-dir = 'kv' has no effect: set --disk-cache to a size too",
+        ("--disk-cache", "0", "--cache-dir", "kv"): "--cache-dir = 'kv' has no effect: --disk-cache is 0, which turns",
+        ("--disk-cache", "1G", "--cache-dir", ""): "--cache-dir = '' is not the path of a folder",
         ("--disk-cache", "1G", "--cache-dir", "file"): "--cache-dir = 'file': the cache folder file is not a folder",
         ("--disk-cache", "1G", "--cache-dir", "file/a"): "--cache-dir = 'file/a': the cache folder file/a cannot be",
         ("--disk-cache", "1G", "--cache-dir", "/proc/a"): "--cache-dir = '/proc/a': the cache folder /proc/a cannot be",
         ("--disk-cache", "1G", "--cache-dir", "open"): "--cache-dir = 'open': every user of this machine can write to",
-        ("--disk-cache", "1K", "--no-enable-prefix-caching"): "--disk-cache = 1024 needs prefix caching, which is off",
-        ("--host-cache", "1K", "--no-enable-prefix-caching"): "--host-cache = 1024 needs prefix caching, which is off",
+        ("--disk-cache", "1K", "--no-enable-prefix-caching"): "--disk-cache = 1.0 KiB needs prefix caching",
+        ("--host-cache", "1K", "--no-enable-prefix-caching"): "--host-cache = 1.0 KiB needs prefix caching",
     }  # fmt: skip
     outcomes = quire_each([["serve", str(tiny_model), "--backend", "fake", *one] for one in wrong], folder=tmp_path)
     for (returncode, stdout, stderr), message in zip(outcomes, wrong.values(), strict=True):
@@ -222,12 +273,11 @@ def test_invalid_values_are_refused_before_a_model_is_loaded(tiny_model: Path, t
     [
         (
             ("--backend", "native", "--host-cache", "1G"),
-            "--host-cache = 1073741824: the KV cache of this backend is in host memory already;"
-            " kv_memory sets its size",
+            "--host-cache = 1.0 GiB: the KV cache of this backend is in host memory already; --kv-memory sets its size",
         ),
         (
             ("--backend", "fake", "--disk-cache", "300"),
-            "--disk-cache = 300 is too small for this model: it needs at least 512 bytes",
+            "--disk-cache = 300 bytes is too small for this model: it needs at least 512 bytes",
         ),
     ],
 )
@@ -237,6 +287,22 @@ def test_values_that_do_not_fit_the_model_are_refused(
     outcome = quire("serve", str(tiny_model), "--port", "0", *options, env={"QUIRE_CACHE": str(tmp_path)})
     assert outcome.returncode == 2
     assert outcome.stderr.splitlines()[-1] == f"quire: {message}"
+    assert outcome.stderr.count(message.partition(" = ")[2].partition(":")[0]) == 2  # here, and once in the log
+
+
+def test_the_folder_in_the_environment(tiny_model: Path, tmp_path: Path) -> None:
+    """It only names the folder, so it is no mistake without a disk cache. An empty one is."""
+    folder = tmp_path / "kv"
+    fake = ("--backend", "fake")
+    with serving(str(tiny_model), *fake, env={"QUIRE_CACHE_DIR": str(folder)}) as server:
+        assert server.stats()["tiers"] == []
+        assert not folder.exists()
+    with serving(str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": str(folder)}) as server:
+        assert len(tiers(server)) == 1
+        assert find_spaces(folder)
+    outcome = quire("serve", str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": ""})
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("quire: QUIRE_CACHE_DIR in the environment is empty: ")
 
 
 def test_zero_is_off(tiny_model: Path, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.server.test_hybrid_memory import write_model
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually, is_asleep
 
+CACHING_PAGE = Path(__file__).parents[2] / "docs" / "caching.md"
 ANY = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 SECRET = "A secret. " + LONG
@@ -175,3 +179,30 @@ def test_other_machines_and_every_network(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--kv-events", f"tcp://0.0.0.0:{port}") as server:
         server.wait_for(rf"WARNING.*KV events at tcp://0.0.0.0:{port}: every client that reaches this address can read")
         assert status(server)["replay_endpoint"] is None
+
+
+def test_the_subscriber_of_the_documentation(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```py\n(.*?)^```$", CACHING_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    write_tiny_model(tmp_path / "m")
+    with serving(str(tmp_path / "m"), *FAKE, *ANY) as server:
+        complete(server, LONG)
+        found = status(server)
+        code = code.replace("tcp://127.0.0.1:5557", found["endpoint"])
+        code = code.replace("tcp://127.0.0.1:5558", found["replay_endpoint"])
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline() for _ in range(3)]  # by the replay
+            assert [line.split()[1:3] for line in lines] == [["AllBlocksCleared", "None"]] * 2 + [
+                ["BlockStored", "GPU"]
+            ]
+            for number in range(1000):  # until it has subscribed
+                complete(server, f"{number} {LONG}")
+                if select.select([process.stdout], [], [], 0.05)[0]:
+                    break
+            numbers = [int(process.stdout.readline().split()[0]) for _ in range(2)]
+            assert int(lines[-1].split()[0]) < numbers[0] <= numbers[1]
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()

@@ -19,14 +19,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from quire.core.request import Priority
+from quire.engine.worker.log_lines import JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
 from quire.server.observability.logs import (
     MAX_KEYS,
     MAX_LINES_PER_S,
     MAX_VALUE_CHARS,
-    JsonFormatter,
     LimitedHandler,
-    LineFormatter,
     LogOnce,
     log_request,
     request_fields,
@@ -81,8 +80,8 @@ def test_a_text_line(logs: Callable[..., io.StringIO]) -> None:
     assert (line["level"], line["logger"]) == ("INFO", "quire.request")
     assert line["message"] == (
         "request_id=req_1 endpoint=/v1/chat/completions model=m key=alice tier=normal stream=true prompts=1 n=1 "
-        "max_tokens=64 prompt_tokens=120 cached_tokens=96 completion_tokens=21 cache=diverged queued_s=0.5 ttft_s=0.7 "
-        "e2e_s=2.75 tokens_per_s=10.0 finish=stop"
+        "max_tokens=64 prompt_tokens=120 cached_tokens=96 completion_tokens=21 cache=diverged "
+        "cache_source=disk queued_s=0.5 ttft_s=0.7 e2e_s=2.75 tokens_per_s=10.0 finish=stop"
     )
 
 
@@ -110,7 +109,7 @@ def test_failures_of_the_server_are_warnings_and_client_errors_are_not(logs: Cal
 def test_no_value_can_forge_a_line(logs: Callable[..., io.StringIO], as_json: bool) -> None:
     stream = logs(as_json=as_json)
     texts = {field.name: FORGERY for field in fields(RequestRecord) if field.type in ("str", "str | None")}
-    assert len(texts) == 7
+    assert len(texts) == 8
     log_request(replace(RECORD, **texts))  # type: ignore[arg-type]
     logging.getLogger("quire.server.app").warning("%s", FORGERY)
     logging.getLogger("quire.server.app").warning(FORGERY)
@@ -290,6 +289,6 @@ def test_uvicorn_uses_the_same_format_and_logs_no_query_string(logs: Callable[..
 def test_a_record_has_no_text_to_leak() -> None:
     """A new field of the record must be added here, after a check that it holds no client text."""
     assert {field.name for field in fields(RequestRecord) if "str" in str(field.type)} == {
-        *("request_id", "endpoint", "model", "key_name", "cache_reason", "finish", "error")
+        *("request_id", "endpoint", "model", "key_name", "cache_reason", "cache_source", "finish", "error")
     }
     assert RECORD.priority is Priority.NORMAL

@@ -71,6 +71,7 @@ RECORD = RequestRecord(
     cached_tokens=96,
     completion_tokens=21,
     cache_reason="diverged",
+    cache_source="disk",
     queued_s=0.5,
     ttft_s=0.7,
     prefill_s=0.2,

@@ -11,8 +11,9 @@ from random import Random
 import pytest
 
 from quire.core.request import Priority
+from quire.engine.worker.log_lines import JsonFormatter
 from quire.errors import InvalidRequest, TraceError
-from quire.server.observability.logs import JsonFormatter, request_fields
+from quire.server.observability.logs import request_fields
 from quire.server.observability.request_record import RequestRecord
 from quire.sim.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log

@@ -70,6 +70,26 @@ class Fault(StrEnum):
     DIGEST = "digest"  # the payload does not have the checksum that was stored with it
 
 
+FAULT_WORDS = {
+    Fault.MISSING: "the file is missing",
+    Fault.NOT_A_FILE: "not a file, but a folder, a link or a device",
+    Fault.UNREADABLE: "the system refuses to read it",
+    Fault.TRUNCATED: "the end of the file is missing",
+    Fault.TOO_LONG: "the file is longer than its header says",
+    Fault.MAGIC: "the file does not begin like a file of quire",
+    Fault.OLDER_VERSION: "written by an older version of quire, in another format",
+    Fault.NEWER_VERSION: "written by a newer version of quire, in another format",
+    Fault.HEADER: "the header does not match its checksum",
+    Fault.SPACE: "content of other weights or settings",
+    Fault.KIND: "content of another kind than the name says",
+    Fault.KEY: "content that belongs to another name",
+    Fault.PARENT_KEY: "content after another prefix",
+    Fault.TOKENS: "content of other tokens",
+    Fault.SIZE: "content of another size than the model's",
+    Fault.DIGEST: "the content does not match its checksum",
+}
+
+
 class DamagedBlock(QuireError):
     """A file of cached content that must not be used."""
 

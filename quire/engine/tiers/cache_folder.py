@@ -4,6 +4,7 @@
     ROOT/digests.json                        digests of weights that were computed before
     ROOT/NAME-0123456789abcdef/              a space: content of one model, computed in one way
     ROOT/NAME-0123456789abcdef/facts.json    what the space is a digest of
+    ROOT/cleared, ROOT/pruned, SPACE/cleared marks of deletions: `quire.engine.tiers.deletions`
     ROOT/NAME-0123456789abcdef/5e/block-5e1c....kv
 
 A file is named by the kind and the key of its content, and lies in one of 256 folders by the first byte of the key.
@@ -33,12 +34,15 @@ from quire.errors import CacheFolderError, InvalidRequest
 SECRET_BYTES = 32
 SECRET_NAME = "secret"
 FACTS_NAME = "facts.json"
+CLEARED_NAME = "cleared"
+PRUNED_NAME = "pruned"
 STALE_S = 3600.0  # a temporary file of this age was left by a process that died: a write takes seconds
 
 _SPACE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-([0-9a-f]{16})")
 _PREFIX_NAME = re.compile(r"[0-9a-f]{2}")
 _FILE_NAME = re.compile(r"(block|window|state)-([0-9a-f]{32})\.kv")
 _MAX_FACTS_BYTES = 1 << 20
+_PROBE_BYTES = 1 << 16
 
 
 class StoredFile(NamedTuple):
@@ -58,6 +62,7 @@ class Listing(NamedTuple):
     files: list[StoredFile]
     temporaries: list[StoredFile]  # being written, or left by a process that died; kind and key mean nothing
     foreign: list[str]  # names that quire does not use
+    unreadable: list[str]  # folders that may not be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +98,10 @@ def open_root(root: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise CacheFolderError(f"the cache folder {root} is not a folder")
     if found.st_mode & stat.S_IWOTH:
-        raise CacheFolderError(
-            f"every user of this machine can write to the cache folder {root}: choose another one, or run"
-            f" `chmod o-w {root}`"
-        )
+        # A folder such as /tmp must stay as it is: others use it.
+        is_own = not found.st_mode & stat.S_ISVTX and os.path.lexists(root / SECRET_NAME)
+        advice = f"run `chmod o-w {root}`" if is_own else f"choose a folder for it alone, such as {root / 'quire-kv'}"
+        raise CacheFolderError(f"every user of this machine can write to the cache folder {root}: {advice}")
 
 
 def open_space(root: Path, name: str, facts: Mapping[str, str]) -> Space:
@@ -155,13 +160,10 @@ def read_space(path: Path) -> Space | None:
 
 
 def list_files(folder: Path) -> Listing:
-    """List the files of a space. Leaves out what disappears meanwhile and folders that may not be read.
-
-    Links are not followed.
-    """
-    listing = Listing([], [], [])
-    for prefix in _scan(folder):
-        if prefix.name == FACTS_NAME:
+    """List the files of a space. Leaves out what disappears meanwhile. Links are not followed."""
+    listing = Listing([], [], [], [])
+    for prefix in _scan(folder, listing.unreadable):
+        if prefix.name in (FACTS_NAME, CLEARED_NAME):
             continue
         if prefix.name.startswith(TEMPORARY_PREFIX):
             _add(listing.temporaries, prefix, MemoryKind.BLOCK, b"")
@@ -173,7 +175,7 @@ def list_files(folder: Path) -> Listing:
 
 
 def _list_prefix(listing: Listing, prefix: os.DirEntry[str]) -> None:
-    for entry in _scan(prefix.path):
+    for entry in _scan(prefix.path, listing.unreadable):
         found = _FILE_NAME.fullmatch(entry.name)
         if found is not None and found[2].startswith(prefix.name):
             _add(listing.files, entry, MemoryKind[found[1].upper()], bytes.fromhex(found[2]))
@@ -190,18 +192,21 @@ def _add(files: list[StoredFile], entry: os.DirEntry[str], kind: MemoryKind, key
         files.append(StoredFile(entry.path, kind, key, found.st_size, found.st_mtime_ns, is_regular))
 
 
-def _scan(folder: Path | str) -> list[os.DirEntry[str]]:
+def _scan(folder: Path | str, unreadable: list[str]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []
+    except PermissionError:
+        unreadable.append(str(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return []
 
 
 def list_drafts(root: Path) -> list[StoredFile]:
     """Temporary files in the root itself."""
     drafts: list[StoredFile] = []
-    for entry in _scan(root):
+    for entry in _scan(root, []):
         if entry.name.startswith(TEMPORARY_PREFIX):
             _add(drafts, entry, MemoryKind.BLOCK, b"")
     return drafts
@@ -251,6 +256,35 @@ def write_private(path: Path, data: bytes, *, may_replace: bool = True) -> None:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(draft)
+
+
+def write_problem(folder: Path) -> str | None:
+    """Why nothing can be saved to a folder: the system's reason. None: a small file can be written."""
+    probe = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        write_private(probe, bytes(_PROBE_BYTES))
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            os.unlink(probe)
+    return None
+
+
+def find_secret(root: Path) -> bytes | None:
+    """The secret of a folder. None if there is none that can be used."""
+    try:
+        return _read_secret(root / SECRET_NAME)
+    except (OSError, CacheFolderError):
+        return None
+
+
+def restore_root(root: Path, secret: bytes | None) -> None:
+    """Create a folder that was deleted again, with the secret that its files depend on. Raises OSError."""
+    make_private(root)
+    if secret is not None:
+        with suppress(FileExistsError):  # another process was faster
+            write_private(root / SECRET_NAME, secret, may_replace=False)
 
 
 def root_secret(root: Path) -> bytes:

@@ -13,6 +13,7 @@ folder if the last listing is older than `RESCAN_S` and than 50 times the time t
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
@@ -36,15 +37,18 @@ from quire.engine.tiers.block_file import (
 )
 from quire.engine.tiers.cache_folder import (
     StoredFile,
+    find_secret,
     list_drafts,
     list_files,
     make_private,
     open_root,
     open_space,
     remove_stale,
+    restore_root,
     restore_space,
     space_folders,
 )
+from quire.engine.tiers.deletions import DeletionWatch
 from quire.engine.tiers.file_index import Entry, FileIndex
 from quire.errors import CacheFolderError, InvalidRequest
 
@@ -52,11 +56,14 @@ RESCAN_S = 10.0
 RESCAN_COST = 50  # times the duration of the last listing
 CALL_BYTES = 8 << 20  # that a thread reads in one call: a return from C may wait for the GIL
 PAUSE_S = 30.0  # without writes after one failed: the next would fail too
+WARN_AGAIN_S = 300.0  # between two warnings that writes fail
 
 # The file is not at fault, or it belongs to another version of quire.
-_KEPT = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
+KEPT_FAULTS = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
 # Something else has the name of this one file: other writes can succeed.
 _SINGLE_FILE_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
+
+log = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):
@@ -119,6 +126,8 @@ class DiskStore:
         open_root(root)
         self.space = open_space(root, name, facts)
         self._root = root
+        self._secret = find_secret(root)
+        self.watch = DeletionWatch(root, self.space.path, clock)
         self._own_prefix = f"{self.space.path}{os.sep}"
         self._index = FileIndex(max_bytes, self._own_prefix)
         self._clock = clock
@@ -126,6 +135,8 @@ class DiskStore:
         self._lock = threading.Lock()  # of the fields below
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
+        self._warned_s: float | None = None  # time of the last warning
+        self._is_warned = False  # of failures, and no write succeeded since
         self._counts: Counter[str] = Counter()
         self._faults: Counter[Fault] = Counter()
         self._write_errors: Counter[str] = Counter()
@@ -222,6 +233,23 @@ class DiskStore:
             raise problem
         return Cleared(num_files, num_bytes)
 
+    def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
+        """List the folder now. Returns the content of this space that is not there any more. Raises OSError.
+
+        `cleared_ns`: another process cleared the cache then. Files that this process has written or read meanwhile are
+        deleted first, because they may have old content. Others that are newer were written after the clear.
+        """
+        if cleared_ns is not None:
+            known = set(self._index.known_paths())
+            for file in list_files(self.space.path).files:
+                if file.is_regular and (file.used_ns <= cleared_ns or file.path in known):
+                    self._index.drop(file.path)
+                    with suppress(FileNotFoundError):
+                        os.unlink(file.path)
+        with self._listing:
+            self._list_root()
+        return self._index.take_gone()
+
     def stats(self) -> DiskStats:
         sizes = self._index.sizes()
         with self._lock:
@@ -283,18 +311,26 @@ class DiskStore:
             self._index.release(size)
         with self._lock:
             self._counts.update(num_writes=1, written_bytes=payload.nbytes)
+            was_warned, self._is_warned = self._is_warned, False
+        if was_warned:
+            log.warning("cached content is saved to %s again", self._root)
         return True
 
     def _write_file(self, path: str, content: Content, payload: memoryview) -> None:
         try:
             write_block(path, self.space.digest, content, payload)
         except FileNotFoundError:  # the first file of its folder, or somebody deleted folders
-            if not self._root.is_dir():  # its secret is gone as well: files in a new folder could not be found again
-                text = f"the cache folder was deleted; restart to create it again: {self._root}"
-                raise FileNotFoundError(errno.ENOENT, text) from None
+            if not self._root.is_dir():
+                self._restore_root()
             restore_space(self.space)
             make_private(Path(path).parent, parents=False)
             write_block(path, self.space.digest, content, payload)
+
+    def _restore_root(self) -> None:
+        log.warning("the cache folder %s was deleted: creating it again", self._root)
+        restore_root(self._root, self._secret)
+        with self._lock:
+            self._next_listing_s = 0.0  # the next write reports the files that are gone
 
     def _evict(self, path: str, entry: Entry) -> None:
         """Delete a file, unless another process has used it since."""
@@ -318,8 +354,17 @@ class DiskStore:
     def _note_error(self, error: OSError) -> None:
         with self._lock:
             self._write_errors[errno.errorcode.get(error.errno or 0, "unknown")] += 1
-            if error.errno not in _SINGLE_FILE_ERRORS:
-                self._paused_until_s = self._clock() + PAUSE_S
+            now_s = self._clock()
+            is_single = error.errno in _SINGLE_FILE_ERRORS
+            if not is_single:
+                self._paused_until_s = now_s + PAUSE_S
+            is_due = self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S
+            if is_due:
+                self._warned_s, self._is_warned = now_s, not is_single
+        if is_due:
+            reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename and is_single else ''}"
+            later = "" if is_single else f"; it is tried again after {PAUSE_S:g} s"
+            log.warning("cached content cannot be saved to %s: %s%s", self._root, reason, later)
 
     # What is in the folder
 
@@ -341,9 +386,9 @@ class DiskStore:
     def _note_damage(self, path: str, fault: Fault) -> None:
         with self._lock:
             self._faults[fault] += 1
-        if fault not in _KEPT or fault is Fault.MISSING:
+        if fault not in KEPT_FAULTS or fault is Fault.MISSING:
             self._index.drop(path)
-        if fault not in _KEPT:
+        if fault not in KEPT_FAULTS:
             with suppress(OSError):  # a directory, or a read-only folder
                 os.unlink(path)
 

@@ -71,6 +71,12 @@ class FileIndex:
         with self._lock:
             return [path for path in self._entries if path.startswith(self._own_prefix)]
 
+    def known_paths(self) -> list[str]:
+        """Own paths whose content is known."""
+        with self._lock:
+            known = [path for path, entry in self._entries.items() if entry.content is not None]
+        return [path for path in known if path.startswith(self._own_prefix)]
+
     def sizes(self) -> IndexSizes:
         with self._lock:
             return IndexSizes(len(self._entries), self._num_bytes, self._own_files, self._own_bytes)

@@ -21,6 +21,7 @@ from quire.engine.tiers.host_memory import HostStore, Slots
 from quire.engine.tiers.transfers import Transfers
 from quire.engine.tiers.weights_digest import weights_digest
 from quire.errors import InvalidRequest
+from quire.sizes import compared_sizes
 
 READ_BYTES = 256 << 20  # of buffers that are filled from files at the same time
 SAVE_BYTES = 128 << 20  # of buffers that wait to be written
@@ -47,9 +48,8 @@ class TierSettings:
         """Refuse tiers that have no room for a few pieces."""
         for name, given in (("host_cache", self.host_bytes), ("disk_cache", self.disk_bytes)):
             if 0 < given < num_bytes:
-                raise InvalidRequest(
-                    f"{name} = {given} is too small for this model: it needs at least {num_bytes} bytes"
-                )
+                there, needed = compared_sizes(given, num_bytes)
+                raise InvalidRequest(f"{name} = {there} is too small for this model: it needs at least {needed}")
 
 
 class OpenedTiers:

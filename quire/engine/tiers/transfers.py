@@ -24,7 +24,9 @@ from typing import NamedTuple
 
 from quire.backends.base import BlockIO, PendingCopy
 from quire.core.step import Content, Load, MemoryRef, Save, StepPlan, Tier
-from quire.engine.tiers.disk_store import DiskStore, Written, reads_per_thread
+from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault
+from quire.engine.tiers.deletions import Deletion
+from quire.engine.tiers.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread
 from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
 from quire.errors import CacheFolderError
 
@@ -114,6 +116,13 @@ class _WriteDone(NamedTuple):
     written: Written
 
 
+class _Resynced(NamedTuple):
+    gone: tuple[Content, ...]
+
+
+_Finished = _ReadDone | _WriteDone | _Resynced
+
+
 class Transfers:
     """Transfers of one engine. All methods are called from its thread.
 
@@ -139,8 +148,8 @@ class Transfers:
         self._num_readers = num_readers
         self._readers = ThreadPoolExecutor(num_readers, "kv-read") if disk is not None else None
         self._writers = ThreadPoolExecutor(NUM_WRITERS, "kv-write") if disk is not None else None
-        self._finished: queue.SimpleQueue[_ReadDone | _WriteDone] = queue.SimpleQueue()
-        self._received: deque[_ReadDone | _WriteDone] = deque()  # from that queue, in order
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._received: deque[_Finished] = deque()  # from that queue, in order
         self._loading: dict[int, _Loading] = {}  # loads in flight whose pieces are not all known
         self._reads: deque[_Read] = deque()  # not submitted yet: all buffers are in use
         self._imports: deque[_Piece] = deque()  # not copied yet
@@ -250,8 +259,10 @@ class Transfers:
             self._num_jobs -= 1
             if isinstance(finished, _ReadDone):
                 self._end_read(finished)
-            else:
+            elif isinstance(finished, _WriteDone):
                 self._end_write(finished)
+            elif finished.gone:
+                self._done.append(Lost(finished.gone))
         self._end_exports()
         self._start_imports(is_busy=is_busy)
         self._submit_reads()
@@ -309,8 +320,7 @@ class Transfers:
             if generation == self._generation:  # otherwise the files were deleted
                 found = self.disk.read_many([read.content for read in reads], buffers)
                 are_read = [damage is None for damage in found]
-                for damage in filter(None, found):
-                    log.warning("cached content on disk is not used: %s", damage)
+                _warn_of([damage for damage in found if damage is not None])
         except Exception:
             log.exception("cached content on disk could not be read")
         finally:
@@ -425,6 +435,31 @@ class Transfers:
         if generation == self._generation:
             self._done.append(SaveDone(save.content, Tier.DISK, written.is_stored))
 
+    # Deletions by other processes
+
+    def follow(self, deletion: Deletion) -> None:
+        """Forget what another process has deleted. After a clear, drops the content of host memory too.
+
+        The thread that writes lists the folder. So the listing is between the writes that were submitted before and
+        those that will be.
+        """
+        if deletion.cleared_ns is not None:
+            self._drop_all()
+        assert self._writers is not None
+        self._num_jobs += 1
+        self._writers.submit(self._resync, deletion.cleared_ns)
+
+    def _resync(self, cleared_ns: int | None) -> None:
+        """Runs in a thread."""
+        gone: tuple[Content, ...] = ()
+        try:
+            assert self.disk is not None
+            gone = self.disk.resync(cleared_ns)
+        except Exception:
+            log.exception("files were deleted from the cache folder, and the rest could not be listed")
+        finally:
+            self._finished.put(_Resynced(gone))
+
     # End
 
     def clear(self) -> None:
@@ -432,6 +467,16 @@ class Transfers:
 
         Raises CacheFolderError if files cannot be deleted.
         """
+        self._drop_all()
+        if self.disk is not None:
+            try:
+                self.disk.clear()
+            except OSError as error:
+                text = f"not all files of {self.disk.space.path} could be deleted: {error.strerror or error}"
+                raise CacheFolderError(text) from error
+
+    def _drop_all(self) -> None:
+        """Drop saves in flight and the content of host memory. Loads in flight end, and may fail."""
         self._generation += 1
         self._done = [one for one in self._done if isinstance(one, LoadDone)]
         reads, self._reads = self._reads, deque()
@@ -439,12 +484,6 @@ class Transfers:
             self._end_piece(read.loading, read.content)
         if self._host is not None:
             self._host.clear()
-        if self.disk is not None:
-            try:
-                self.disk.clear()
-            except OSError as error:
-                text = f"not all files of {self.disk.space.path} could be deleted: {error.strerror or error}"
-                raise CacheFolderError(text) from error
 
     def close(self) -> None:
         """Wait for the threads, which end after the files that they read or write now."""
@@ -457,3 +496,18 @@ class Transfers:
         self._read_slots.close()
         if self._host is not None:
             self._host.close()
+
+
+def _warn_of(damages: Sequence[DamagedBlock]) -> None:
+    """Log what happened to files that are not used. Missing ones are counted: another process may have cleared all."""
+    missing = [damage for damage in damages if damage.fault is Fault.MISSING]
+    if missing:
+        text = "%d files of the disk cache are missing, such as %s: their content is computed again"
+        log.warning(text, len(missing), missing[0].path)
+    for damage in damages:
+        if damage.fault in KEPT_FAULTS and damage.fault is not Fault.MISSING:
+            text = "a file of the disk cache cannot be used (%s): %s. It is kept, and its content is computed again"
+            log.warning(text, FAULT_WORDS[damage.fault], damage.path)
+        elif damage.fault is not Fault.MISSING:
+            text = "a file of the disk cache was damaged (%s): %s. It was deleted, and its content is computed again"
+            log.warning(text, FAULT_WORDS[damage.fault], damage.path)

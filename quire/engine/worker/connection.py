@@ -332,7 +332,8 @@ class WorkerConnection:
                 self.cancel(place[0])
 
     def _take_end(self, reason: str) -> None:
-        log.error("the process that runs %s %s", self._name, f"failed: {self._error}" if self._error else reason)
+        if self._error is None or self.facts is not None:  # else the start failed, and its caller reports why
+            log.error("the process that runs %s %s", self._name, f"failed: {self._error}" if self._error else reason)
         is_steady = self.facts is not None and self._loop.time() - self._ready_s > STEADY_S
         self._on_end(self._has_served or is_steady)
         self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason} and is being replaced"))

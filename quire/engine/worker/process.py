@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from quire.engine.worker.log_lines import log_format
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Cancel,
@@ -198,8 +199,9 @@ class WorkerProcess:
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
     """Start a worker. -P: import no modules from the working directory. Its stdout goes to stderr."""
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])]
+    log_name = log_format()
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd)],
+        [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd), *([log_name] if log_name else [])],
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         stdout=STDERR,

@@ -1,7 +1,7 @@
 """The worker process of one model: receives messages, runs engine steps and sends their outputs.
 
 Sleeps in `select` while idle, never blocks on sending, and ends when the client closes the socket. The client starts it
-as `python -m quire.engine.worker.worker FD`.
+as `python -m quire.engine.worker.worker FD [LOG_FORMAT]`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from quire.engine.worker.cache_report import CacheReporter
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
 from quire.engine.worker.kv_events import open_publisher
+from quire.engine.worker.log_lines import setup_worker_log
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
@@ -184,6 +185,8 @@ class Worker:
         self._handle(waiting)
         while True:
             messages = self._channel.receive(self._sleep_s())
+            if messages and self._engine.follow_deletions():  # before messages: it may have slept for long
+                self._note_change()
             self._handle(messages)
             if self._compilations:
                 self._take_compiled(self._compilations)
@@ -549,7 +552,7 @@ def main() -> None:
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and may finish requests first
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    setup_worker_log(sys.argv[2] if len(sys.argv) > 2 else None)
     with socket.socket(fileno=int(sys.argv[1])) as peer:
         code = serve(peer)
     sys.stdout.flush()

@@ -93,7 +93,9 @@ class LowerTierView(msgspec.Struct, frozen=True):
     tier: Annotated[str, Meta(extra_json_schema={"enum": ["host", "disk"]})]
     num_pieces: Annotated[int, Meta(description="Stored blocks, window blocks and states.")]
     num_bytes: int
-    max_bytes: Annotated[int | None, Meta(description="null: the limit is for all models that share the folder.")]
+    max_bytes: Annotated[
+        int | None, Meta(description="The size limit; that of a disk is for all models that share the folder.")
+    ]
     num_loads: Annotated[int, Meta(description="Prefixes that were loaded.")]
     num_loaded_tokens: int
     num_loaded_bytes: int

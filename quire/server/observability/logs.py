@@ -1,4 +1,4 @@
-"""Logging: one line per request, as text or as JSON. Prompts, answers, keys and paths of this machine are not logged.
+"""Logging: one line per request, as text or as JSON. It has no prompts, answers, keys or paths of this machine.
 
 Values that a client sent are escaped, so that none can forge a log line. Each logger is rate limited, so that a flood
 of bad requests cannot fill a disk.
@@ -12,24 +12,19 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TextIO
 
+from quire.engine.worker.log_lines import FIELDS, JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
 from quire.server.observability.request_record import RequestRecord
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_LINES_PER_S = 20  # of one logger
 MAX_VALUE_CHARS = 200
-MAX_MESSAGE_CHARS = 4_000
-MAX_TRACE_LINES = 200
 MAX_KEYS = 1_000
 _OUR_FAULT = frozenset({"failed", "died", "internal"})
 _UNCOUNTED = "is_uncounted"  # attribute of a record that the rate limit does not count
-_FIELDS = "fields"  # attribute of a record: the fields of its JSON line
-
-# Control characters, line and paragraph separators, bidirectional controls, and lone surrogates.
-_HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
 
 _request_log = logging.getLogger("quire.request")
@@ -67,7 +62,7 @@ def log_request(record: RequestRecord) -> None:
         return
     fields = request_fields(record)
     # The model's speed bounds the number of served requests. Only the rate limit bounds the others.
-    extra = {_FIELDS: fields, _UNCOUNTED: record.finish in ("stop", "length")}
+    extra = {FIELDS: fields, _UNCOUNTED: record.finish in ("stop", "length")}
     _request_log.log(level, "%s", " ".join(f"{name}={_word(value)}" for name, value in fields.items()), extra=extra)
 
 
@@ -87,7 +82,7 @@ def log_refusal(
         **({"param": param} if param else {}),
     }
     text = " ".join(f"{name}={_word(_cut(value))}" for name, value in fields.items())
-    _request_log.info("%s", text, extra={_FIELDS: fields})
+    _request_log.info("%s", text, extra={FIELDS: fields})
 
 
 def request_fields(record: RequestRecord) -> dict[str, object]:
@@ -107,6 +102,7 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         "cached_tokens": record.cached_tokens,
         "completion_tokens": record.completion_tokens,
         "cache": record.cache_reason,
+        "cache_source": record.cache_source,
         "queued_s": _rounded(record.queued_s),
         "ttft_s": _rounded(record.ttft_s),
         "e2e_s": _rounded(record.e2e_s),
@@ -181,57 +177,6 @@ class _Window:
         self.since_s = since_s
         self.num_written = 0
         self.num_left_out = 0
-
-
-class LineFormatter(logging.Formatter):
-    """`2026-11-15T07:22:31.123Z INFO quire.request: ...`. A traceback is indented, so that it cannot forge a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {record.name}: {_escaped(_message(record))}"
-        trace = _trace(self, record)
-        return "\n".join([line, *(f"  | {_escaped(one)}" for one in trace)])
-
-
-class JsonFormatter(logging.Formatter):
-    """One ASCII JSON object per line. A request's fields are members of the object, not part of the message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
-        fields = getattr(record, _FIELDS, None)
-        if isinstance(fields, Mapping):
-            entry |= {"message": "request", **fields}
-        else:
-            entry["message"] = _message(record)
-        if trace := _trace(self, record):
-            entry["trace"] = trace
-        return json.dumps(entry, allow_nan=False, default=str)
-
-
-def _message(record: logging.LogRecord) -> str:
-    try:
-        text = record.getMessage()
-    except Exception:  # wrong format arguments must not lose the line
-        text = str(record.msg)
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + " ..."
-
-
-def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
-    if not record.exc_info or record.exc_info[0] is None:
-        return []
-    lines = formatter.formatException(record.exc_info).splitlines()
-    return [line[:MAX_MESSAGE_CHARS] for line in lines[-MAX_TRACE_LINES:]]
-
-
-def _time(record: logging.LogRecord) -> str:
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
-
-
-def _escaped(text: str) -> str:
-    return _HARMFUL.sub(_escape, text)
-
-
-def _escape(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1] if found[0] < "\x7f" else f"\\u{ord(found[0]):04x}"
 
 
 def _word(value: object) -> str:

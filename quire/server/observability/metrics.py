@@ -81,6 +81,9 @@ GAUGES = {
         "Slots of recurrent states, by state: free + cached + in_use = all. Absent if the model has none.", ("state",)
     ),
     "lower_cache_bytes": _Spec("Bytes of cached content in host memory or on disk. Absent if off.", ("storage",)),
+    "lower_cache_max_bytes": _Spec(
+        "Size limit of that content; on disk for all models that share the folder. Absent if off.", ("storage",)
+    ),
     "lower_cache_pieces": _Spec("Stored blocks, window blocks and states. Absent if off.", ("storage",)),
     "queue_age_seconds": _Spec("Waiting time of the oldest request of a tier.", ("tier",)),
     "queue_requests": _Spec("Waiting sequences of a tier.", ("tier",)),
@@ -450,6 +453,8 @@ class Metrics:
 
     def _take_tier(self, tier: LowerTierStats, last: LowerTierStats | None) -> None:
         self._set("lower_cache_bytes", tier.num_bytes, tier.tier)
+        if tier.max_bytes is not None:
+            self._set("lower_cache_max_bytes", tier.max_bytes, tier.tier)
         self._set("lower_cache_pieces", tier.num_pieces, tier.tier)
         for name, field in TIER_COUNTERS.items():
             before = 0 if last is None else getattr(last, field)

@@ -29,6 +29,7 @@ class RequestRecord:
     e2e_s: float  # from arrival to the end
     finish: str  # stop, length, cancelled (also by disconnecting), error, or the reason of a refusal
     error: str | None = None  # the kind of error, never its text
+    cache_source: str | None = None  # slowest tier that cached tokens of the first prompt came from: device, host, disk
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from quire.engine.tiers.cache_folder import (
     space_digest,
     space_folders,
     write_private,
+    write_problem,
 )
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.tiers.contents import FACTS, temporary_files
@@ -59,11 +61,16 @@ def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [0o777, 0o1777, 0o702])
 def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path, bits: int) -> None:
+    """quire does not advise to change the mode of a folder that it did not create, or of one like /tmp."""
     tmp_path.chmod(bits)
-    with pytest.raises(CacheFolderError, match=r"every user of this machine can write to .*chmod o-w"):
+    advice = f"choose a folder for it alone, such as {tmp_path}/quire-kv"
+    with pytest.raises(CacheFolderError, match=rf"every user of this machine can write to .*: {advice}$"):
         open_root(tmp_path)
     with pytest.raises(CacheFolderError, match="every user"):
         root_secret(tmp_path)
+    (tmp_path / "secret").write_bytes(bytes(SECRET_BYTES))
+    with pytest.raises(CacheFolderError, match=advice if bits & 0o1000 else f"run `chmod o-w {tmp_path}`$"):
+        open_root(tmp_path)
 
 
 def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ def test_only_names_of_quire_are_listed(tmp_path: Path) -> None:
         str(one) for one in (*foreign, space.path / "elsewhere", space.path / "cd")
     )
     assert space_folders(tmp_path) == [space.path]
-    assert list_files(tmp_path / "nothing") == ([], [], [])
+    assert list_files(tmp_path / "nothing") == ([], [], [], [])
 
 
 def test_stale_temporary_files_are_removed(tmp_path: Path) -> None:
@@ -250,3 +257,15 @@ def test_a_secret_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cache_folder, "write_private", fail)
     with pytest.raises(CacheFolderError, match="cannot be read or written: Read-only file system"):
         root_secret(tmp_path)
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert write_problem(tmp_path) is None
+    assert write_problem(tmp_path / "nothing") == "No such file or directory"
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", fail)
+    assert write_problem(tmp_path) == "No space left on device"
+    assert list(tmp_path.iterdir()) == []

@@ -18,8 +18,8 @@ import pytest
 from quire.core.step import Content, MemoryKind
 from quire.engine.tiers import block_file, disk_store
 from quire.engine.tiers.block_file import DamagedBlock, Fault, file_bytes, write_block
-from quire.engine.tiers.cache_folder import STALE_S, list_files, space_folders
-from quire.engine.tiers.disk_store import PAUSE_S, RESCAN_S, DiskStore, Written
+from quire.engine.tiers.cache_folder import STALE_S, list_files, root_secret, space_folders
+from quire.engine.tiers.disk_store import PAUSE_S, RESCAN_S, WARN_AGAIN_S, DiskStore, Written
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.tiers.contents import (
     FACTS,
@@ -591,22 +591,58 @@ def test_folders_that_were_deleted_are_created_again(tmp_path: Path) -> None:
     assert (store.space.path / "facts.json").exists()
 
 
-def test_a_root_that_was_deleted_stays_deleted(tmp_path: Path) -> None:
+def test_a_root_that_was_deleted_is_created_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "kv"
+    secret = root_secret(root)
+    store = new_store(root)
+    write_all(store, [1, 2])
+    shutil.rmtree(root)
+    assert write(store, 3).is_stored
+    assert caplog.messages == [f"the cache folder {root} was deleted: creating it again"]
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert root_secret(root) == secret  # otherwise the next server would not find the files
+    assert is_missing(store, 1)
+    assert write(store, 4).gone == (make_content(2),)
+    assert stored_numbers(root) == [3, 4]
+    assert store.stats().num_files == 2
+
+
+def test_a_root_that_cannot_be_created_again(tmp_path: Path) -> None:
     root, clock = tmp_path / "kv", Clock()
     store = new_store(root, clock=clock)
     write_all(store, [1, 2])
     shutil.rmtree(root)
+    root.write_text("in the way")
     result = write(store, 3)
     assert not result.is_stored
-    assert isinstance(result.error, FileNotFoundError)
-    assert "the cache folder was deleted; restart to create it again" in str(result.error)
-    assert not root.exists()
-    assert is_missing(store, 1)
+    assert isinstance(result.error, OSError)
     clock.now_s = max(RESCAN_S, PAUSE_S)
-    assert write(store, 4).gone == (make_content(2),)
+    assert set(write(store, 4).gone) == {make_content(1), make_content(2)}
     assert list(store.scan()) == []
     assert store.clear() == (0, 0)
     assert not store.remove(make_content(2))
+
+
+def test_failing_writes_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, again after minutes, and when writes succeed again."""
+    clock = Clock()
+    store = new_store(tmp_path, clock=clock)
+    broken = f"cached content cannot be saved to {tmp_path}: No space left on device; it is tried again after 30 s"
+    with monkeypatch.context() as patched:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patched.setattr(disk_store, "write_block", fail)
+        while clock.now_s < WARN_AGAIN_S + PAUSE_S:
+            assert not write(store, 1).is_stored
+            clock.now_s += PAUSE_S
+        assert caplog.messages == [broken, broken]
+    write_all(store, [1, 2])
+    assert caplog.messages[2:] == [f"cached content is saved to {tmp_path} again"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,7 +690,8 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     outcome = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert outcome.stderr == ""
+    text = f"cached content cannot be saved to {tmp_path}: File too large; it is tried again after 30 s\n"
+    assert outcome.stderr == text
     assert outcome.stdout.split("\n")[:2] == ["False OSError ['EFBIG']", "False True"]
     assert not temporary_files(tmp_path)
     assert all_files(tmp_path) == []

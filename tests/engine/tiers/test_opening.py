@@ -77,7 +77,7 @@ def test_the_speed_of_a_disk(tmp_path: Path) -> None:
 def test_sizes_that_hold_nothing(tiny_model: Path, tmp_path: Path) -> None:
     for name in ("host_cache", "disk_cache"):
         with pytest.raises(
-            InvalidRequest, match=rf"{name} = 100 is too small for this model: it needs at least 512 bytes"
+            InvalidRequest, match=rf"{name} = 100 bytes is too small for this model: it needs at least 512 bytes"
         ):
             make_engine(tiny_model, replace(EngineConfig(backend="fake", num_blocks=100), **{name: 100}))  # type: ignore[arg-type]
     fake_engine(tiny_model, tmp_path / "kv", disk_cache=512).close()
@@ -119,9 +119,9 @@ def test_folders_are_checked_before_models_are_loaded(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cache_dir = '' is not the path of a folder"):
         EngineConfig(disk_cache=1000, cache_dir="")
     unused = EngineConfig(cache_dir=str(tmp_path / "kv"))
-    with pytest.raises(InvalidRequest, match=r"cache_dir = '.*/kv' has no effect without disk_cache"):
+    with pytest.raises(InvalidRequest, match=r"cache_dir = '.*/kv' has no effect: set disk_cache to a size too"):
         check_cache_folders([unused])
-    with pytest.raises(InvalidRequest, match="has no effect without disk_cache"):
+    with pytest.raises(InvalidRequest, match="has no effect: set disk_cache to a size too"):
         LLM(cache_dir=str(tmp_path / "kv"))
     assert not (tmp_path / "kv").exists()
     check_cache_folders([unused, EngineConfig(disk_cache=1000, cache_dir=str(tmp_path / "kv"))])  # of two models

@@ -176,19 +176,27 @@ def damage(rig: TransferRig, number: int) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_damaged_file_fails_its_own_piece_only(make_rig: MakeRig, is_late: bool) -> None:
+def test_a_damaged_file_fails_its_own_piece_only(
+    make_rig: MakeRig, is_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = make_rig(has_host=False, is_late=is_late)
     assert rig.disk is not None
     rig.save(range(1, 6), DISK)
     rig.finish()
     damage(rig, 2)
-    os.unlink(rig.disk.space.file(MemoryKind.BLOCK, block(4).key))
+    damaged, missing = (rig.disk.space.file(MemoryKind.BLOCK, block(number).key) for number in (2, 4))
+    os.unlink(missing)
     rig.load(1, range(1, 6), Tier.DISK, range(11, 16))
     rig.load(2, [1], Tier.DISK, [21])
     assert loaded(rig.finish()) == {1: {block(2), block(4)}, 2: frozenset()}
     assert [rig.has(MemoryRef(MemoryKind.BLOCK, 10 + n), n) for n in range(1, 6)] == [True, False, True, False, True]
     assert rig.disk.stats().faults == {Fault.DIGEST: 1, Fault.MISSING: 1}
     assert len(all_files(rig.disk.space.path.parent)) == 3  # the damaged one is deleted
+    assert sorted(caplog.messages) == [
+        f"1 files of the disk cache are missing, such as {missing}: their content is computed again",
+        "a file of the disk cache was damaged (the content does not match its checksum):"
+        f" {damaged}. It was deleted, and its content is computed again",
+    ]
     rig.check_buffers()
 
 
@@ -197,6 +205,7 @@ def test_the_folder_disappears(make_rig: MakeRig, tmp_path: Path) -> None:
     rig.save([1, 2], DISK)
     rig.finish()
     os.rename(tmp_path / "kv", tmp_path / "moved")
+    (tmp_path / "kv").write_text("in the way")  # else it would be created again
     rig.load(1, [1, 2], Tier.DISK, [11, 12])
     rig.save([3], DISK)
     done = rig.finish()

@@ -1,0 +1,87 @@
+"""Lines of the log, as text or as JSON: the same for a server and its worker processes.
+
+Control characters are escaped, so that no value can forge a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping
+
+MAX_MESSAGE_CHARS = 4_000
+MAX_TRACE_LINES = 200
+FIELDS = "fields"  # attribute of a record: the fields of its JSON line
+
+# Control characters, line and paragraph separators, bidirectional controls, and lone surrogates.
+_HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-11-15T07:22:31.123Z INFO quire.request: ...`. A traceback is indented, so that it cannot forge a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname} {record.name}: {_escaped(_message(record))}"
+        trace = _trace(self, record)
+        return "\n".join([line, *(f"  | {_escaped(one)}" for one in trace)])
+
+
+class JsonFormatter(logging.Formatter):
+    """One ASCII JSON object per line. A request's fields are members of the object, not part of the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        fields = getattr(record, FIELDS, None)
+        if isinstance(fields, Mapping):
+            entry |= {"message": "request", **fields}
+        else:
+            entry["message"] = _message(record)
+        if trace := _trace(self, record):
+            entry["trace"] = trace
+        return json.dumps(entry, allow_nan=False, default=str)
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        text = record.getMessage()
+    except Exception:  # wrong format arguments must not lose the line
+        text = str(record.msg)
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + " ..."
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    if not record.exc_info or record.exc_info[0] is None:
+        return []
+    lines = formatter.formatException(record.exc_info).splitlines()
+    return [line[:MAX_MESSAGE_CHARS] for line in lines[-MAX_TRACE_LINES:]]
+
+
+def _time(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+
+
+def _escaped(text: str) -> str:
+    return _HARMFUL.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1] if found[0] < "\x7f" else f"\\u{ord(found[0]):04x}"
+
+
+FORMATTERS: dict[str, type[logging.Formatter]] = {"text": LineFormatter, "json": JsonFormatter}
+
+
+def log_format() -> str | None:
+    """The format of this process's log. None: it has another one, because it is not a server."""
+    used = {type(handler.formatter) for handler in logging.getLogger().handlers}
+    return next((name for name, formatter in FORMATTERS.items() if formatter in used), None)
+
+
+def setup_worker_log(name: str | None) -> None:
+    """Log warnings to stderr in this format. None: short lines, for a program that uses quire as a library."""
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(plain if name is None else FORMATTERS[name]())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
