@@ -75,6 +75,9 @@ def read_config(path: Path) -> DeployConfig:
             raise InvalidRequest(f"--config {str(path)!r}: {name} has no meaning for replicas")
     with serving.options_named():
         server = serving.make_config(options)
+    for number, model in enumerate(server.models):
+        if model.idle_unload is not None:
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].idle_unload has no meaning for replicas")
     return DeployConfig(server, read_deployments(path, len(server.models)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
 import re
 import secrets
 import subprocess
@@ -25,7 +24,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from quire.backends.machine import has_nvidia
+from quire import __version__
 from quire.errors import InvalidRequest, QuireError
 from quire.scale.autoscaling import QueuePolicy
 from quire.scale.config import DeployConfig, ModelDeployment
@@ -98,11 +97,12 @@ def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _:
     secret = secrets.token_bytes(16)
     started = {}
     for (name, model), one in zip(applications.items(), shares, strict=True):
-        arguments = (model.names[0], str(model.path), _engine(model, one), secret, config.server.hang_limit)
+        num_threads = 0 if one.resources.gpus else max(int(one.resources.cpus or 1), 1)
+        arguments = (model.names[0], str(model.path), model.engine, secret, num_threads, config.server.hang_limit)
         started[name] = _replicas(name, one, config.server.drain).bind(*arguments)
     _run(started, on_change)
     front = _front_config(config)
-    fingerprint = hashlib.sha256(pickle.dumps(front)).hexdigest()
+    fingerprint = _fingerprint(front)
     if _call_front("fingerprint") != fingerprint:
         bound = _front(config.server.drain).bind(front, fingerprint, tuple(applications))
         _run({FRONT_APPLICATION: bound}, on_change)
@@ -146,6 +146,12 @@ def _front_config(config: DeployConfig) -> ServeConfig:
     server = config.server
     models = tuple(replace(model, is_preloaded=True, is_pinned=True, idle_unload=None) for model in server.models)
     return replace(server, models=models)
+
+
+def _fingerprint(server: ServeConfig) -> str:
+    """A digest of everything that the front depends on: its settings, the content of the keys' file, and its code."""
+    keys = b"" if server.api_keys_file is None else server.api_keys_file.read_bytes()
+    return hashlib.sha256(f"{__version__} {server!r} ".encode() + keys).hexdigest()
 
 
 def _front(drain_s: float) -> Any:
@@ -206,15 +212,6 @@ def _with_cpus(one: ModelDeployment, config: DeployConfig) -> ModelDeployment:
     share = total / sum(each.max_replicas for each in config.deployments)
     cpus = 1.0 if one.resources.gpus else float(int(share)) if share >= 1 else share
     return replace(one, resources=replace(one.resources, cpus=cpus))
-
-
-def _engine(model: ModelConfig, one: ModelDeployment) -> Any:
-    """The engine's settings: on a CPU, as many threads as the replica has CPUs."""
-    engine = model.engine
-    is_cpu = engine.backend in ("auto", "native") and not one.resources.gpus and not has_nvidia()
-    if is_cpu and engine.threads is None:
-        return replace(engine, threads=max(int(one.resources.cpus or 1), 1))
-    return engine
 
 
 def application_of(model: ModelConfig) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from quire.backends.machine import has_nvidia
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import QuireError
@@ -32,8 +34,18 @@ class ModelReplica:
     """One replica: a worker process with the model."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, name: str, path: str, engine: EngineConfig, chain_secret: bytes, hang_limit_s: float = HANG_LIMIT_S
+        self,
+        name: str,
+        path: str,
+        engine: EngineConfig,
+        chain_secret: bytes,
+        num_threads: int,
+        hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
+        """`num_threads`: of a model on the CPU, unless its settings have a number; 0: it has a GPU."""
+        is_on_cpu = engine.backend in ("auto", "native") and not has_nvidia()
+        if num_threads and is_on_cpu and engine.threads is None:
+            engine = replace(engine, threads=num_threads)
         self._replica = Replica(name, self._end, hang_limit_s)
         try:
             facts = await self._replica.start(Path(path), engine, chain_secret)

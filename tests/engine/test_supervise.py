@@ -250,6 +250,7 @@ def test_is_moving_is_false_for_a_silent_worker_with_work(tiny_model: Path) -> N
 
             def is_moving_a_minute_later() -> bool:
                 assert engine._connection is not None
+                assert isinstance(engine._connection.process, WorkerProcess)
                 engine._connection.process._heard_s -= 60
                 return engine.is_moving
 

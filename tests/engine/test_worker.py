@@ -208,6 +208,7 @@ def test_the_late_end_of_a_worker_does_not_affect_its_successor(
             await engine.start()
             assert engine._connection is not None
             first, engine._hang_limit_s = engine._connection.process, HANG_S  # the next one may be slow
+            assert isinstance(first, WorkerProcess)
             is_served, wait = asyncio.Event(), first._wait_or_kill
 
             async def wait_longer(grace_s: float) -> int:
@@ -293,6 +294,7 @@ def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
             assert engine._connection is not None
             ids = list(forged.request_ids)
             raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "prompt": ["x"]})
+            assert isinstance(engine._connection.process, WorkerProcess)
             engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
             with pytest.raises(InvalidRequest):
                 await forged.result()

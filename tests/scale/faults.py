@@ -146,7 +146,8 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=0)
     options = parser.parse_args()
     with deployed({"num_blocks": 400}) as cluster:
-        num_failed, num_ended, waits_s = 0, 0, []
+        num_failed, num_ended = 0, 0
+        waits_s: list[float] = []
         for number in range(options.kills):
             failed, ended, took_s = kill_in_mid_stream(cluster, number, 200)
             num_failed, num_ended, waits_s = num_failed + failed, num_ended + ended, [*waits_s, took_s]

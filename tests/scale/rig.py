@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,12 @@ class Cluster(Server):
         self.process.stdin.flush()
         return self.said.get(timeout=HANG_S)
 
+    @property
+    def worker_pid(self) -> int:
+        """The worker, if there is one replica."""
+        (pid,) = self.worker_pids()
+        return pid
+
     def worker_pids(self) -> list[int]:
         """The workers of all replicas of this cluster."""
         return [pid for pid in descendants(self.process.pid) if "quire.engine.worker.worker" in command_line(pid)]
@@ -43,6 +50,18 @@ class Cluster(Server):
         """Ray's processes of the replicas."""
         found = [pid for pid in descendants(self.process.pid) if ":replicas" in command_line(pid)]
         return [pid for pid in found if "ServeReplica" in command_line(pid)]
+
+    @property
+    def log(self) -> str:
+        """The output of the driver, and of Ray's processes."""
+        files = self.folder.glob("ray/session_latest/logs/worker*")
+        return "".join([*self.stdout, *self.stderr, *(file.read_text(errors="replace") for file in files)])
+
+    def wait_for(self, pattern: str) -> str:
+        def line() -> str | None:
+            return next((line for line in self.log.splitlines() if re.search(pattern, line)), None)
+
+        return eventually(line, pattern) or ""
 
     def replicas(self) -> list[dict[str, Any]]:
         """What the server says of its replicas."""
@@ -60,7 +79,7 @@ class Cluster(Server):
 
 def descendants(pid: int) -> list[int]:
     """All processes below one. Ray's processes are started by others of its own."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     try:
         return [one.pid for one in psutil.Process(pid).children(recursive=True)]

@@ -1,15 +1,24 @@
-"""Replicas on a real Ray cluster."""
+"""Replicas on a real Ray cluster, with the default model."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.scale.rig import Cluster, deployed
+from tests.scale.faults import kill_in_mid_stream, restart_under_load, stream
+from tests.scale.rig import Cluster, deployed, write
+from tests.server.rig import ONE_THREAD, PATIENCE
+from tests.waiting import HANG_S, eventually
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one sentence, and name the river of that city in a second one."
+ANSWER = {"temperature": 0, "max_tokens": 16, "ignore_eos": False}
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +29,136 @@ def cluster(default_model: Path) -> Iterator[Cluster]:
 
 
 def test_a_conversation_stays_with_its_replica(cluster: Cluster) -> None:
-    answer = cluster.chat(QUESTION, temperature=0, max_tokens=16, ignore_eos=False).json
-    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
-    for _ in range(4):
-        again = cluster.chat(QUESTION, temperature=0, max_tokens=16, ignore_eos=False).json
+    first = cluster.chat(QUESTION, **ANSWER).json
+    assert "Paris" in first["choices"][0]["message"]["content"]
+    for _ in range(3):
+        eventually(lambda: cluster.post("/v1/cache/explain", {"messages": _chat(QUESTION)}).json["cached_tokens"], "it")
+        again = cluster.chat(QUESTION, **ANSWER).json
+        assert again["choices"] == first["choices"]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
-    assert sorted(one["num_routed"] for one in cluster.replicas()) == [0, 5]
+
+
+def test_sessions_are_sticky(cluster: Cluster) -> None:
+    """Requests that share nothing but the name of a session go to one replica."""
+    before = {one["name"]: one["num_routed"] for one in cluster.replicas()}
+    for number in range(4):
+        body = {"messages": _chat(f"{number} is a number."), "max_tokens": 1}
+        assert cluster.post("/v1/chat/completions", body, headers={"x-session-id": "s1"}).status == 200
+    grown = [one["num_routed"] - before[one["name"]] for one in cluster.replicas()]
+    assert sorted(grown) == [0, 4]
+
+
+def test_load_spreads(cluster: Cluster) -> None:
+    outcomes = [stream(cluster, f"Tell me about the number {number}.", 400) for number in range(4)]
+    for outcome in outcomes:
+        assert outcome.began.wait(HANG_S)
+    assert sorted(one["num_requests"] for one in cluster.replicas()) == [2, 2]
+    for outcome in outcomes:
+        assert outcome.ended.wait(HANG_S)
+        assert outcome.finish == "length", outcome
+
+
+def test_figures_of_each_replica_and_of_all(cluster: Cluster) -> None:
+    text = cluster.get("/metrics").body.decode()
+    names = [one["name"] for one in cluster.replicas()]
+    assert 'quire:replicas{engine="0",model_name="smollm2-135m-instruct"} 2.0' in text
+    for name in names:
+        assert f'replica="{name}"' in text
+    stats = cluster.stats()
+    assert stats["num_blocks"] == 2 * 399  # without the null blocks
+    assert stats["num_queried_tokens"] >= sum(one["num_queried_tokens"] for one in cluster.replicas()) > 0
+
+
+def test_the_cache_of_all_replicas_is_cleared(cluster: Cluster) -> None:
+    cluster.chat(QUESTION, **ANSWER)
+    assert cluster.post("/v1/cache/clear", {}).status == 200
+    assert cluster.stats()["num_cached"] == 0
+    assert cluster.post("/v1/cache/explain", {"messages": _chat(QUESTION)}).json["cached_tokens"] == 0
+
+
+def test_a_replica_dies_in_mid_stream(cluster: Cluster) -> None:
+    for number in range(2):  # Ray's process, and the worker below it
+        failed, _, _ = kill_in_mid_stream(cluster, number, 200)
+        assert failed
+
+
+def test_a_deploy_under_load_loses_no_request(cluster: Cluster) -> None:
+    outcomes = restart_under_load(cluster)
+    assert len(outcomes) > 4
+    assert not [one for one in outcomes if one.problem or one.error]
+    cluster.wait_free()
+
+
+def test_a_node_is_lost(default_model: Path) -> None:
+    """Of two machines, one ends with its replica. The other one serves, and a replica is started there."""
+    del default_model
+    settings = {"num_blocks": 400, "resources": {"cpus": 9}}  # of 16: one replica on a machine
+    with deployed(settings, num_nodes=2) as cluster:
+        cluster.wait_replicas(2)
+        assert cluster.order("remove_node 1") == {"nodes": 1}
+        eventually(lambda: len(cluster.replicas()) == 1, "one replica is left")
+        assert "Paris" in cluster.chat(QUESTION, **ANSWER).json["choices"][0]["message"]["content"]
+
+
+def test_settings_that_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"replicas": 0}, "replicas = 0 is not a whole number from 1 to 1000"),
+        ({"autoscale": {"min": 3, "max": 2}}, "autoscale.max = 2 is less than autoscale.min = 3"),
+        ({"replicas": 2, "autoscale": {"max": 3}}, "replicas = 2: autoscale is set too"),
+        ({"resources": {"gpu": 1}}, "resources.gpu: there is no such field; there are cpus, gpus, memory, custom"),
+        ({"kv_events": "tcp://127.0.0.1:1"}, "kv_events has no meaning for replicas"),
+        ({"models": [{"model": "smollm2-135m-instruct", "replicas": "x"}]}, "models[0].replicas = 'x' is not"),
+    )
+    for number, (settings, text) in enumerate(wrong):
+        file = tmp_path / f"{number}.yaml"
+        write(file, settings)
+        assert text in cluster.order(f"deploy {file}")["error"]
+    assert len(cluster.replicas()) == 2
+
+
+def test_a_model_that_cannot_be_loaded_is_named(default_model: Path, tmp_path: Path) -> None:
+    """The reason of the replica reaches the command."""
+    del default_model
+    file = tmp_path / "q.yaml"
+    write(file, {"port": 0, "state_dir": "none", "num_blocks": 2, "replicas": 1})
+    done = _quire(tmp_path, "deploy", str(file))
+    try:
+        assert done.returncode == 2
+        assert "num_blocks" in done.stderr
+        assert "nothing is deployed" not in _quire(tmp_path, "deploy", "status").stdout
+    finally:
+        _quire(tmp_path, "deploy", "stop", "--ray")
+
+
+def test_the_command_starts_ray_and_ends_it(default_model: Path, tmp_path: Path) -> None:
+    del default_model
+    file = tmp_path / "q.yaml"
+    write(file, {"port": 0, "state_dir": "none", "num_blocks": 100, "replicas": 1})
+    try:
+        done = _quire(tmp_path, "deploy", str(file))
+        assert "quire serves at http://127.0.0.1:" in done.stdout, done.stdout + done.stderr
+        shown = _quire(tmp_path, "deploy", "status").stdout
+        assert "quire-smollm2-135m-instruct: running, 1 running" in shown
+    finally:
+        assert _quire(tmp_path, "deploy", "stop", "--ray").stdout.startswith("stopped")
+    assert "no Ray cluster runs on this machine" in _quire(tmp_path, "deploy", "status").stderr
+
+
+def test_a_setting_of_deploy_in_a_file_for_serve(tmp_path: Path) -> None:
+    file = tmp_path / "q.yaml"
+    write(file, {"replicas": 2})
+    done = _quire(tmp_path, "serve", "--config", str(file))
+    assert done.returncode == 2
+    assert "replicas is a setting of `quire deploy`" in done.stderr
+
+
+def _chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _quire(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **ONE_THREAD, **PATIENCE, "RAY_TMPDIR": f"/tmp/q{os.getpid()}", "COLUMNS": "200"}
+    del folder  # its name is too long for the sockets of Ray
+    return subprocess.run(
+        [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, env=environment, check=False
+    )

@@ -389,7 +389,8 @@ class Metrics:
         """Take the worker's stats. None: the worker did not answer, and the last known ones stay."""
         num_restarts = worker.num_restarts
         if stats is not None:
-            self._take_totals(stats, num_restarts)
+            # The stats of a cluster include the counts of replicas that have left.
+            self._take_totals(stats, 0 if worker.replica_statuses else num_restarts)
             self._take_gauges(stats)
         self._plain["worker_restarts"].inc(max(0, num_restarts - self._num_restarts))
         self._num_restarts = max(num_restarts, self._num_restarts)
