@@ -351,11 +351,23 @@ class ClusterClient:
         for place in self._router.loads:
             view = views.get(place)
             self._router.loads[place] = ReplicaLoad() if view is None else view.load(self._config)
+        self._count_ranked(number)
         session = _session(pending.generation.answers.request)
         choices = self._router.rank(pending.prompt, cached, session, time.monotonic_ns())
         choices = [choice for choice in choices if choice.replica in views]
         self._ranked[number] = choices
         return [views[choice.replica].replica for choice in choices]
+
+    def _count_ranked(self, number: int) -> None:
+        """Add requests to the loads that were ranked and not sent yet: many may be routed at the same time."""
+        for other, choices in self._ranked.items():
+            pending = self._pending.get(other)
+            if other == number or pending is None or not choices or choices[0].replica not in self._router.loads:
+                continue
+            first, prompt = choices[0], pending.prompt
+            load = self._router.loads[first.replica]
+            num_tokens = prompt.num_tokens - first.num_cached_tokens
+            self._router.loads[first.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
 
     def note_routed(self, number: int, replica: str) -> None:
         pending, view = self._pending.get(number), self._replicas.get(replica)
@@ -363,7 +375,7 @@ class ClusterClient:
             return
         self._release(pending.generation)  # of a replica that did not accept it
         view.connection.adopt(pending.generation)
-        chosen = next((one for one in self._ranked.get(number, ()) if one.replica == view.number), None)
+        chosen = next((one for one in self._ranked.pop(number, ()) if one.replica == view.number), None)
         num_cached = 0 if chosen is None else chosen.num_cached_tokens
         view.note(_Sent(pending.generation, pending.prompt.num_tokens - num_cached))
         if chosen is not None:

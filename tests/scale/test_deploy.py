@@ -32,7 +32,7 @@ def test_a_conversation_stays_with_its_replica(cluster: Cluster) -> None:
     first = cluster.chat(QUESTION, **ANSWER).json
     assert "Paris" in first["choices"][0]["message"]["content"]
     for _ in range(3):
-        eventually(lambda: cluster.post("/v1/cache/explain", {"messages": _chat(QUESTION)}).json["cached_tokens"], "it")
+        eventually(lambda: cluster.post("/v1/cache/explain", {"messages": _chat(QUESTION)}).json["matched_tokens"], "it")
         again = cluster.chat(QUESTION, **ANSWER).json
         assert again["choices"] == first["choices"]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
@@ -73,7 +73,7 @@ def test_the_cache_of_all_replicas_is_cleared(cluster: Cluster) -> None:
     cluster.chat(QUESTION, **ANSWER)
     assert cluster.post("/v1/cache/clear", {}).status == 200
     assert cluster.stats()["num_cached"] == 0
-    assert cluster.post("/v1/cache/explain", {"messages": _chat(QUESTION)}).json["cached_tokens"] == 0
+    assert cluster.post("/v1/cache/explain", {"messages": _chat(QUESTION)}).json["matched_tokens"] == 0
 
 
 def test_a_replica_dies_in_mid_stream(cluster: Cluster) -> None:
