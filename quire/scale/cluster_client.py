@@ -27,7 +27,7 @@ from quire.core.request import SamplingParams
 from quire.core.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers
+from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.connection import SafeCallback, WorkerConnection, add_message
 from quire.engine.worker.generation import Generation
@@ -254,6 +254,9 @@ class ClusterClient:
         generation = Generation(Answers(request, self.text.tokenizer), request_ids, self._cancel, updated, on_start)
         await self._route(generation)
         return generation
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        return await (await self.submit(request)).result()
 
     async def _route(self, generation: Generation) -> None:
         """Send a request to the replica that `rank` prefers. If that one ends before it accepts it, to another."""

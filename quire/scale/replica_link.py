@@ -71,7 +71,7 @@ class ReplicaLink:
         if not self._is_over:
             self._is_over = True
             self._cancel_tasks()
-            self._loop.call_soon(self._on_end, reason or f"on replica {self.replica} ended")
+            self._loop.call_soon(self._on_end, reason or "ended")
 
     async def close(self) -> None:
         self._is_over = True
@@ -105,7 +105,7 @@ class ReplicaLink:
             raise
         except Exception:
             log.exception("messages of replica %s could not be read", self.replica)
-            self.end(f"on replica {self.replica} sent messages that could not be read")
+            self.end("sent messages that could not be read")
         finally:
             with suppress(Exception):
                 await stream.aclose()

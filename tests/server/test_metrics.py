@@ -17,7 +17,7 @@ from quire.core.request import FinishReason, Priority
 from quire.core.state_pool import StateStats
 from quire.core.window_pool import WindowStats
 from quire.engine.engine import EngineOutput
-from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
+from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
@@ -86,6 +86,7 @@ class Worker:
     num_restarts: int
     is_moving: bool
     facts: Ready | None
+    replica_statuses: tuple[ReplicaStatus, ...] = ()
 
 
 def text(metrics: Metrics, stats: Stats | None = STATS, *, num_restarts: int = 0, is_moving: bool = True) -> str:

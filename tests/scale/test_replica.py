@@ -1,0 +1,211 @@
+"""A replica and the client of a cluster in one process: real workers with the fake backend, and no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.engine.composition import EngineConfig
+from quire.engine.model_text import ModelText
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.worker.generation import Generation
+from quire.errors import WorkerDied
+from quire.scale.cluster_client import ClusterClient
+from quire.scale.replica import FRONT_BITS, Replica
+from quire.scale.transport import Chooser, ReplicaGone
+from tests.waiting import HANG_S
+
+FRONT = 9
+CONFIG = EngineConfig(backend="fake", num_blocks=200, max_num_seqs=8)
+
+
+class Direct:
+    """Replicas of this process. `held`: replicas that accept a request and then do not answer the call."""
+
+    def __init__(self, front: int = FRONT) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.front = front
+        self.chooser: Chooser | None = None
+
+    def start(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+        chooser.set_replicas(list(self.replicas))
+
+    async def add(self, number: int, frame: bytes) -> None:
+        assert self.chooser is not None
+        while not (ranked := self.chooser.rank(number, list(self.replicas))):
+            await asyncio.sleep(0.01)
+        self.chooser.note_routed(number, ranked[0])
+        await self.send(ranked[0], [frame])
+
+    async def send(self, replica: str, frames: Sequence[bytes]) -> None:
+        await asyncio.sleep(0)
+        found = self.replicas.get(replica)
+        if found is None or found.error is not None:
+            raise ReplicaGone(f"replica {replica} is gone")
+        found.take(self.front, frames)
+
+    async def messages(self, replica: str) -> AsyncGenerator[list[bytes], None]:
+        async for frames in self.replicas[replica].messages(self.front):
+            yield frames
+
+    async def close(self) -> None: ...
+
+
+async def make_replica(name: str, path: Path, ended: list[str] | None = None) -> Replica:
+    replica = Replica(name, (ended if ended is not None else []).append)
+    await replica.start(path, CONFIG, b"0123456789abcdef")
+    return replica
+
+
+def run(path: Path, work: Callable[[Direct, ClusterClient], Awaitable[None]], num_replicas: int = 2) -> None:
+    async def main() -> None:
+        direct = Direct()
+        for number in range(num_replicas):
+            direct.replicas[f"r{number}"] = await make_replica(f"r{number}", path)
+        text = ModelText.open(path, "m", "auto", None)
+        client = ClusterClient(text, CONFIG, direct, front=FRONT)
+        try:
+            await client.start()
+            while len(client.replicas) < num_replicas:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(work(direct, client), HANG_S)
+        finally:
+            await client.close()
+            for replica in direct.replicas.values():
+                await replica.close()
+            text.close()
+
+    asyncio.run(main())
+
+
+def request(
+    client: ClusterClient, first: int = 5, length: int = 100, max_tokens: int = 4, salt: str = ""
+) -> GenerationRequest:
+    tokens = tuple(first + at % 7 for at in range(length))
+    params = GenerationParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return client.text.request(tokens, params, salt=salt)
+
+
+def routed(client: ClusterClient) -> list[int]:
+    return [one.num_routed for one in client.replica_statuses]
+
+
+def test_a_prefix_is_found_again_and_others_spread(tiny_model: Path) -> None:
+    async def work(_: Direct, client: ClusterClient) -> None:
+        await client.generate(request(client))
+        while not client.index_bytes:  # the report of the cache is on its way
+            await asyncio.sleep(0.01)
+        output = await client.generate(request(client))
+        assert output.usage.cached_tokens >= 96
+        assert sorted(routed(client)) == [0, 2]
+        await asyncio.gather(*(client.generate(request(client, first, 60)) for first in range(20, 28)))
+        assert min(routed(client)) >= 3
+
+    run(tiny_model, work)
+
+
+def test_a_salt_finds_nothing_of_another(tiny_model: Path) -> None:
+    async def work(_: Direct, client: ClusterClient) -> None:
+        await client.generate(request(client, salt="a"))
+        while not client.index_bytes:
+            await asyncio.sleep(0.01)
+        for salt, expected in (("a", 96), ("b", 0), ("", 0)):
+            number = next(client._ids)
+            submitted = request(client, salt=salt)
+            generation = Generation(Answers(submitted, client.text.tokenizer), (number,), client._cancel)
+            pending = client._describe(generation)
+            found = max(max(client._router.cached_tokens(keys).values(), default=0) for keys in pending.keys.values())
+            assert found == expected, salt
+
+    run(tiny_model, work)
+
+
+def test_waiting_requests_move_and_started_ones_fail(tiny_model: Path) -> None:
+    """One replica runs at most 8 requests at once: of 14, the rest waits there when it dies."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        running = [await client.submit(request(client, first, 40, 900)) for first in range(10, 24)]
+        while sum(one.is_started for one in running) < 8:
+            await asyncio.sleep(0.01)
+        waiting = [one for one in running if not one.is_started]
+        assert waiting
+        direct.replicas["r1"] = await make_replica("r1", tiny_model)
+        client.set_replicas(["r0", "r1"])
+        started = [one for one in running if one.is_started]
+        os.kill(direct.replicas["r0"].process.pid, signal.SIGKILL)
+        for one in started:
+            with pytest.raises(WorkerDied):
+                await one.result()
+        for one in running:
+            if one not in started:
+                assert (await one.result()).usage.completion_tokens == 900
+        assert client.num_restarts == 1
+        assert [one.name for one in client.replica_statuses] == ["r1"]
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_replica_that_is_stopped_finishes_its_requests(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        running = [await client.submit(request(client, first, 40, 300)) for first in (30, 40)]
+        client.set_replicas(["r0"])  # r1 is being stopped
+        await client.generate(request(client, 50))
+        assert [(await one.result()).usage.completion_tokens for one in running] == [300, 300]
+        while direct.replicas["r1"].num_fronts:  # the front leaves it when it is idle
+            await asyncio.sleep(0.01)
+        assert direct.replicas["r0"].num_fronts == 1
+        assert client.num_restarts == 0
+
+    run(tiny_model, work)
+
+
+def test_cancelled_requests_and_lost_fronts_hold_nothing(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        running = [await client.submit(request(client, first, 40, 4000)) for first in range(4)]
+        running[0].cancel()
+        stats = await client.stats()
+        assert stats is not None
+        await client.close()  # the front goes without a word
+        for replica in direct.replicas.values():
+            while replica.num_requests or (await replica.stats()).cache.num_in_use:
+                await asyncio.sleep(0.01)
+
+    run(tiny_model, work)
+
+
+def test_a_front_that_is_silent_is_dropped(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        await client.submit(request(client, max_tokens=4000))
+        monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", 3600.0)
+        direct.replicas["r0"].drop_silent_fronts()
+        assert direct.replicas["r0"].num_requests == 1
+        monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", -1.0)
+        direct.replicas["r0"].drop_silent_fronts()
+        assert direct.replicas["r0"].num_requests == 0
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_two_fronts_of_one_replica(tiny_model: Path) -> None:
+    """Each front gets its own answers only."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        other = Direct(FRONT + 1)
+        other.replicas = direct.replicas
+        second = ClusterClient(client.text, CONFIG, other, front=FRONT + 1)
+        await second.start()
+        both = [(client, 30), (second, 30), (client, 60), (second, 60)]
+        outputs = await asyncio.gather(*(one.generate(request(one, first, 40, 50)) for one, first in both))
+        assert outputs[0].completions == outputs[1].completions
+        assert [output.usage.completion_tokens for output in outputs] == [50] * 4
+        assert next(client._ids) >> FRONT_BITS == FRONT
+        await second.close()
+
+    run(tiny_model, work, num_replicas=1)
