@@ -40,6 +40,9 @@ HEALTH_PERIOD_S = 1.0
 POLL_S = 0.25
 BACKOFF_S = 0.005  # before a request is routed again; a replica that has just started is connected within milliseconds
 MAX_BACKOFF_S = 0.1
+LOOK_BACK_S = 5.0  # Ray asks a replica for its figures five times in this period
+REPORT_S = 2.0  # a replica sends them to the controller this often; 10 s by default
+REPORT_VARIABLE = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
 HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster
 
 log = logging.getLogger(__name__)
@@ -171,21 +174,25 @@ def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
     scaling: dict[str, Any] = {"num_replicas": one.replicas}
     if one.autoscale is not None:
         given = one.autoscale
-        kwargs = {
-            "queue_age_s": given.queue_age,
-            "waiting_tokens": given.waiting_tokens,
-            "up_delay_s": given.up_delay,
-            "down_delay_s": given.down_delay,
-        }
+        kwargs = {"queue_age_s": given.queue_age, "waiting_tokens": given.waiting_tokens}
         policy = AutoscalingPolicy(policy_function=QueuePolicy, policy_kwargs=kwargs)
         scaling = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=given.min, max_replicas=given.max, initial_replicas=given.min, policy=policy
+                min_replicas=given.min,
+                max_replicas=given.max,
+                initial_replicas=given.min,
+                upscale_delay_s=given.up_delay,
+                downscale_delay_s=given.down_delay,
+                look_back_period_s=LOOK_BACK_S,
+                metrics_interval_s=REPORT_S,
+                policy=policy,
             )
         }
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": resources.custom}
     if resources.memory is not None:
         options["memory"] = resources.memory
+    if one.autoscale is not None:
+        options["runtime_env"] = {"env_vars": {REPORT_VARIABLE: str(REPORT_S)}}
     return serve.deployment(
         name=REPLICAS,
         max_ongoing_requests=MAX_ONGOING,

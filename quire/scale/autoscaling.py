@@ -34,29 +34,16 @@ def wanted_replicas(current: int, figures: Iterable[Figures], queue_age_s: float
 
 
 class QueuePolicy:
-    """An autoscaling policy of Ray Serve. A change is made if it is wanted for the whole delay."""
+    """An autoscaling policy of Ray Serve, which adds the delays and calls it several times per second."""
 
-    def __init__(self, queue_age_s: float, waiting_tokens: float, up_delay_s: float, down_delay_s: float) -> None:
+    def __init__(self, queue_age_s: float, waiting_tokens: float) -> None:
         self._queue_age_s = queue_age_s
         self._waiting_tokens = waiting_tokens
-        self._up_delay_s = up_delay_s
-        self._down_delay_s = down_delay_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         current = context.target_num_replicas
         wanted = wanted_replicas(current, _figures(context), self._queue_age_s, self._waiting_tokens)
-        wanted = min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas)
-        now_s = context.current_time
-        direction = (wanted > current) - (wanted < current)
-        state = dict(context.policy_state or {})
-        if not direction:
-            return current, {}
-        if state.get("direction") != direction:
-            state = {"direction": direction, "since_s": now_s}
-        delay_s = self._up_delay_s if direction > 0 else self._down_delay_s
-        if now_s - state["since_s"] < delay_s:
-            return current, state
-        return wanted, {}
+        return min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas), {}
 
 
 def _figures(context: Any) -> list[Figures]:

@@ -65,6 +65,7 @@ from quire.scale.transport import ReplicaGone, Transport
 EXPECTED_ANSWER = 128  # tokens, for the memory that a request without a limit will need
 MAX_MOVES = 5  # of one request, from replicas that ended
 MOVE_PAUSE_S = 0.2
+LEAVE_S = 1.0  # how often it is checked whether a replica that is being stopped has become idle
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +227,12 @@ class ClusterClient:
         await self._is_ready.wait()
 
     async def supervise(self) -> None:
-        """The cluster replaces replicas that end."""
-        await asyncio.Event().wait()
+        """Leave replicas that are being stopped. The cluster itself replaces those that end."""
+        while True:
+            await asyncio.sleep(LEAVE_S)
+            for view in tuple(self._replicas.values()):
+                if not view.is_accepting:
+                    self._close_if_idle(view)
 
     async def close(self) -> None:
         """Leave the cluster. Unfinished requests fail; the replicas stay."""

@@ -104,13 +104,14 @@ def settings_of(options: tuple[str, ...]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def deployed(
-    settings: dict[str, Any], *, replicas: int = 2, num_nodes: int = 1, key: str | None = None
+    settings: dict[str, Any], *, replicas: int | None = 2, num_nodes: int = 1, key: str | None = None
 ) -> Iterator[Cluster]:
     """A cluster with these settings of `quire deploy`."""
     with tempfile.TemporaryDirectory(prefix="qd-") as name:
         folder = Path(name)
         file = folder / "deploy.yaml"
-        write(file, {"port": 0, "state_dir": "none", "replicas": replicas, **settings})
+        number = {} if replicas is None else {"replicas": replicas}
+        write(file, {"port": 0, "state_dir": "none", **number, **settings})
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.scale.driver", str(file), str(num_nodes)],
             stdin=subprocess.PIPE,

@@ -37,33 +37,23 @@ def test_how_many_replicas_are_wanted(current: int, figures: list[Figures], want
     assert wanted_replicas(current, figures, queue_age_s=2.0, waiting_tokens=10_000) == wanted
 
 
-def test_a_change_waits_for_its_delay() -> None:
-    policy = QueuePolicy(queue_age_s=2.0, waiting_tokens=10_000, up_delay_s=5.0, down_delay_s=60.0)
+@pytest.mark.parametrize(("figures", "wanted"), [(Figures(9.0, 900_000.0, 1.0), 3), (IDLE, 1), (Figures(0, 0, 1), 2)])
+def test_the_policy_reads_the_last_figures_and_keeps_the_bounds(figures: Figures, wanted: int) -> None:
+    """With the types that Ray passes."""
+    from ray.serve._private.common import TimeStampedValue
 
-    def decide(now_s: float, figures: Figures, state: dict[str, Any], current: int) -> tuple[int, dict[str, Any]]:
-        series = {name: {"r": [SimpleNamespace(value=value)]} for name, value in figures._asdict().items()}
-        context = SimpleNamespace(
-            target_num_replicas=current,
-            running_replicas=["r"],
-            raw_metrics=series,
-            capacity_adjusted_min_replicas=1,
-            capacity_adjusted_max_replicas=3,
-            current_time=now_s,
-            policy_state=state,
-        )
-        return policy(context)
-
-    late = Figures(9.0, 900_000.0, 1.0)
-    count, state = decide(0.0, late, {}, 1)
-    assert count == 1
-    count, state = decide(4.0, late, state, 1)
-    assert count == 1
-    count, state = decide(5.0, late, state, 1)
-    assert count == 3  # the maximum
-    count, state = decide(6.0, IDLE, state, 3)
-    assert (count, state["direction"]) == (3, -1)
-    assert decide(30.0, late, state, 2)[0] == 2  # the direction has changed: the delay starts again
-    assert decide(70.0, IDLE, state, 3)[0] == 2
+    series = {
+        name: {"r": [TimeStampedValue(1.0, 5.0), TimeStampedValue(2.0, value)]}
+        for name, value in figures._asdict().items()
+    }
+    context = SimpleNamespace(
+        target_num_replicas=2,
+        running_replicas=["r", "just started"],
+        raw_metrics=series,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=3,
+    )
+    assert QueuePolicy(queue_age_s=2.0, waiting_tokens=10_000)(context) == (wanted, {})
 
 
 def test_settings_of_a_model_and_of_all() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.scale.faults import kill_in_mid_stream, restart_under_load, stream
+from tests.scale.faults import Outcome, kill_in_mid_stream, restart_under_load, stream
 from tests.scale.rig import Cluster, deployed, write
 from tests.server.rig import ONE_THREAD, PATIENCE
 from tests.waiting import HANG_S, eventually
@@ -100,6 +100,26 @@ def test_a_node_is_lost(default_model: Path) -> None:
         assert cluster.order("remove_node 1") == {"nodes": 1}
         eventually(lambda: len(cluster.replicas()) == 1, "one replica is left")
         assert "Paris" in cluster.chat(QUESTION, **ANSWER).json["choices"][0]["message"]["content"]
+
+
+def test_replicas_are_added_and_removed(default_model: Path) -> None:
+    """One replica runs one request at a time: the others wait until a second replica takes some."""
+    del default_model
+    scaling = {"min": 1, "max": 2, "queue_age": 0.2, "up_delay": 0.5, "down_delay": 1.0}
+    with deployed({"num_blocks": 400, "max_num_seqs": 1, "autoscale": scaling}, replicas=None) as cluster:
+        assert len(cluster.replicas()) == 1
+        outcomes: list[Outcome] = []
+
+        def has_two() -> bool:
+            if not outcomes or all(outcome.ended.is_set() for outcome in outcomes):  # always some load
+                outcomes.extend(stream(cluster, f"Tell me about {number}.", 600) for number in range(6))
+            return len(cluster.replicas()) == 2
+
+        eventually(has_two, "a second replica")
+        for outcome in outcomes:
+            assert outcome.ended.wait(HANG_S)
+            assert outcome.finish == "length", outcome
+        eventually(lambda: len(cluster.replicas()) == 1, "one replica is enough")
 
 
 def test_settings_that_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
