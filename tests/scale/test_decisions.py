@@ -39,11 +39,8 @@ def test_how_many_replicas_are_wanted(current: int, figures: list[Figures], want
 
 @pytest.mark.parametrize(("figures", "wanted"), [(Figures(9.0, 900_000.0, 1.0), 3), (IDLE, 1), (Figures(0, 0, 1), 2)])
 def test_the_policy_reads_the_last_figures_and_keeps_the_bounds(figures: Figures, wanted: int) -> None:
-    """With the types that Ray passes."""
-    from ray.serve._private.common import TimeStampedValue
-
     series = {
-        name: {"r": [TimeStampedValue(1.0, 5.0), TimeStampedValue(2.0, value)]}
+        name: {"r": [SimpleNamespace(timestamp=1.0, value=5.0), SimpleNamespace(timestamp=2.0, value=value)]}
         for name, value in figures._asdict().items()
     }
     context = SimpleNamespace(
