@@ -38,6 +38,7 @@ ANSWER_S = 30.0
 MAX_ONGOING = 1_000_000  # calls of one replica: the engine has its own limits and queues
 HEALTH_PERIOD_S = 1.0
 POLL_S = 0.25
+MAX_STARTS = 2  # of a replica that fails; Ray tries 20 times by default, for minutes
 BACKOFF_S = 0.005  # before a request is routed again; a replica that has just started is connected within milliseconds
 MAX_BACKOFF_S = 0.1
 LOOK_BACK_S = 5.0  # Ray asks a replica for its figures five times in this period
@@ -165,6 +166,7 @@ def _front(drain_s: float) -> Any:
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=drain_s + 10,
+        max_constructor_retry_count=MAX_STARTS,
         logging_config=LoggingConfig(enable_access_log=False),
     )(Front)
 
@@ -200,6 +202,7 @@ def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=drain_s + 10,
         graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=MAX_STARTS,
         logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixAwareRouter,
