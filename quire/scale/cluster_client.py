@@ -340,7 +340,7 @@ class ClusterClient:
         for replica in replicas:
             if replica not in self._replicas and not self._is_closed:
                 self._connect(replica)
-        for view in self._replicas.values():
+        for view in tuple(self._replicas.values()):  # some are forgotten
             view.is_accepting = view.replica in self._accepting
             if not view.is_accepting:
                 self._close_if_idle(view)
