@@ -35,8 +35,8 @@ ENGINE_FIELDS = (
     ),
     *("device", "threads"),
 )
-# Options whose values are paths; state_dir may also be `none`.
 DEPLOY_FIELDS = ("replicas", "autoscale", "resources")  # of `quire deploy`
+# Options whose values are paths; state_dir may also be `none`.
 PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir", "cache_dir")
 
 

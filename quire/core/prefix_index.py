@@ -92,6 +92,11 @@ class PrefixIndex:
         return counts
 
 
+def split_keys(keys: bytes) -> list[bytes]:
+    """The first bytes of chain keys, from a report in which they follow each other."""
+    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]
+
+
 def _entry(key: bytes) -> int:
     return int.from_bytes(key[:ENTRY_KEY_BYTES], "little")
 

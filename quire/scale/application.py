@@ -57,6 +57,7 @@ def connect(address: str | None, *, starts: bool = False) -> None:
     """Join a Ray cluster: at an address, or the one of this machine. `starts`: start one here if there is none."""
     if ray.is_initialized():
         return
+    # Without it, Ray hides all GPUs from replicas without `gpus`, and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "serve"}
     try:

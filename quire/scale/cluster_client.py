@@ -22,7 +22,7 @@ from quire.core.block_map import BlocksView
 from quire.core.chain import TokenChain, hash_block_tokens, root_key
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.prefix_index import ENTRY_KEY_BYTES
+from quire.core.prefix_index import split_keys
 from quire.core.request import SamplingParams
 from quire.core.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
 from quire.engine.composition import EngineConfig, Scheduling
@@ -75,13 +75,6 @@ def make_front_number() -> int:
     return 1 + secrets.randbelow(1 << 20)
 
 
-class _Sent(NamedTuple):
-    """A request that has been sent to a replica."""
-
-    generation: Generation
-    num_tokens: int  # of the prompt that are expected not to be cached there
-
-
 class ReplicaView:
     """What the front knows about one replica."""
 
@@ -93,19 +86,28 @@ class ReplicaView:
         self.num_routed = 0  # requests
         self.is_accepting = True  # False: it is being stopped, and ends its requests
         self.stats: Stats | None = None  # the last known
+        self._scheduling: Scheduling | None = None
         self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
 
     @property
     def is_open(self) -> bool:
         return self.connection.facts is not None and not self.connection.process.is_over
 
-    def note(self, sent: _Sent) -> None:
-        self._sent[sent.generation] = sent.num_tokens
+    def note(self, generation: Generation, num_tokens: int) -> None:
+        """Record a request that is sent there, with the tokens of its prompt that are expected not to be cached."""
+        self._sent[generation] = num_tokens
         self.num_routed += 1
+
+    def _limits(self, config: EngineConfig) -> Scheduling:
+        """The replica's settings, which never change."""
+        if self._scheduling is None:
+            assert self.connection.facts is not None
+            self._scheduling = config.scheduling(self.connection.facts.capacity)
+        return self._scheduling
 
     def status(self, config: EngineConfig) -> ReplicaStatus:
         cache = CacheStats.none() if self.stats is None else self.stats.cache
-        num_blocks = self.load(config).num_blocks - 1  # without the null block
+        num_blocks = self._limits(config).num_blocks - 1  # without the null block
         return ReplicaStatus(
             self.replica,
             self.is_accepting,
@@ -124,15 +126,13 @@ class ReplicaView:
         queued = [0, 0, 0]
         for generation, num_tokens in self._sent.items():
             queued[generation.answers.request.priority] += num_tokens
-        facts = self.connection.facts
-        assert facts is not None
-        scheduling = config.scheduling(facts.capacity)
+        limits = self._limits(config)
         return ReplicaLoad(
             (queued[0], queued[1], queued[2]),
             num_requests=self.connection.num_requests,
-            max_num_seqs=scheduling.max_num_seqs,
+            max_num_seqs=limits.max_num_seqs,
             num_free_blocks=self.num_free_blocks,
-            num_blocks=scheduling.num_blocks,
+            num_blocks=limits.num_blocks,
         )
 
 
@@ -346,7 +346,8 @@ class ClusterClient:
                 self._close_if_idle(view)
 
     def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
-        views = {view.number: view for view in self.replicas if view.replica in candidates}
+        names = frozenset(candidates)
+        views = {view.number: view for view in self.replicas if view.replica in names}
         pending = self._pending.get(number)
         if pending is None or not views:
             return []
@@ -385,7 +386,7 @@ class ClusterClient:
         view.connection.adopt(pending.generation)
         chosen = next((one for one in self._ranked.pop(number, ()) if one.replica == view.number), None)
         num_cached = 0 if chosen is None else chosen.num_cached_tokens
-        view.note(_Sent(pending.generation, pending.prompt.num_tokens - num_cached))
+        view.note(pending.generation, pending.prompt.num_tokens - num_cached)
         if chosen is not None:
             session = _session(pending.generation.answers.request)
             self._router.note(pending.prompt, chosen, session, time.monotonic_ns())
@@ -424,8 +425,8 @@ class ClusterClient:
         index, number = self._router.index, view.number
         if report.is_cleared:
             index.clear(number)
-        index.remove(number, _split(report.removed))
-        index.add(number, _split(report.added))
+        index.remove(number, split_keys(report.removed))
+        index.add(number, split_keys(report.added))
         view.num_free_blocks = report.num_free_blocks
 
     def _take_end(self, replica: str) -> None:
@@ -500,12 +501,11 @@ class ClusterClient:
         return join_blocks(maps) if maps else None
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        views = self.replicas
-        for view, start in zip(views, self._block_offsets(), strict=True):
-            facts = view.connection.facts
-            if facts is not None and start <= first < start + facts.capacity.num_blocks:
-                size = min(count, start + facts.capacity.num_blocks - first)
-                answer = await view.connection.ask(ViewBlocks(next(self._ids), first - start, size))
+        """Blocks of the joined map, which starts at 1. A range ends with the blocks of its replica."""
+        for view, (start, size) in self._places():
+            if start < first <= start + size:
+                num_viewed = min(count, start + size + 1 - first)
+                answer = await view.connection.ask(ViewBlocks(next(self._ids), first - start, num_viewed))
                 assert isinstance(answer, BlocksViewed)
                 if answer.view is None:
                     raise InvalidRequest(answer.error or "no such blocks")
@@ -513,16 +513,18 @@ class ClusterClient:
         raise InvalidRequest(f"first = {first} is not a block")
 
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        starts = dict(zip([view.replica for view in self.replicas], self._block_offsets(), strict=True))
+        starts = {view.replica: start for view, (start, _) in self._places()}
         ranges: list[tuple[int, int]] = []
         for view, answer in await self._ask_all(lambda query_id: FindHeld(query_id, request_ids)):
             assert isinstance(answer, HeldFound)
             ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer.ranges]
         return tuple(ranges)
 
-    def _block_offsets(self) -> list[int]:
-        capacities = [view.connection.facts.capacity for view in self.replicas if view.connection.facts is not None]
-        return offsets(capacity.num_blocks for capacity in capacities)
+    def _places(self) -> list[tuple[ReplicaView, tuple[int, int]]]:
+        """The replicas, with the number of blocks before them in the joined map and of their own."""
+        views = self.replicas
+        sizes = [view.status(self._config).num_blocks for view in views]
+        return list(zip(views, zip(offsets(sizes), sizes, strict=True), strict=True))
 
     def drop_blocks(self) -> None:
         for view in self.replicas:
@@ -558,7 +560,3 @@ def _has_begun(generation: Generation) -> bool:
 def _session(request: GenerationRequest) -> str:
     """The name of a session is separate for each salt, so that tenants do not share one."""
     return f"{request.salt}/{request.session}" if request.session else ""
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -82,7 +82,7 @@ def join_blocks(found: Sequence[Blocks]) -> Blocks:
     )
 
 
-def offsets(sizes: Any) -> list[int]:
+def offsets(sizes: Iterable[int]) -> list[int]:
     """Where each of these parts begins when they are put side by side."""
     places, place = [], 0
     for size in sizes:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from quire.core.prefix_index import ENTRY_KEY_BYTES
+from quire.core.prefix_index import split_keys
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.connection import LOAD_LIMIT_S
@@ -236,8 +236,8 @@ class Replica:
     def _take_report(self, report: CacheReport) -> None:
         if report.is_cleared:
             self._keys.clear()
-        self._keys.difference_update(_split(report.removed))
-        self._keys.update(_split(report.added))
+        self._keys.difference_update(split_keys(report.removed))
+        self._keys.update(split_keys(report.added))
         self._num_free_blocks = report.num_free_blocks
         self._tell_all(report)
 
@@ -289,7 +289,3 @@ def _part(message: Stepped, front: int) -> Stepped:
         tuple(message.request_ids[at] for at in own),
         tuple(message.token_ids[at] for at in own),
     )
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]

@@ -144,13 +144,13 @@ def test_a_model_that_cannot_be_loaded_is_named(default_model: Path, tmp_path: P
     broken.write_bytes(default_model.read_bytes()[:5_000_000])
     file = tmp_path / "q.yaml"
     write(file, {"model": str(broken), "port": 0, "state_dir": "none", "replicas": 1})
-    done = _quire(tmp_path, "deploy", str(file))
+    done = _quire("deploy", str(file))
     try:
         assert done.returncode == 2
         assert "broken" in done.stderr
         assert "tensor" in done.stderr
     finally:
-        _quire(tmp_path, "deploy", "stop", "--ray")
+        _quire("deploy", "stop", "--ray")
 
 
 def test_the_command_starts_ray_and_ends_it(default_model: Path, tmp_path: Path) -> None:
@@ -158,19 +158,19 @@ def test_the_command_starts_ray_and_ends_it(default_model: Path, tmp_path: Path)
     file = tmp_path / "q.yaml"
     write(file, {"port": 0, "state_dir": "none", "num_blocks": 100, "replicas": 1})
     try:
-        done = _quire(tmp_path, "deploy", str(file))
+        done = _quire("deploy", str(file))
         assert "quire serves at http://127.0.0.1:" in done.stdout, done.stdout + done.stderr
-        shown = _quire(tmp_path, "deploy", "status").stdout
+        shown = _quire("deploy", "status").stdout
         assert "quire-smollm2-135m-instruct: running, 1 running" in shown
     finally:
-        assert _quire(tmp_path, "deploy", "stop", "--ray").stdout.startswith("stopped")
-    assert "no Ray cluster runs on this machine" in _quire(tmp_path, "deploy", "status").stderr
+        assert _quire("deploy", "stop", "--ray").stdout.startswith("stopped")
+    assert "no Ray cluster runs on this machine" in _quire("deploy", "status").stderr
 
 
 def test_a_setting_of_deploy_in_a_file_for_serve(tmp_path: Path) -> None:
     file = tmp_path / "q.yaml"
     write(file, {"replicas": 2})
-    done = _quire(tmp_path, "serve", "--config", str(file))
+    done = _quire("serve", "--config", str(file))
     assert done.returncode == 2
     assert "replicas is a setting of `quire deploy`" in done.stderr
 
@@ -183,9 +183,9 @@ def _chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def _quire(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _quire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # The names of pytest's folders are too long for the sockets of Ray.
     environment = {**os.environ, **ONE_THREAD, **PATIENCE, "RAY_TMPDIR": f"/tmp/q{os.getpid()}", "COLUMNS": "200"}
-    del folder  # its name is too long for the sockets of Ray
     return subprocess.run(
         [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, env=environment, check=False
     )

@@ -15,7 +15,7 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.generation import Generation
-from quire.errors import WorkerDied
+from quire.errors import InvalidRequest, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica
 from quire.scale.transport import Chooser, ReplicaGone
@@ -209,3 +209,41 @@ def test_two_fronts_of_one_replica(tiny_model: Path) -> None:
         await second.close()
 
     run(tiny_model, work, num_replicas=1)
+
+
+def test_a_replica_that_is_stopped_while_it_is_idle(tiny_model: Path) -> None:
+    """The front leaves it at once, and goes on with the others."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        client.set_replicas(["r2"])
+        assert [one.name for one in client.replica_statuses] == ["r2"]
+        await client.generate(request(client))
+        while direct.replicas["r0"].num_fronts or direct.replicas["r1"].num_fronts:
+            await asyncio.sleep(0.01)
+
+    run(tiny_model, work, num_replicas=3)
+
+
+def test_blocks_of_the_joined_map(tiny_model: Path) -> None:
+    """Block 200 of the map is the first one of the second replica, whose pool has 199 beside the null block."""
+
+    async def work(_: Direct, client: ClusterClient) -> None:
+        found = await client.blocks(1000)
+        assert found is not None
+        assert found.num_blocks == 398
+        running = await client.submit(request(client, max_tokens=4000))
+        while not running.is_started:
+            await asyncio.sleep(0.01)
+        ((first, _count), *_rest) = await client.find_held(running.request_ids)
+        view = await client.view_blocks(first, 1)
+        assert view is not None
+        assert [number for number, _ in view.requests] == list(running.request_ids)
+        for last in (199, 398):
+            view = await client.view_blocks(last, 5)
+            assert view is not None
+            assert (view.first, view.num_blocks) == (last, 1)
+        with pytest.raises(InvalidRequest, match="first = 399 is not a block"):
+            await client.view_blocks(399, 1)
+        running.cancel()
+
+    run(tiny_model, work)
