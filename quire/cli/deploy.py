@@ -33,28 +33,28 @@ Address = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print status as JSON.")]
-EndRay = Annotated[bool, typer.Option("--ray", help="With stop: end Ray on this machine too.")]
+EndRay = Annotated[bool, typer.Option("--ray", help="With stop: also end this Ray cluster on this machine.")]
 
 
 def deploy(target: Target, address: Address = None, as_json: Json = False, end_ray: EndRay = False) -> None:
     """Run replicas of models behind one server, which sends each request to the replica that has its prefix cached."""
     try:
-        from quire.scale import application
+        from quire.scale import application, ray_cluster
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise
         raise MissingExtra.of("`quire deploy`", error.name) from error
     if target == "status":
-        application.connect(address)
+        ray_cluster.connect(address)
         _show(application.status(), as_json)
     elif target == "stop":
-        application.connect(address)
+        ray_cluster.connect(address)
         typer.echo("stopped" if application.stop() else "nothing is deployed")
         if end_ray:
-            application.stop_ray()
+            ray_cluster.stop_ray()
     else:
         config = read_config(Path(target))
-        application.connect(address, starts=True)
+        ray_cluster.connect(address, starts=True)
         url = application.deploy(config, on_change=lambda text: typer.echo(f"  {text}", err=True))
         _announce(url, config)
 

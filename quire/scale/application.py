@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import re
 import secrets
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,10 +20,11 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from quire import __version__
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import InvalidRequest
 from quire.scale.autoscaling import QueuePolicy
-from quire.scale.config import DeployConfig, ModelDeployment
+from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
+from quire.scale.ray_cluster import DeployFailed
 from quire.scale.request_router import PrefixAwareRouter, router_kwargs
 from quire.server.config import ModelConfig, ServeConfig
 
@@ -46,45 +42,6 @@ REPORT_S = 2.0  # a replica sends them to the controller this often; 10 s by def
 REPORT_VARIABLE = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
 HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster
 
-log = logging.getLogger(__name__)
-
-
-class DeployFailed(QuireError):
-    """The application did not start."""
-
-
-def connect(address: str | None, *, starts: bool = False) -> None:
-    """Join a Ray cluster: at an address, or the one of this machine. `starts`: start one here if there is none."""
-    if ray.is_initialized():
-        return
-    # Without it, Ray hides all GPUs from replicas without `gpus`, and warns that this will change.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "serve"}
-    try:
-        ray.init(address=address or "auto", **settings)
-    except ConnectionError as error:
-        if address is not None:
-            raise InvalidRequest(f"--address {address!r}: there is no Ray cluster: {_line(error)}") from None
-        if not starts:
-            raise InvalidRequest("no Ray cluster runs on this machine; --address names one elsewhere") from None
-        _start_ray()
-        ray.init(address="auto", **settings)
-
-
-def _start_ray() -> None:
-    """Start Ray on this machine, so that it stays after this process."""
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
-    command += ["--include-dashboard=false"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DeployFailed(f"Ray could not be started: {_line(done.stderr or done.stdout)}")
-
-
-def stop_ray() -> None:
-    """End Ray on this machine."""
-    ray.shutdown()
-    subprocess.run([str(Path(sys.executable).with_name("ray")), "stop"], capture_output=True, check=False)
-
 
 def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _: None) -> str:
     """Run the applications, or change the running ones to these settings. Returns the server's address.
@@ -99,6 +56,8 @@ def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _:
         raise InvalidRequest(f"models: the names {names} are not different as names of applications")
     old = [name for name in _applications() if name not in (FRONT_APPLICATION, *applications)]
     shares = [_with_cpus(one, config) for one in config.deployments]
+    for missing in filter(None, map(_missing, applications, shares)):
+        on_change(missing)
     secret = secrets.token_bytes(16)
     started = {}
     for (name, model), one in zip(applications.items(), shares, strict=True):
@@ -219,10 +178,22 @@ def _with_cpus(one: ModelDeployment, config: DeployConfig) -> ModelDeployment:
     """Replicas without a number of CPUs get an equal share of the cluster's; with a GPU, one."""
     if one.resources.cpus is not None:
         return one
-    total = float(ray.cluster_resources().get("CPU", 1))
-    share = total / sum(each.max_replicas for each in config.deployments)
-    cpus = 1.0 if one.resources.gpus else float(int(share)) if share >= 1 else share
+    num_replicas = sum(each.max_replicas for each in config.deployments)
+    machines = [float(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    cpus = 1.0 if one.resources.gpus else equal_share(machines, num_replicas)
     return replace(one, resources=replace(one.resources, cpus=cpus))
+
+
+def _missing(name: str, one: ModelDeployment) -> str:
+    """What no machine of the cluster has now for one replica. A cluster that grows by itself may get such a machine."""
+    wanted = {"CPU": one.resources.cpus or 0.0, "GPU": one.resources.gpus, **one.resources.custom}
+    if one.resources.memory is not None:
+        wanted["memory"] = one.resources.memory
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(machine.get(kind, 0) >= amount for kind, amount in wanted.items()) for machine in machines):
+        return ""
+    needs = ", ".join(f"{kind} {amount:g}" for kind, amount in wanted.items() if amount)
+    return f"{name}: no machine of the cluster has what one replica needs ({needs}); it waits for such a machine"
 
 
 def application_of(model: ModelConfig) -> str:
@@ -245,7 +216,7 @@ def _run(applications: Mapping[str, Any], on_change: Callable[[str], None]) -> N
         runs = [threads.submit(serve.run, bound, name=name, route_prefix=None) for name, bound in applications.items()]
         while not all(run.done() for run in runs):
             found = {name: one for name, one in _applications().items() if name in applications}
-            text = ", ".join(f"{name} {one.status.value.lower()}" for name, one in found.items())
+            text = ", ".join(_progress(name, one) for name, one in found.items())
             if text != shown:
                 shown = text
                 on_change(text)
@@ -258,6 +229,12 @@ def _run(applications: Mapping[str, Any], on_change: Callable[[str], None]) -> N
                 *([one.message, *(each.message for each in one.deployments.values())] if one else ()),
             ]
             raise DeployFailed(f"{name}: {_reason([message for message in messages if message])}") from None
+
+
+def _progress(name: str, one: Any) -> str:
+    """The state of an application, and Ray's reason if its replicas wait for resources or fail."""
+    messages = " ".join(each.message for each in one.deployments.values() if each.message)
+    return f"{name} {one.status.value.lower()}" + (f": {messages}" if messages else "")
 
 
 def _call_front(method: str) -> str | None:
@@ -278,7 +255,3 @@ def _reason(messages: list[str]) -> str:
     lines = max(messages, key=len).strip().splitlines() or ["unknown"]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines)[-1].strip()
-
-
-def _line(text: object) -> str:
-    return str(text).strip().partition("\n")[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -73,6 +74,19 @@ class ModelDeployment:
 class DeployConfig:
     server: ServeConfig
     deployments: tuple[ModelDeployment, ...]  # of the models, in their order
+
+
+def equal_share(machines: Sequence[float], num_replicas: int) -> float:
+    """The most CPUs that each of the replicas can have if all of them run at once, each on one of the machines."""
+    counts = {cpus for cpus in machines if cpus > 0}
+    # The largest share fills a machine with a whole number of replicas.
+    shares = sorted({cpus / count for cpus in counts for count in range(1, num_replicas + 1)})
+
+    def fits(share: float) -> bool:
+        return sum(int(cpus / share + 1e-9) for cpus in machines) >= num_replicas
+
+    share = shares[bisect_left(shares, True, key=lambda one: not fits(one)) - 1] if shares else 1.0
+    return float(int(share)) if share >= 1 else math.floor(share * 10_000) / 10_000  # Ray's smallest part
 
 
 def parse_deployment(given: Mapping[str, Any], default: ModelDeployment | None = None) -> ModelDeployment:

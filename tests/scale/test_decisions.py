@@ -13,7 +13,7 @@ from quire.engine.worker.protocol import Stats, TierStats
 from quire.errors import InvalidRequest
 from quire.scale.autoscaling import Figures, QueuePolicy, wanted_replicas
 from quire.scale.combination import add_stats, counters_of, offsets
-from quire.scale.config import Autoscale, ModelDeployment, Resources, parse_deployment
+from quire.scale.config import Autoscale, ModelDeployment, Resources, equal_share, parse_deployment
 from quire.server.observability.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)
@@ -51,6 +51,25 @@ def test_the_policy_reads_the_last_figures_and_keeps_the_bounds(figures: Figures
         capacity_adjusted_max_replicas=3,
     )
     assert QueuePolicy(queue_age_s=2.0, waiting_tokens=10_000)(context) == (wanted, {})
+
+
+@pytest.mark.parametrize(
+    ("machines", "num_replicas", "share"),
+    [
+        ([2.0], 1, 2.0),
+        ([2.0], 2, 1.0),
+        ([2.0], 4, 0.5),
+        ([2.0], 3, 0.6666),
+        ([8.0, 8.0, 8.0], 2, 8.0),  # a replica runs on one machine
+        ([8.0, 8.0, 8.0], 4, 4.0),
+        ([64.0, 4.0], 2, 32.0),
+        ([64.0, 4.0], 17, 4.0),
+        ([0.0, 16.0], 3, 5.0),  # a head without CPUs
+        ([0.0], 3, 1.0),
+    ],
+)
+def test_an_equal_share_of_the_cpus(machines: list[float], num_replicas: int, share: float) -> None:
+    assert equal_share(machines, num_replicas) == share
 
 
 def test_settings_of_a_model_and_of_all() -> None:

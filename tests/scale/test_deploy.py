@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,27 +146,54 @@ def test_a_model_that_cannot_be_loaded_is_named(default_model: Path, tmp_path: P
     broken.write_bytes(default_model.read_bytes()[:5_000_000])
     file = tmp_path / "q.yaml"
     write(file, {"model": str(broken), "port": 0, "state_dir": "none", "replicas": 1})
-    done = _quire("deploy", str(file))
-    try:
+    with _own_ray() as environment:
+        done = _quire("deploy", str(file), environment=environment)
         assert done.returncode == 2
         assert "broken" in done.stderr
         assert "tensor" in done.stderr
-    finally:
-        _quire("deploy", "stop", "--ray")
 
 
-def test_the_command_starts_ray_and_ends_it(default_model: Path, tmp_path: Path) -> None:
-    del default_model
+def test_the_command_starts_ray_and_ends_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Its own cluster: the one of the other tests runs on the same machine, and is neither joined nor ended."""
     file = tmp_path / "q.yaml"
     write(file, {"port": 0, "state_dir": "none", "num_blocks": 100, "replicas": 1})
-    try:
-        done = _quire("deploy", str(file))
+    with _own_ray() as environment:
+        done = _quire("deploy", str(file), environment=environment)
         assert "quire serves at http://127.0.0.1:" in done.stdout, done.stdout + done.stderr
-        shown = _quire("deploy", "status").stdout
+        assert cluster.url not in done.stdout
+        shown = _quire("deploy", "status", environment=environment).stdout
         assert "quire-smollm2-135m-instruct: running, 1 running" in shown
-    finally:
-        assert _quire("deploy", "stop", "--ray").stdout.startswith("stopped")
-    assert "no Ray cluster runs on this machine" in _quire("deploy", "status").stderr
+        file.write_text(file.read_text() + '\nresources: {"custom": {"no-such": 1}}')
+        waiting = _quire("deploy", str(file), environment=environment, until="no machine of the cluster has")
+        assert "one replica needs (CPU" in waiting.stderr
+        assert "no-such 1" in waiting.stderr
+        stopped = _quire("deploy", "stop", "--ray", environment=environment)
+        assert stopped.stdout.startswith("stopped"), stopped.stderr
+        assert "no Ray cluster runs on this machine" in _quire("deploy", "status", environment=environment).stderr
+    assert len(cluster.replicas()) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("127.0.0.1:1", "--address '127.0.0.1:1': there is no Ray cluster: Connection refused"),
+        ("no-such-host.invalid:6379", "--address 'no-such-host.invalid:6379': there is no Ray cluster"),
+        ("auto", "--address 'auto' is not HOST:PORT, such as 10.0.0.1:6379"),
+        ("127.0.0.1:99999", "--address '127.0.0.1:99999': there is no Ray cluster"),
+    ],
+)
+def test_no_cluster_at_an_address(address: str, text: str) -> None:
+    done = _quire("deploy", "status", "--address", address)
+    assert done.returncode == 2
+    assert text in " ".join(done.stderr.split())
+
+
+def test_a_cluster_that_has_ended_without_a_word(tmp_path: Path) -> None:
+    """The file with its address is still there."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")
+    done = _quire("deploy", "status", environment={"RAY_TMPDIR": str(tmp_path)})
+    assert "no Ray cluster runs on this machine" in done.stderr
 
 
 def test_a_setting_of_deploy_in_a_file_for_serve(tmp_path: Path) -> None:
@@ -183,9 +212,33 @@ def _chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def _quire(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # The names of pytest's folders are too long for the sockets of Ray.
-    environment = {**os.environ, **ONE_THREAD, **PATIENCE, "RAY_TMPDIR": f"/tmp/q{os.getpid()}", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, env=environment, check=False
+@contextlib.contextmanager
+def _own_ray() -> Iterator[dict[str, str]]:
+    """The environment of commands with a Ray of their own, which is ended."""
+    with tempfile.TemporaryDirectory(prefix="qr-") as folder:  # pytest's names are too long for the sockets of Ray
+        environment = {"RAY_TMPDIR": folder}
+        try:
+            yield environment
+        finally:
+            _quire("deploy", "stop", "--ray", environment=environment)
+
+
+def _quire(
+    *arguments: str, environment: dict[str, str] | None = None, until: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, or until a text is in a line of its standard error."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ONE_THREAD, **PATIENCE, "COLUMNS": "200", **(environment or {})},
     )
+    with process:
+        if until is not None:
+            assert process.stderr is not None
+            line = next((line for line in process.stderr if until in line), "")
+            process.kill()
+            return subprocess.CompletedProcess(arguments, process.wait(), "", line)
+        stdout, stderr = process.communicate(timeout=HANG_S)
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
