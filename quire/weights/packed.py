@@ -1,7 +1,7 @@
 """A matrix of few bits per weight, in one layout for all file formats.
 
-Files pack weights in many ways (`quire.weights.safetensors`, `quire.weights.gguf`). Readers convert them to a `PackedMatrix`
-when they load a matrix, without loss, so that backends have a few kinds of codes instead of one kernel per file format.
+Files pack weights in many ways. Readers convert them to a `PackedMatrix` when they load a matrix, without loss, so that
+backends have a few kinds of codes instead of one kernel per file format.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CodeType(StrEnum):
 class PackedMatrix:
     """A matrix [O, I]: weight = (code - zero) * scale.
 
-    A scale belongs to a rectangle of `group` = (rows, columns) weights: (1, 128) are groups of a 4-bit format, (128, 128)
-    the blocks of FP8 files, (1, I) a scale per output.
+    A scale belongs to a rectangle of `group` = (rows, columns) weights: (1, 128) are groups of a 4-bit format,
+    (128, 128) the blocks of FP8 files, (1, I) a scale per output.
     """
 
     type: CodeType
