@@ -403,6 +403,7 @@ class ClusterClient:
             on_report=lambda report: self._take_report(replica, report),
             on_lost=self._move,
             connect=lambda on_message, on_end: ReplicaLink(replica, self._transport, on_message, on_end),
+            probe_id=next(self._ids),
         )
         self._replicas[replica] = ReplicaView(replica, number, connection)
         connection.ready.add_done_callback(lambda _: self._note_ready(connection))

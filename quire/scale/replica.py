@@ -20,11 +20,14 @@ from quire.engine.engine import EngineOutput
 from quire.engine.worker.connection import LOAD_LIMIT_S
 from quire.engine.worker.process import HANG_LIMIT_S, WorkerProcess
 from quire.engine.worker.protocol import (
+    MAX_UNSENT,
     Add,
     Begun,
     CacheReport,
     Cancel,
+    DropBlocks,
     Failed,
+    Finish,
     FromWorker,
     GetStats,
     Load,
@@ -39,7 +42,7 @@ from quire.engine.worker.protocol import (
     encode,
     to_worker,
 )
-from quire.errors import InvalidRequest, QuireError, WorkerDied, error_of
+from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied, error_of
 
 FRONT_BITS = 40  # of an id: its front is the rest
 STATS_ID = 1  # query id of the replica itself, which is front 0
@@ -56,19 +59,35 @@ def front_of(number: int) -> int:
 
 
 class _Front:
-    """What one front has not read yet."""
+    """A connected front: its open requests and queries, and the messages that it has not read yet."""
 
     def __init__(self, number: int, now_s: float) -> None:
         self.number = number
         self.heard_s = now_s
         self.request_ids: set[int] = set()
+        self.query_ids: set[int] = set()
         self._frames: list[bytes] = []
+        self._num_unread = 0  # bytes
         self._changed = asyncio.Event()
         self.is_closed = False
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it expects messages of the worker."""
+        return bool(self.request_ids or self.query_ids)
+
     def push(self, message: FromWorker) -> None:
-        self._frames.append(encode(message))
+        """Queue a message. A front that has stopped reading is closed: its queue must not fill the memory."""
+        if self.is_closed:
+            return
+        frame = encode(message)
+        self._frames.append(frame)
+        self._num_unread += len(frame)
         self._changed.set()
+        if self._num_unread > MAX_UNSENT:
+            log.warning("front %d has left %d bytes unread: it is disconnected", self.number, self._num_unread)
+            self._frames.clear()
+            self.close()
 
     def close(self) -> None:
         self.is_closed = True
@@ -79,7 +98,7 @@ class _Front:
         while not self._frames and not self.is_closed:
             self._changed.clear()
             await self._changed.wait()
-        frames, self._frames = self._frames, []
+        frames, self._frames, self._num_unread = self._frames, [], 0
         return frames
 
 
@@ -96,7 +115,6 @@ class Replica:
         self._num_free_blocks = 0
         self._facts: asyncio.Future[Ready] = self._loop.create_future()
         self._stats: asyncio.Future[Stats] | None = None
-        self.progress = 0.0  # of loading, 0 to 1
         self.error: QuireError | None = None  # why it ended
         self.process = WorkerProcess(self._take, self._take_end)
 
@@ -119,14 +137,15 @@ class Replica:
         if self.error is not None:
             raise self.error
         if self._stats is None or self._stats.done():
-            self._stats = self._loop.create_future()
             self.process.send(GetStats(STATS_ID))
+            self._stats = self._loop.create_future()
+            self._watch()
         return await asyncio.shield(self._stats)
 
     # Called by fronts
 
     def take(self, front: int, frames: Sequence[bytes]) -> None:
-        """Pass a front's messages to the worker. No messages: a sign of life."""
+        """Pass a front's messages to the worker. An empty call only shows that the front is alive."""
         if self.error is not None:
             raise WorkerDied(str(self.error))
         found = self._fronts.get(front)
@@ -134,8 +153,14 @@ class Replica:
             raise InvalidRequest(f"front {front} is not connected")
         found.heard_s = self._loop.time()
         for message in (to_worker.decode(frame) for frame in frames):
-            self._note(found, message)
-            self.process.send(message)
+            if isinstance(message, Load):
+                raise InvalidRequest("a front must not load a model")
+            try:
+                self.process.send(message)
+            except QueueFull as error:  # the other messages may be small enough, or allowed anyway
+                found.push(Refused(_ids_of(message), type(error).__name__, str(error)))
+            else:
+                self._note(found, message)
         self._watch()
 
     async def messages(self, front: int) -> AsyncGenerator[list[bytes], None]:
@@ -172,26 +197,35 @@ class Replica:
         await self.process.close()
 
     def _note(self, front: _Front, message: ToWorker) -> None:
+        """Record what the worker will answer. It sends no output of a request after Cancel or Finish."""
         match message:
-            case Load():
-                raise InvalidRequest("a front must not load a model")
             case Add(request_ids=request_ids):
                 front.request_ids.update(request_ids)
-            case Cancel(request_id=request_id):
+            case Cancel(request_id=request_id) | Finish(request_id=request_id):
                 front.request_ids.discard(request_id)
-            case _:
+            case DropBlocks() | Load():
                 pass
+            case _:
+                front.query_ids.add(message.query_id)
 
     def _drop(self, front: _Front) -> None:
         front.close()
         for request_id in front.request_ids:
             self.process.send(Cancel(request_id))
         front.request_ids.clear()
+        front.query_ids.clear()
         self._watch()
 
     # Called by the worker
 
     def _take(self, message: FromWorker) -> None:
+        self._pass_on(message)
+        for front in [one for one in self._fronts.values() if one.is_closed]:
+            del self._fronts[front.number]
+            self._drop(front)
+        self._watch()
+
+    def _pass_on(self, message: FromWorker) -> None:
         match message:
             case Stepped():
                 self._take_step(message)
@@ -204,8 +238,8 @@ class Replica:
                     refused.push(message)
             case CacheReport():
                 self._take_report(message)
-            case Loading(num_done=num_done, num_bytes=num_bytes):
-                self.progress = num_done / max(num_bytes, 1)
+            case Loading():
+                pass
             case Ready():
                 self._facts.set_result(message)
             case Failed(kind=kind, message=text):
@@ -218,8 +252,8 @@ class Replica:
             case _:
                 asking = self._fronts.get(front_of(message.query_id))
                 if asking is not None:
+                    asking.query_ids.discard(message.query_id)
                     asking.push(message)
-        self._watch()
 
     def _take_step(self, message: Stepped) -> None:
         """Pass a step on. With one front, which is the usual case, nothing is divided."""
@@ -264,10 +298,24 @@ class Replica:
         return [(self._fronts[number], some) for number, some in found.items() if number in self._fronts]
 
     def _watch(self) -> None:
-        """Silence is a hang only while there is work."""
+        """Silence is a hang only while an output or an answer is expected."""
         if self._facts.done():
-            is_busy = any(front.request_ids for front in self._fronts.values())
+            is_busy = self._stats is not None and not self._stats.done()
+            is_busy = is_busy or any(front.is_waiting for front in self._fronts.values())
             self.process.expect_message(self._hang_limit_s if is_busy else None)
+
+
+def _ids_of(message: ToWorker) -> tuple[int, ...]:
+    """The requests or the query of a message."""
+    match message:
+        case Add(request_ids=request_ids):
+            return request_ids
+        case Cancel(request_id=request_id) | Finish(request_id=request_id):
+            return (request_id,)
+        case DropBlocks() | Load():
+            return ()
+        case _:
+            return (message.query_id,)
 
 
 def _request_of(started: Started) -> int:

@@ -36,6 +36,7 @@ class ReplicaLink:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._is_over = False
+        self._limit_s: float | None = None
         self._heard_s = self._loop.time()
         self.announced_s = 0.0
         self._unsent: list[bytes] = []
@@ -64,8 +65,10 @@ class ReplicaLink:
         self._has_unsent.set()
 
     def expect_message(self, limit_s: float | None) -> None:
-        if limit_s is None:
-            self._heard_s = self._loop.time()  # silence counts from the next request on
+        """Count silence from now on, unless a message was expected already. None: no message is expected."""
+        if self._limit_s is None and limit_s is not None:
+            self._heard_s, self.announced_s = self._loop.time(), 0.0
+        self._limit_s = limit_s
 
     def end(self, reason: str = "") -> None:
         if not self._is_over:

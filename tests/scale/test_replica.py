@@ -15,7 +15,9 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.generation import Generation
-from quire.errors import InvalidRequest, WorkerDied
+from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.protocol import Add, Cancel, DropBlocks, GetStats, encode
+from quire.errors import InvalidRequest, QueueFull, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica
 from quire.scale.transport import Chooser, ReplicaGone
@@ -58,8 +60,10 @@ class Direct:
     async def close(self) -> None: ...
 
 
-async def make_replica(name: str, path: Path, ended: list[str] | None = None) -> Replica:
-    replica = Replica(name, (ended if ended is not None else []).append)
+async def make_replica(
+    name: str, path: Path, ended: list[str] | None = None, hang_limit_s: float = HANG_LIMIT_S
+) -> Replica:
+    replica = Replica(name, (ended if ended is not None else []).append, hang_limit_s)
     await replica.start(path, CONFIG, b"0123456789abcdef")
     return replica
 
@@ -86,10 +90,15 @@ def run(path: Path, work: Callable[[Direct, ClusterClient], Awaitable[None]], nu
 
 
 def request(
-    client: ClusterClient, first: int = 5, length: int = 100, max_tokens: int = 4, salt: str = ""
+    client: ClusterClient,
+    first: int = 5,
+    length: int = 100,
+    max_tokens: int = 4,
+    salt: str = "",
+    stop: tuple[str, ...] = (),
 ) -> GenerationRequest:
     tokens = tuple(first + at % 7 for at in range(length))
-    params = GenerationParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    params = GenerationParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, stop=stop)
     return client.text.request(tokens, params, salt=salt)
 
 
@@ -247,3 +256,106 @@ def test_blocks_of_the_joined_map(tiny_model: Path) -> None:
         running.cancel()
 
     run(tiny_model, work)
+
+
+def test_a_request_that_ends_at_a_stop_string_is_forgotten(tiny_model: Path) -> None:
+    """The worker sends nothing after it, which must not look like a hang."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        replica = direct.replicas["short"] = await make_replica("short", tiny_model, hang_limit_s=0.5)
+        client.set_replicas(["short"])
+        text = (await client.generate(request(client, max_tokens=40))).completions[0].text
+        stopped = await client.generate(request(client, max_tokens=4000, stop=(text[10:14],)))
+        assert stopped.completions[0].finish_reason == "stop"
+        while replica.num_requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
+        assert replica.error is None
+        assert (await replica.stats()).cache.num_in_use == 0
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_probe_after_a_cancellation_is_answered(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.connection.MOVING_LIMIT_S", 0.0)  # any silence with open work is reported
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        running = await client.submit(request(client, max_tokens=4000))
+        while not running.is_started:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        connection = client.replicas[0].connection
+        assert (connection.num_requests, connection._is_probing) == (0, True)
+        while connection._is_busy:
+            await asyncio.sleep(0.01)
+        assert client.is_moving
+        assert not direct.replicas["r0"]._fronts[FRONT].is_waiting
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_silence_counts_from_the_first_open_request(tiny_model: Path) -> None:
+    async def work(_: Direct, client: ClusterClient) -> None:
+        link = client.replicas[0].connection.process
+        await asyncio.sleep(0.3)
+        link.expect_message(30.0)
+        assert link.silence_s < 0.1
+        await asyncio.sleep(0.2)
+        link.expect_message(30.0)
+        assert link.silence_s >= 0.2
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_worker_that_does_not_answer_a_query_is_ended(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        ended: list[str] = []
+        replica = direct.replicas["short"] = await make_replica("short", tiny_model, ended, hang_limit_s=0.5)
+        client.set_replicas(["short"])
+        while [one.replica for one in client.replicas] != ["short"]:
+            await asyncio.sleep(0.01)
+        os.kill(replica.process.pid, signal.SIGSTOP)
+        assert await client.stats() is None
+        assert "sent no message for 0.5 s" in ended[0]
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_messages_that_the_worker_cannot_take_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the batch is passed on."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        replica = direct.replicas["r0"]
+        running = await client.submit(request(client, 30, max_tokens=4000))
+        send = replica.process.send
+
+        def refuse(message: object) -> None:
+            if isinstance(message, Add | GetStats | DropBlocks):
+                raise QueueFull("full")
+            send(message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(replica.process, "send", refuse)
+        with pytest.raises(QueueFull):
+            await client.generate(request(client))
+        assert await client.stats() is None
+        frames = [encode(DropBlocks()), encode(Cancel(running.request_ids[0]))]
+        replica.take(FRONT, frames)
+        assert not replica.num_requests
+        assert not replica._fronts[FRONT].is_waiting
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_front_that_does_not_read_is_disconnected(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(direct: Direct, _: ClusterClient) -> None:
+        replica = direct.replicas["r0"]
+        stream = replica.messages(FRONT + 1)
+        await anext(stream)
+        monkeypatch.setattr("quire.scale.replica.MAX_UNSENT", 100)
+        for query in range(20):
+            replica.take(FRONT + 1, [encode(GetStats((FRONT + 1 << FRONT_BITS) + query))])
+        while FRONT + 1 in replica._fronts:
+            await asyncio.sleep(0.01)
+        assert [frames async for frames in stream] == []
+
+    run(tiny_model, work, num_replicas=1)

@@ -48,7 +48,7 @@ from quire.engine.worker.protocol import (
 from quire.errors import LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
 
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
-PROBE_ID = 0  # query id of probes; ids of callers start at 1
+PROBE_ID = 0  # query id of probes of the only client of a worker, whose own ids start at 1
 MOVING_LIMIT_S = 10.0  # allowed silence while there is work; after that, the worker is reported as stuck
 LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
@@ -104,7 +104,8 @@ class WorkerConnection:
 
     `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
     finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then;
-    without it, such requests fail. `connect`: starts the worker, or finds one on another machine.
+    without it, such requests fail. `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
+    id of probes, which no caller of `ask` uses; a worker with several clients answers by the id.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class WorkerConnection:
         on_report: Callable[[CacheReport], None] | None = None,
         on_lost: Callable[[Generation], None] | None = None,
         connect: Connect = WorkerProcess,
+        probe_id: int = PROBE_ID,
     ) -> None:
         self._name = name
         self._hang_limit_s = hang_limit_s
@@ -128,6 +130,7 @@ class WorkerConnection:
         self._on_end = on_end
         self._on_report = on_report
         self._on_lost = on_lost
+        self._probe_id = probe_id
         self._loop = asyncio.get_running_loop()
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
         self._queries: dict[int, asyncio.Future[Answer]] = {}
@@ -238,7 +241,7 @@ class WorkerConnection:
                 self._watch()
                 if not self.ready.done():
                     self.ready.set_result(None)
-            case Stats(query_id=query_id) if query_id == PROBE_ID:
+            case Stats(query_id=query_id) if query_id == self._probe_id:
                 self._is_probing = False
                 self._watch()
             case Explained() | Stats() | Blocks() | BlocksViewed() | HeldFound() | CacheAnswer():
@@ -325,11 +328,17 @@ class WorkerConnection:
         generation.fail(RequestFailed(message))
         self.cancel(generation)
 
-    def _refuse(self, request_ids: tuple[int, ...], error: QuireError) -> None:
-        for request_id in request_ids:
-            if (place := self._alive.get(request_id)) is not None:
+    def _refuse(self, ids: tuple[int, ...], error: QuireError) -> None:
+        """Fail requests, or a query that a replica could not pass on."""
+        for one in ids:
+            if (place := self._alive.get(one)) is not None:
                 place[0].fail(error)
                 self.cancel(place[0])
+            elif (query := self._queries.get(one)) is not None and not query.done():
+                query.set_exception(error)
+            elif one == self._probe_id:
+                self._is_probing = False
+                self._watch()
 
     def _take_end(self, reason: str) -> None:
         if self._error is None or self.facts is not None:  # else the start failed, and its caller reports why
@@ -346,7 +355,7 @@ class WorkerConnection:
         if not self._is_busy:
             self._is_probing = True
             with suppress(QueueFull):
-                self.process.send(GetStats(PROBE_ID))
+                self.process.send(GetStats(self._probe_id))
         self._watch()
 
     def _watch(self) -> None:
