@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import count
-from typing import NamedTuple
+from typing import Any
 
 from quire.backends.base import Capacity
 from quire.core.block_map import BlocksView
 from quire.core.chain import TokenChain, hash_block_tokens, root_key
-from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.prefix_index import split_keys
 from quire.core.request import SamplingParams
@@ -29,7 +28,7 @@ from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
-from quire.engine.worker.connection import SafeCallback, WorkerConnection, add_message
+from quire.engine.worker.connection import SafeCallback, WorkerConnection
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.engine.worker.protocol import (
@@ -54,94 +53,42 @@ from quire.engine.worker.protocol import (
     Stepped,
     UnpinCache,
     ViewBlocks,
-    encode,
 )
-from quire.errors import CacheFolderError, InvalidRequest, LostBeforeStart, QueueFull, QuireError, WorkerDied
+from quire.errors import (
+    CacheFolderError,
+    InvalidRequest,
+    LostBeforeStart,
+    QueueFull,
+    QuireError,
+    RequestFailed,
+    WorkerDied,
+)
 from quire.scale.combination import add_stats, counters_of, join_blocks, offsets
-from quire.scale.replica import FRONT_BITS
 from quire.scale.replica_link import ReplicaLink
+from quire.scale.replica_view import ReplicaView
 from quire.scale.transport import ReplicaGone, Transport
 
 EXPECTED_ANSWER = 128  # tokens, for the memory that a request without a limit will need
 MAX_MOVES = 5  # of one request, from replicas that ended
 MOVE_PAUSE_S = 0.2
 LEAVE_S = 1.0  # how often it is checked whether a replica that is being stopped has become idle
+MAX_SECRETS = 8  # for which the keys of a prompt are computed: replicas with a disk cache have one per machine
+THREAD_TOKENS = 8192  # keys of longer prompts are computed in a thread
+CLOSED = "the engine was closed"
 
 log = logging.getLogger(__name__)
 
 
-def make_front_number() -> int:
-    """A number that no other front of the cluster has."""
-    return 1 + secrets.randbelow(1 << 20)
-
-
-class ReplicaView:
-    """What the front knows about one replica."""
-
-    def __init__(self, replica: str, number: int, connection: WorkerConnection) -> None:
-        self.replica = replica
-        self.number = number
-        self.connection = connection
-        self.num_free_blocks = 0
-        self.num_routed = 0  # requests
-        self.is_accepting = True  # False: it is being stopped, and ends its requests
-        self.stats: Stats | None = None  # the last known
-        self._scheduling: Scheduling | None = None
-        self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
-
-    @property
-    def is_open(self) -> bool:
-        return self.connection.facts is not None and not self.connection.process.is_over
-
-    def note(self, generation: Generation, num_tokens: int) -> None:
-        """Record a request that is sent there, with the tokens of its prompt that are expected not to be cached."""
-        self._sent[generation] = num_tokens
-        self.num_routed += 1
-
-    def _limits(self, config: EngineConfig) -> Scheduling:
-        """The replica's settings, which never change."""
-        if self._scheduling is None:
-            assert self.connection.facts is not None
-            self._scheduling = config.scheduling(self.connection.facts.capacity)
-        return self._scheduling
-
-    def status(self, config: EngineConfig) -> ReplicaStatus:
-        cache = CacheStats.none() if self.stats is None else self.stats.cache
-        num_blocks = self._limits(config).num_blocks - 1  # without the null block
-        return ReplicaStatus(
-            self.replica,
-            self.is_accepting,
-            self.connection.num_requests,
-            self.num_routed,
-            num_blocks,
-            self.num_free_blocks,
-            cache.num_queried_tokens,
-            cache.num_hit_tokens,
-        )
-
-    def load(self, config: EngineConfig) -> ReplicaLoad:
-        """Its load: from this front's own requests, which is at once, and from its last report."""
-        for generation in [one for one in self._sent if _has_begun(one)]:
-            del self._sent[generation]
-        queued = [0, 0, 0]
-        for generation, num_tokens in self._sent.items():
-            queued[generation.answers.request.priority] += num_tokens
-        limits = self._limits(config)
-        return ReplicaLoad(
-            (queued[0], queued[1], queued[2]),
-            num_requests=self.connection.num_requests,
-            max_num_seqs=limits.max_num_seqs,
-            num_free_blocks=self.num_free_blocks,
-            num_blocks=limits.num_blocks,
-        )
-
-
-class _Pending(NamedTuple):
+class _Pending:
     """A request that is being routed."""
 
-    generation: Generation
-    prompt: Prompt
-    keys: dict[bytes, list[bytes]]  # secret of replicas -> chain keys of the prompt
+    def __init__(self, generation: Generation, prompt: Prompt, keys: dict[bytes, list[bytes]]) -> None:
+        self.generation = generation
+        self.prompt = prompt
+        self.keys = keys  # secret of replicas -> chain keys of the prompt
+        self.choices: list[Choice] = []  # as ranked last, until it is sent
+        self.is_sent = False
+        self.error: QuireError | None = None  # why it cannot be sent
 
 
 class ClusterClient:
@@ -153,11 +100,12 @@ class ClusterClient:
         config: EngineConfig,
         transport: Transport,
         *,
-        front: int,
+        ids: Iterator[int],
         hang_limit_s: float = HANG_LIMIT_S,
         on_step: Callable[[Stepped], None] | None = None,
         on_gap: Callable[[float, int], None] | None = None,
     ) -> None:
+        """`ids`: of requests and queries, see `ids_of`."""
         self.text = text
         self.max_model_len = text.spec.max_model_len
         self._config = config
@@ -168,12 +116,11 @@ class ClusterClient:
         self._router = PrefixRouter(0, config.block_size)
         self._replicas: dict[str, ReplicaView] = {}
         self._accepting: tuple[str, ...] = ()
-        self._ids = count((front << FRONT_BITS) + 1)
-        self._pending: dict[int, _Pending] = {}
-        self._ranked: dict[int, list[Choice]] = {}
-        self._lost: set[Generation] = set()  # requests that are being routed, whose replica has just ended
+        self._ids = ids
+        self._routing: set[Generation] = set()
+        self._pending: dict[int, _Pending] = {}  # those of them that can be ranked
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_ready = asyncio.Event()
+        self._has_open = asyncio.Event()  # a replica accepts requests; or this client is closed
         self._departed: Stats | None = None  # counts of replicas that have left
         self._num_lost = 0
         self._is_closed = False
@@ -224,7 +171,7 @@ class ClusterClient:
     async def start(self) -> None:
         """Wait for the first replica."""
         self._transport.start(self)
-        await self._is_ready.wait()
+        await self._wait_open()
 
     async def supervise(self) -> None:
         """Leave replicas that are being stopped. The cluster itself replaces those that end."""
@@ -237,10 +184,13 @@ class ClusterClient:
     async def close(self) -> None:
         """Leave the cluster. Unfinished requests fail; the replicas stay."""
         self._is_closed = True
+        for generation in tuple(self._routing):
+            _fail(generation, LostBeforeStart(CLOSED))
+        self._note_open()  # wakes requests that wait for a replica
         for task in tuple(self._tasks):
             task.cancel()
         for view in tuple(self._replicas.values()):
-            view.connection.fail(WorkerDied("the engine was closed"))
+            view.connection.fail(WorkerDied(CLOSED))
             await view.connection.process.close()
         self._replicas.clear()
         await self._transport.close()
@@ -264,74 +214,117 @@ class ClusterClient:
         return await (await self.submit(request)).result()
 
     async def _route(self, generation: Generation) -> None:
-        """Send a request to the replica that `rank` prefers. If that one ends before it accepts it, to another."""
-        request = generation.answers.request
-        frame = encode(add_message(request, generation.request_ids))
-        for _ in range(MAX_MOVES):
-            number = next(self._ids)
-            self._pending[number] = self._describe(generation)
-            try:
-                await self._transport.add(number, frame)
-                if generation not in self._lost:
-                    return
-                problem = "its replica has ended"
-            except ReplicaGone as error:
-                self._release(generation)
-                problem = str(error)
-            except asyncio.CancelledError:
-                self._cancel(generation)
-                raise
-            finally:
-                del self._pending[number]
-                self._ranked.pop(number, None)
-                self._lost.discard(generation)
-            log.info("a request is sent again: %s", problem)
-            await asyncio.sleep(MOVE_PAUSE_S)
-            if generation.answers.is_finished:
-                return  # it was cancelled
-        raise LostBeforeStart(f"{MAX_MOVES} replicas of {self.text.name} ended before they accepted the request")
+        """Send a request to the replica that `rank` prefers and that accepts it. Waits while there is none.
 
-    def _describe(self, generation: Generation) -> _Pending:
+        From then on the connection is responsible for it: it reports the request to `_move` if the replica ends.
+        """
+        number = next(self._ids)
+        self._routing.add(generation)
+        try:
+            await self._wait_open()
+            pending = self._pending[number] = await self._describe(generation)
+            while not generation.answers.is_finished:  # it may be cancelled
+                await self._wait_open()
+                problem = await self._choose(number)
+                if pending.error is not None:
+                    raise pending.error
+                if pending.is_sent:
+                    return
+                log.info("a request is sent again: %s", problem)
+                self._count_move(generation)
+                await asyncio.sleep(MOVE_PAUSE_S)
+        except asyncio.CancelledError:
+            self._cancel(generation)
+            raise
+        finally:
+            self._pending.pop(number, None)
+            self._routing.discard(generation)
+
+    async def _choose(self, number: int) -> str:
+        """Let the cluster choose a replica, which is reported to `note_routed`. Returns why none was chosen."""
+        choosing = self._spawn(self._transport.choose(number))
+        try:
+            await asyncio.wait({choosing})
+        finally:
+            choosing.cancel()
+        if self._is_closed:
+            raise LostBeforeStart(CLOSED)
+        if choosing.cancelled():
+            return "the call was cancelled"
+        try:
+            choosing.result()
+        except ReplicaGone as error:
+            return str(error)
+        return "its replica has left"
+
+    async def _wait_open(self) -> None:
+        """Wait until a replica accepts requests. The cluster's router makes only a few choices at a time."""
+        await self._has_open.wait()
+        if self._is_closed:
+            raise LostBeforeStart(CLOSED)
+
+    def _note_open(self) -> None:
+        """Let requests wait, or not, after a change of the replicas."""
+        if self._is_closed or any(view.is_accepting for view in self.replicas):
+            self._has_open.set()
+        else:
+            self._has_open.clear()
+
+    async def _describe(self, generation: Generation) -> _Pending:
         request = generation.answers.request
         num_tokens = len(request.prompt)
         block_size = self._config.block_size
         num_out = min(request.sampling.max_tokens or EXPECTED_ANSWER, EXPECTED_ANSWER)
         prompt = Prompt(num_tokens, request.priority, -(-(num_tokens + num_out) // block_size))
-        secrets_ = {view.connection.facts.chain_secret for view in self.replicas if view.connection.facts is not None}
-        keys: dict[bytes, list[bytes]] = {}
-        for secret in secrets_:
-            root = root_key(secret, request.salt)
-            chain = TokenChain(root, array("I", request.prompt), block_size, hash_block_tokens)
-            keys[secret] = [chain.key(index) for index in range((num_tokens - 1) // block_size)]
+        found = Counter(view.connection.facts.chain_secret for view in self.replicas if view.connection.facts)
+        secrets = [secret for secret, _ in found.most_common(MAX_SECRETS)]
+        if num_tokens * len(secrets) > THREAD_TOKENS:
+            keys = await asyncio.to_thread(_chain_keys, secrets, request, block_size)
+        else:
+            keys = _chain_keys(secrets, request, block_size)
         return _Pending(generation, prompt, keys)
 
     def _cancel(self, generation: Generation) -> None:
         """End a request, wherever it is."""
         for view in self._replicas.values():
             view.connection.cancel(generation)
-        for index in range(len(generation.request_ids)):
-            generation.answers.cancel(index)  # if it is being moved, it is not sent again
-
-    def _release(self, generation: Generation) -> None:
-        for view in self._replicas.values():
-            view.connection.release(generation)
+        if not generation.answers.is_finished:  # it is being routed: it will not be sent
+            for index in range(len(generation.request_ids)):
+                generation.answers.cancel(index)
+            generation.wake()
 
     def _move(self, generation: Generation) -> None:
         """Send a request again whose replica has ended before it started."""
-        if self._is_closed or generation.answers.is_finished:
-            return
-        if any(pending.generation is generation for pending in self._pending.values()):
-            self._lost.add(generation)  # `_route` sends it again
-            return
-        task = asyncio.get_running_loop().create_task(self._resend(generation))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if self._is_closed:
+            _fail(generation, LostBeforeStart(CLOSED))
+        elif not generation.answers.is_finished:
+            try:
+                self._count_move(generation)
+            except LostBeforeStart as error:
+                _fail(generation, error)
+            else:
+                self._spawn(self._resend(generation))
+
+    def _count_move(self, generation: Generation) -> None:
+        generation.num_moves += 1
+        if generation.num_moves > MAX_MOVES:
+            raise LostBeforeStart(f"{generation.num_moves} replicas of {self.text.name} ended before the request began")
 
     async def _resend(self, generation: Generation) -> None:
         try:
             await self._route(generation)
         except QuireError as error:
-            generation.fail(error)
+            _fail(generation, error)
+        except Exception as error:
+            log.exception("a request could not be sent again")
+            _fail(generation, RequestFailed(f"the request could not be sent again: {type(error).__name__}"))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task, which `close` cancels."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # Routing: called by the cluster's router
 
@@ -339,11 +332,12 @@ class ClusterClient:
         self._accepting = tuple(replicas)
         for replica in replicas:
             if replica not in self._replicas and not self._is_closed:
-                self._connect(replica)
+                self._replicas[replica] = ReplicaView(replica, self._router.add_replica(), self._connect(replica))
         for view in tuple(self._replicas.values()):  # some are forgotten
             view.is_accepting = view.replica in self._accepting
             if not view.is_accepting:
                 self._close_if_idle(view)
+        self._note_open()
 
     def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
         names = frozenset(candidates)
@@ -364,54 +358,69 @@ class ClusterClient:
         session = _session(pending.generation.answers.request)
         choices = self._router.rank(pending.prompt, cached, session, time.monotonic_ns())
         choices = [choice for choice in choices if choice.replica in views]
-        self._ranked[number] = choices
+        pending.choices = choices
         return [views[choice.replica].replica for choice in choices]
 
     def _count_ranked(self, number: int) -> None:
         """Add requests to the loads that were ranked and not sent yet: many may be routed at the same time."""
-        for other, choices in self._ranked.items():
-            pending = self._pending.get(other)
-            if other == number or pending is None or not choices or choices[0].replica not in self._router.loads:
+        for other, pending in self._pending.items():
+            choices, prompt = pending.choices, pending.prompt
+            if other == number or not choices or choices[0].replica not in self._router.loads:
                 continue
-            first, prompt = choices[0], pending.prompt
+            first = choices[0]
             load = self._router.loads[first.replica]
             num_tokens = prompt.num_tokens - first.num_cached_tokens
             self._router.loads[first.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
 
     def note_routed(self, number: int, replica: str) -> None:
-        pending, view = self._pending.get(number), self._replicas.get(replica)
-        if pending is None or view is None:
-            return
-        self._release(pending.generation)  # of a replica that did not accept it
-        view.connection.adopt(pending.generation)
-        chosen = next((one for one in self._ranked.pop(number, ()) if one.replica == view.number), None)
-        num_cached = 0 if chosen is None else chosen.num_cached_tokens
-        view.note(pending.generation, pending.prompt.num_tokens - num_cached)
-        if chosen is not None:
-            session = _session(pending.generation.answers.request)
-            self._router.note(pending.prompt, chosen, session, time.monotonic_ns())
+        """Send a request to the replica that has accepted it.
 
-    def _connect(self, replica: str) -> None:
-        number = self._router.add_replica()
+        It takes the same way as its cancellation, so that they arrive in this order.
+        """
+        pending, view = self._pending.get(number), self._replicas.get(replica)
+        if pending is None or pending.is_sent or pending.generation.answers.is_finished:
+            return  # it was cancelled
+        if view is None or not view.is_open:
+            return  # the replica has left meanwhile: `_route` asks for another
+        generation, choices = pending.generation, pending.choices
+        pending.choices = []
+        try:
+            view.connection.submit(generation.answers.request, generation)
+        except QuireError as error:
+            pending.error = error
+            return
+        pending.is_sent = True
+        chosen = next((one for one in choices if one.replica == view.number), None)
+        num_cached = 0 if chosen is None else chosen.num_cached_tokens
+        view.note(generation, pending.prompt.num_tokens - num_cached)
+        if chosen is not None:
+            self._router.note(pending.prompt, chosen, _session(generation.answers.request), time.monotonic_ns())
+
+    def _connect(self, replica: str) -> WorkerConnection:
         connection = WorkerConnection(
             f"{self.text.name} on replica {replica}",
             self._hang_limit_s,
             on_loading=SafeCallback("on_loading", None),
             on_step=SafeCallback("on_step", lambda step: self._take_step(replica, step)),
             on_gap=self._on_gap,
-            on_end=lambda _: self._take_end(replica),
+            on_end=lambda has_served: self._take_end(replica, has_served),
             on_report=lambda report: self._take_report(replica, report),
             on_lost=self._move,
             connect=lambda on_message, on_end: ReplicaLink(replica, self._transport, on_message, on_end),
             probe_id=next(self._ids),
         )
-        self._replicas[replica] = ReplicaView(replica, number, connection)
         connection.ready.add_done_callback(lambda _: self._note_ready(connection))
+        return connection
+
+    async def _reconnect(self, view: ReplicaView, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        if view.is_accepting and view.replica in self._replicas and not self._is_closed:
+            view.connection = self._connect(view.replica)
 
     def _note_ready(self, connection: WorkerConnection) -> None:
         if connection.facts is not None:
             self.max_model_len = connection.facts.max_model_len
-            self._is_ready.set()
+            self._note_open()
 
     def _take_step(self, replica: str, step: Stepped) -> None:
         self._on_step(step)
@@ -430,21 +439,30 @@ class ClusterClient:
         index.add(number, split_keys(report.added))
         view.num_free_blocks = report.num_free_blocks
 
-    def _take_end(self, replica: str) -> None:
-        """A replica has ended. Its requests are failed or moved by its connection, after this."""
+    def _take_end(self, replica: str, has_served: bool) -> None:
+        """The connection to a replica has ended. Its requests are failed or moved by the connection, after this.
+
+        If the cluster still lists the replica, it may run: only the connection is lost.
+        """
         view = self._replicas.get(replica)
-        if view is not None:
-            self._num_lost += view.is_accepting
+        if view is None or self._is_closed:
+            return
+        if view.is_accepting:
+            self._num_lost += view.connection.facts is not None
+            pause_s = view.note_end(has_served)
+            log.warning("replica %s of %s has ended; connecting again in %g s", replica, self.text.name, pause_s)
+            self._spawn(self._reconnect(view, pause_s))
+        else:
             self._forget(view)
+        self._note_open()
 
     def _close_if_idle(self, view: ReplicaView) -> None:
         """Leave a replica that is being stopped, when its last request has ended. It waits for that."""
         if view.connection.num_requests or view.replica not in self._replicas:
             return
         self._forget(view)
-        task = asyncio.get_running_loop().create_task(view.connection.process.close())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        view.connection.fail(WorkerDied("the replica was stopped"))  # open queries
+        self._spawn(view.connection.process.close())
 
     def _forget(self, view: ReplicaView) -> None:
         del self._replicas[view.replica]
@@ -452,8 +470,6 @@ class ClusterClient:
         if view.stats is not None:
             left = counters_of(view.stats)
             self._departed = left if self._departed is None else add_stats([self._departed, left])
-        if view.replica in self._accepting and not self._is_closed:
-            log.warning("replica %s of %s has ended", view.replica, self.text.name)
 
     # Queries
 
@@ -486,13 +502,13 @@ class ClusterClient:
 
     async def stats(self) -> Stats | None:
         """The figures of all replicas, added. Counts of replicas that have left are included."""
-        found: list[Stats] = [] if self._departed is None else [self._departed]
-        answers = await self._ask_all(GetStats)
-        for view, answer in answers:
+        for view, answer in await self._ask_all(GetStats):
             assert isinstance(answer, Stats)
             view.stats = answer
-            found.append(answer)
-        return add_stats(found) if answers else None
+        found = [figures for view in self._replicas.values() if (figures := view.figures) is not None]
+        if not self.replicas or not found:
+            return None
+        return add_stats(found if self._departed is None else [*found, self._departed])  # as of now: some may have left
 
     async def blocks(self, max_cells: int) -> Blocks | None:
         """The block maps of all replicas, side by side."""
@@ -529,7 +545,8 @@ class ClusterClient:
 
     def drop_blocks(self) -> None:
         for view in self.replicas:
-            view.connection.process.send(DropBlocks())
+            with suppress(QueueFull):  # it is sent again next time
+                view.connection.process.send(DropBlocks())
 
     async def clear_cache(self) -> None:
         for _, answer in await self._ask_all(ClearCache):
@@ -553,9 +570,19 @@ class ClusterClient:
         return any(isinstance(answer, CacheAnswer) and answer.is_found and answer.error is None for _, answer in found)
 
 
-def _has_begun(generation: Generation) -> bool:
-    """Whether its prompt is computed, or it has ended."""
-    return generation.first_s is not None or generation.error is not None or generation.answers.is_finished
+def _fail(generation: Generation, error: QuireError) -> None:
+    for index in range(len(generation.request_ids)):
+        generation.answers.fail(index, str(error))
+    generation.fail(error)
+
+
+def _chain_keys(secrets: Sequence[bytes], request: GenerationRequest, block_size: int) -> dict[bytes, list[bytes]]:
+    """The keys of the whole blocks of a prompt that may be cached, for each secret."""
+    keys: dict[bytes, list[bytes]] = {}
+    for secret in secrets:
+        chain = TokenChain(root_key(secret, request.salt), array("I", request.prompt), block_size, hash_block_tokens)
+        keys[secret] = [chain.key(index) for index in range((len(request.prompt) - 1) // block_size)]
+    return keys
 
 
 def _session(request: GenerationRequest) -> str:

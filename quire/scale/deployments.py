@@ -15,9 +15,9 @@ from quire.backends.machine import has_nvidia
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import QuireError
-from quire.scale.cluster_client import ClusterClient, make_front_number
+from quire.scale.cluster_client import ClusterClient
 from quire.scale.ray_transport import RayTransport
-from quire.scale.replica import Replica
+from quire.scale.replica import Replica, ids_of, make_front_number
 from quire.server.config import ServeConfig
 from quire.server.launcher import Launcher, Startup
 from quire.server.model_client import ClientSettings, ModelClient
@@ -57,13 +57,12 @@ class ModelReplica:
     async def hello(self) -> None:
         """The first call of a front."""
 
-    async def add(self, number: int, front: int, frame: bytes) -> None:
-        """Take a request. `number` is for the router."""
-        del number
-        self._replica.take(front, (frame,))
+    async def accept(self, number: int) -> None:
+        """Called for each request: Ray asks the replica whether it accepts the call. The front then uses `send`."""
+        del number  # for the router
 
     async def send(self, front: int, frames: list[bytes]) -> None:
-        """Take other messages of a front."""
+        """Take messages of a front."""
         self._replica.take(front, frames)
 
     async def messages(self, replica: str, front: int) -> Any:
@@ -112,6 +111,7 @@ class Front:
         """`applications`: those of the models of `config`, in this order. `fingerprint`: of all settings."""
         setup_logging(config.log_level, as_json=config.log_format == "json")
         self._number = make_front_number()
+        self._ids = ids_of(self._number)
         self._fingerprint = fingerprint
         self._applications = {model.names[0]: name for model, name in zip(config.models, applications, strict=True)}
         self._launcher = Launcher(config, on_ready=self._note, make_client=self._connect, handles_signals=False)
@@ -134,7 +134,7 @@ class Front:
             settings.text,
             settings.engine,
             RayTransport(handle, application, self._number),
-            front=self._number,
+            ids=self._ids,
             hang_limit_s=settings.hang_limit_s,
             on_step=settings.on_step,
             on_gap=settings.on_gap,

@@ -38,9 +38,9 @@ class RayTransport:
         with suppress(RayError, RayServeException):
             await self._handle.hello.remote()
 
-    async def add(self, number: int, frame: bytes) -> None:
+    async def choose(self, number: int) -> None:
         try:
-            await self._handle.add.remote(number, self._front, frame)
+            await self._handle.accept.remote(number)
         except (RayError, RayServeException) as error:
             raise ReplicaGone(_reason(error)) from error
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +53,16 @@ SILENT_LIMIT_S = 30.0  # a front that has sent nothing for this long is gone: it
 Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
+
+
+def make_front_number() -> int:
+    """A number that no other front of the cluster has."""
+    return 1 + secrets.randbelow(1 << 20)
+
+
+def ids_of(front: int) -> Iterator[int]:
+    """The ids of a front's requests and queries. One front has one count for all its models, loaded again or not."""
+    return count((front << FRONT_BITS) + 1)
 
 
 def front_of(number: int) -> int:
@@ -165,6 +177,8 @@ class Replica:
 
     async def messages(self, front: int) -> AsyncGenerator[list[bytes], None]:
         """Everything that the worker has to say to a front, from now on. A front that stops to read is gone."""
+        if self.error is not None:
+            raise WorkerDied(str(self.error))
         if (earlier := self._fronts.pop(front, None)) is not None:
             self._drop(earlier)
         own = self._fronts[front] = _Front(front, self._loop.time())

@@ -127,3 +127,7 @@ class ReplicaLink:
                 log.info("replica %s: %s", self.replica, error)
                 self.end()
                 return
+            except Exception:
+                log.exception("messages to replica %s could not be sent", self.replica)
+                self.end("could not be sent messages")
+                return

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from quire.scale import registry
 from quire.scale.transport import Chooser
 
-ADD, MESSAGES = "add", "messages"  # methods of the deployment
+ACCEPT, MESSAGES = "accept", "messages"  # methods of the deployment
 
 
 class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray is not checked
@@ -50,7 +50,7 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray is not chec
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
-        if pending_request.metadata.call_method == ADD:
+        if pending_request.metadata.call_method == ACCEPT:
             ranked: Sequence[str] = self._chooser.rank(pending_request.args[0], list(by_id))
         elif pending_request.metadata.call_method == MESSAGES:
             ranked = pending_request.args[:1]
@@ -60,7 +60,7 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray is not chec
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         del result
-        if self._chooser is not None and pending_request.metadata.call_method == ADD:
+        if self._chooser is not None and pending_request.metadata.call_method == ACCEPT:
             self._chooser.note_routed(pending_request.args[0], replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

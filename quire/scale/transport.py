@@ -20,7 +20,7 @@ class Chooser(Protocol):
         """The replicas for a request, the best first. Those that the front is not connected to are left out."""
 
     def note_routed(self, number: int, replica: str) -> None:
-        """A request is being sent to a replica."""
+        """A replica has accepted a request, which is to be sent there now."""
 
 
 class Transport(Protocol):
@@ -29,10 +29,10 @@ class Transport(Protocol):
     def start(self, chooser: Chooser) -> None:
         """Begin to report replicas to the chooser."""
 
-    async def add(self, number: int, frame: bytes) -> None:
-        """Send request `number` to the replica that the chooser ranks first and that accepts it.
+    async def choose(self, number: int) -> None:
+        """Find a replica for request `number`: the first in the chooser's order that accepts it.
 
-        Waits while there is no such replica. The request may arrive even if this raises.
+        It is reported to `Chooser.note_routed`. Waits while there is none.
         """
 
     async def send(self, replica: str, frames: Sequence[bytes]) -> None:

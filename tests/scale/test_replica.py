@@ -16,10 +16,10 @@ from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.process import HANG_LIMIT_S
-from quire.engine.worker.protocol import Add, Cancel, DropBlocks, GetStats, encode
-from quire.errors import InvalidRequest, QueueFull, WorkerDied
+from quire.engine.worker.protocol import Add, Cancel, DropBlocks, GetStats, ToWorker, encode, to_worker
+from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
-from quire.scale.replica import FRONT_BITS, Replica
+from quire.scale.replica import FRONT_BITS, Replica, ids_of
 from quire.scale.transport import Chooser, ReplicaGone
 from tests.waiting import HANG_S
 
@@ -28,34 +28,44 @@ CONFIG = EngineConfig(backend="fake", num_blocks=200, max_num_seqs=8)
 
 
 class Direct:
-    """Replicas of this process. `held`: replicas that accept a request and then do not answer the call."""
+    """Replicas of this process. As with Ray, calls take turns of the event loop.
+
+    `on_accept`: called before a replica that has accepted a request is reported. `sent`: messages to replicas.
+    """
 
     def __init__(self, front: int = FRONT) -> None:
         self.replicas: dict[str, Replica] = {}
         self.front = front
         self.chooser: Chooser | None = None
+        self.on_accept: Callable[[], None] = lambda: None
+        self.sent: list[ToWorker] = []
 
     def start(self, chooser: Chooser) -> None:
         self.chooser = chooser
         chooser.set_replicas(list(self.replicas))
 
-    async def add(self, number: int, frame: bytes) -> None:
+    async def choose(self, number: int) -> None:
         assert self.chooser is not None
         while not (ranked := self.chooser.rank(number, list(self.replicas))):
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        self.on_accept()
         self.chooser.note_routed(number, ranked[0])
-        await self.send(ranked[0], [frame])
 
     async def send(self, replica: str, frames: Sequence[bytes]) -> None:
         await asyncio.sleep(0)
         found = self.replicas.get(replica)
         if found is None or found.error is not None:
             raise ReplicaGone(f"replica {replica} is gone")
+        self.sent += map(to_worker.decode, frames)
         found.take(self.front, frames)
 
     async def messages(self, replica: str) -> AsyncGenerator[list[bytes], None]:
-        async for frames in self.replicas[replica].messages(self.front):
-            yield frames
+        try:
+            async for frames in self.replicas[replica].messages(self.front):
+                yield frames
+        except (WorkerDied, KeyError) as error:
+            raise ReplicaGone(str(error)) from error
 
     async def close(self) -> None: ...
 
@@ -74,7 +84,7 @@ def run(path: Path, work: Callable[[Direct, ClusterClient], Awaitable[None]], nu
         for number in range(num_replicas):
             direct.replicas[f"r{number}"] = await make_replica(f"r{number}", path)
         text = ModelText.open(path, "m", "auto", None)
-        client = ClusterClient(text, CONFIG, direct, front=FRONT)
+        client = ClusterClient(text, CONFIG, direct, ids=ids_of(FRONT))
         try:
             await client.start()
             while len(client.replicas) < num_replicas:
@@ -129,7 +139,7 @@ def test_a_salt_finds_nothing_of_another(tiny_model: Path) -> None:
             number = next(client._ids)
             submitted = request(client, salt=salt)
             generation = Generation(Answers(submitted, client.text.tokenizer), (number,), client._cancel)
-            pending = client._describe(generation)
+            pending = await client._describe(generation)
             found = max(max(client._router.cached_tokens(keys).values(), default=0) for keys in pending.keys.values())
             assert found == expected, salt
 
@@ -181,7 +191,7 @@ def test_cancelled_requests_and_lost_fronts_hold_nothing(tiny_model: Path) -> No
         running[0].cancel()
         stats = await client.stats()
         assert stats is not None
-        await client.close()  # the front goes without a word
+        await client.close()  # cancels nothing
         for replica in direct.replicas.values():
             while replica.num_requests or (await replica.stats()).cache.num_in_use:
                 await asyncio.sleep(0.01)
@@ -191,13 +201,19 @@ def test_cancelled_requests_and_lost_fronts_hold_nothing(tiny_model: Path) -> No
 
 def test_a_front_that_is_silent_is_dropped(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(direct: Direct, client: ClusterClient) -> None:
-        await client.submit(request(client, max_tokens=4000))
+        running = await client.submit(request(client, max_tokens=4000))
+        while not running.is_started:
+            await asyncio.sleep(0.01)
         monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", 3600.0)
         direct.replicas["r0"].drop_silent_fronts()
         assert direct.replicas["r0"].num_requests == 1
         monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", -1.0)
         direct.replicas["r0"].drop_silent_fronts()
         assert direct.replicas["r0"].num_requests == 0
+        with pytest.raises(WorkerDied):
+            await running.result()
+        await client.generate(request(client))  # the replica lives: the front connects again
+        assert (client.num_restarts, routed(client)) == (1, [2])
 
     run(tiny_model, work, num_replicas=1)
 
@@ -208,7 +224,7 @@ def test_two_fronts_of_one_replica(tiny_model: Path) -> None:
     async def work(direct: Direct, client: ClusterClient) -> None:
         other = Direct(FRONT + 1)
         other.replicas = direct.replicas
-        second = ClusterClient(client.text, CONFIG, other, front=FRONT + 1)
+        second = ClusterClient(client.text, CONFIG, other, ids=ids_of(FRONT + 1))
         await second.start()
         both = [(client, 30), (second, 30), (client, 60), (second, 60)]
         outputs = await asyncio.gather(*(one.generate(request(one, first, 40, 50)) for one, first in both))
@@ -357,5 +373,185 @@ def test_a_front_that_does_not_read_is_disconnected(tiny_model: Path, monkeypatc
         while FRONT + 1 in replica._fronts:
             await asyncio.sleep(0.01)
         assert [frames async for frames in stream] == []
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_link_that_cannot_send_is_replaced(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause grows while nothing is served."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        monkeypatch.setattr("quire.scale.replica_view.RECONNECT_S", 0.01)
+        send, left = direct.send, [3]
+
+        async def fail(replica: str, frames: Sequence[bytes]) -> None:
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError("cannot send")
+            await send(replica, frames)
+
+        monkeypatch.setattr(direct, "send", fail)
+        output = await client.generate(request(client))
+        assert output.usage.completion_tokens == 4
+        view = client.replicas[0]
+        assert (client.num_restarts, view._num_ends) == (3, 3)
+        assert [view.note_end(has_served) for has_served in (False, False, True)] == [0.08, 0.16, 0.01]
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_request_is_moved_a_bounded_number_of_times(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scale.replica_view.RECONNECT_S", 0.001)
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        num_tried = 0
+
+        async def lose(_: str, __: Sequence[bytes]) -> None:
+            nonlocal num_tried
+            num_tried += 1
+            raise ReplicaGone("lost")
+
+        monkeypatch.setattr(direct, "send", lose)
+        running = await client.submit(request(client))
+        with pytest.raises(LostBeforeStart, match="6 replicas of m ended before the request began"):
+            await running.result()
+        assert num_tried == 6
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_replica_that_leaves_while_it_is_chosen(tiny_model: Path) -> None:
+    """The request is sent to the other one."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        chosen: list[str] = []
+
+        def leave() -> None:
+            if not chosen:
+                chosen.append(client._replicas["r0"].replica)
+                client.set_replicas(["r1"])
+                direct.replicas.pop("r0")
+
+        replica = direct.replicas["r0"]
+        direct.on_accept = leave
+        outputs = await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30)))
+        assert [output.usage.completion_tokens for output in outputs] == [4, 4, 4]
+        assert [one.name for one in client.replica_statuses] == ["r1"]
+        await replica.close()
+
+    run(tiny_model, work)
+
+
+def test_a_cancellation_follows_its_request(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        running = await client.submit(request(client, max_tokens=4000))
+        running.cancel()
+        await running.result()
+        submitting = [asyncio.ensure_future(client.submit(request(client, max_tokens=4000))) for _ in range(3)]
+
+        def stop() -> None:
+            submitting.pop().cancel()
+
+        direct.on_accept = stop  # at the moment when a replica has accepted it
+        await asyncio.gather(*submitting, return_exceptions=True)
+        await client.stats()
+        added = {one.request_ids[0]: at for at, one in enumerate(direct.sent) if isinstance(one, Add)}
+        cancelled = {one.request_id: at for at, one in enumerate(direct.sent) if isinstance(one, Cancel)}
+        assert added.keys() == cancelled.keys()
+        assert all(added[number] < cancelled[number] for number in added)
+        assert direct.replicas["r0"].num_requests == 0
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_queries_to_a_replica_that_is_left_end(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        os.kill(direct.replicas["r0"].process.pid, signal.SIGSTOP)
+        asked = asyncio.ensure_future(client.stats())
+        await asyncio.sleep(0.1)
+        client.set_replicas(["r1"])
+        stats = await asked
+        assert stats is not None
+        assert stats.cache.num_blocks == 199  # of r1
+        os.kill(direct.replicas["r0"].process.pid, signal.SIGCONT)
+
+    run(tiny_model, work)
+
+
+def test_counts_of_a_replica_that_dies_during_a_query(tiny_model: Path) -> None:
+    """They are neither lost nor added twice, also not after its successor has begun to count."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30, 40)))
+        before = await client.stats()
+        assert before is not None
+        process = direct.replicas["r0"].process
+        os.kill(process.pid, signal.SIGSTOP)
+        asked = asyncio.ensure_future(client.stats())
+        await asyncio.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        during = await asked
+        client.set_replicas(["r1"])
+        after = await client.stats()
+        assert during is not None
+        assert after is not None
+        assert before.cache.num_queried_tokens == during.cache.num_queried_tokens == after.cache.num_queried_tokens
+        assert (before.cache.num_blocks, during.cache.num_blocks, after.cache.num_blocks) == (398, 199, 199)
+
+    run(tiny_model, work)
+
+
+async def lose_the_replica(direct: Direct, client: ClusterClient) -> list[Generation]:
+    """Kill the only replica. Returns requests that had not started, and wait for another one."""
+    running = [await client.submit(request(client, first, 40, 900)) for first in range(10, 20)]
+    while sum(one.is_started for one in running) < 8:
+        await asyncio.sleep(0.01)
+    client.set_replicas([])
+    os.kill(direct.replicas.pop("r0").process.pid, signal.SIGKILL)
+    waiting = [one for one in running if not one.is_started]
+    while client._routing != set(waiting):
+        await asyncio.sleep(0.01)
+    assert waiting
+    return waiting
+
+
+def test_requests_without_a_replica_fail_when_the_client_is_closed(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        waiting = await lose_the_replica(direct, client)
+        submitting = asyncio.ensure_future(client.submit(request(client)))
+        await asyncio.sleep(0.05)
+        await client.close()
+        for one in waiting:
+            with pytest.raises(LostBeforeStart, match="the engine was closed"):
+                await one.result()
+        with pytest.raises(LostBeforeStart, match="the engine was closed"):
+            await (await submitting).result()
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_requests_without_a_replica_can_be_cancelled(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        first, *_ = await lose_the_replica(direct, client)
+        asyncio.get_running_loop().call_later(0.05, first.cancel)
+        assert (await first.result()).completions[0].finish_reason == "cancelled"
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        async def fail(_: int) -> None:
+            raise RuntimeError("broken")
+
+        waiting = await lose_the_replica(direct, client)
+        monkeypatch.setattr(direct, "choose", fail)
+        direct.replicas["r1"] = await make_replica("r1", tiny_model)
+        client.set_replicas(["r1"])
+        for one in waiting:
+            with pytest.raises(RequestFailed, match="could not be sent again: RuntimeError"):
+                await one.result()
 
     run(tiny_model, work, num_replicas=1)

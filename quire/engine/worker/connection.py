@@ -165,18 +165,9 @@ class WorkerConnection:
     def submit(self, request: GenerationRequest, generation: Generation) -> None:
         if self.process.is_over:  # `on_end` may have run already: this request would wait forever
             raise LostBeforeStart(f"the process that runs {self._name} has just ended and is being replaced")
-        self.process.send(add_message(request, generation.request_ids))
-        self.adopt(generation)
-
-    def adopt(self, generation: Generation) -> None:
-        """Take the messages of a request that was sent to the worker."""
+        self.process.send(_add_message(request, generation.request_ids))
         self._alive |= {request_id: (generation, index) for index, request_id in enumerate(generation.request_ids)}
         self._watch()
-
-    def release(self, generation: Generation) -> bool:
-        """Take no more messages of a request. Returns False if it had ended."""
-        found = [self._alive.pop(request_id, None) for request_id in generation.request_ids]
-        return any(place is not None for place in found)
 
     def cancel(self, generation: Generation) -> None:
         is_alive = False
@@ -364,7 +355,7 @@ class WorkerConnection:
             self.process.expect_message(self._hang_limit_s if self._is_busy else None)
 
 
-def add_message(request: GenerationRequest, request_ids: tuple[int, ...]) -> Add:
+def _add_message(request: GenerationRequest, request_ids: tuple[int, ...]) -> Add:
     return Add(
         request_ids,
         request.packed,

@@ -43,6 +43,7 @@ class Generation:
         "cache",
         "first_s",
         "num_cached_tokens",
+        "num_moves",
         "queued_s",
         "request_ids",
         "sink",
@@ -63,6 +64,7 @@ class Generation:
         self.queued_s: float | None = None  # time in the worker's queue; None until it starts
         self.cache: CacheExplanation | None = None  # set at the start: how much was cached, and why not more
         self.num_cached_tokens = 0
+        self.num_moves = 0  # from replicas that ended before it started
         self._on_cancel = on_cancel
         self._deltas: list[Delta] = []
         self._error: QuireError | None = None
