@@ -25,7 +25,7 @@ from quire.scale.autoscaling import QueuePolicy
 from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
-from quire.scale.request_router import PrefixAwareRouter, router_kwargs
+from quire.scale.request_router import PrefixAwareRouter
 from quire.server.config import ModelConfig, ServeConfig
 
 FRONT_APPLICATION = "quire"
@@ -166,7 +166,7 @@ def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
         logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixAwareRouter,
-            request_router_kwargs=router_kwargs(application),
+            request_router_kwargs={"application": application},
             initial_backoff_s=BACKOFF_S,
             max_backoff_s=MAX_BACKOFF_S,
         ),

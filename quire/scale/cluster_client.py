@@ -339,6 +339,9 @@ class ClusterClient:
                 self._close_if_idle(view)
         self._note_open()
 
+    def uses(self, replica: str) -> bool:
+        return replica in self._replicas
+
     def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
         names = frozenset(candidates)
         views = {view.number: view for view in self.replicas if view.replica in names}

@@ -65,10 +65,8 @@ class ModelReplica:
         """Take messages of a front."""
         self._replica.take(front, frames)
 
-    async def messages(self, replica: str, front: int) -> Any:
-        """The messages for a front. `replica` is for the router."""
-        del replica
-        async for frames in self._replica.messages(front):
+    async def messages(self, front: int, is_continued: bool) -> Any:
+        async for frames in self._replica.messages(front, is_continued):
             yield frames
 
     async def check_health(self) -> None:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest
+from ray.serve.request_router import PendingRequest, ReplicaResult
 
 from quire.scale.registry import choosers, routers
-from quire.scale.transport import Chooser, ReplicaGone
+from quire.scale.transport import Batches, Chooser, ReplicaGone, joined
 
-SEND = "send"  # a method of the deployment
+SEND, MESSAGES = "send", "messages"  # methods of the deployment
 
 
 class RayTransport:
-    """`deployment`: the name of the replicas' deployment. `front`: the number of this front."""
+    """`application`: the one of the replicas. `front`: the number of this front."""
 
-    def __init__(self, handle: DeploymentHandle, deployment: str, front: int) -> None:
+    def __init__(self, handle: DeploymentHandle, application: str, front: int) -> None:
         self._handle = handle
-        self._deployment = deployment
+        self._application = application
         self._front = front
 
     def start(self, chooser: Chooser) -> None:
         # The router runs in this event loop: it asks the chooser, and no request is passed between threads.
-        choosers[self._deployment] = chooser
+        choosers[self._application] = chooser
         if not self._handle.is_initialized:
             self._handle._init(_run_router_in_separate_loop=False)
         self._greeting = asyncio.ensure_future(self._greet())  # Ray creates the router with the first call
@@ -45,34 +46,50 @@ class RayTransport:
             raise ReplicaGone(_reason(error)) from error
 
     async def send(self, replica: str, frames: Sequence[bytes]) -> None:
-        """Send to a replica that may be stopping: Serve's own handles do not reach those any more."""
-        router = routers.get(self._deployment)
+        try:
+            await self._call(replica, SEND, [self._front, list(frames)]).get_async()
+        except (RayError, RayServeException) as error:
+            raise ReplicaGone(_reason(error)) from error
+
+    def messages(self, replica: str) -> Batches:
+        return joined(lambda is_continued: self._stream(replica, is_continued))
+
+    async def _stream(self, replica: str, is_continued: bool) -> Batches:
+        result = None
+        try:
+            result = self._call(replica, MESSAGES, [self._front, is_continued], is_streaming=True)
+            while True:
+                yield await result.__anext__()
+        except StopAsyncIteration:
+            return
+        except (RayError, RayServeException) as error:
+            raise ReplicaGone(_reason(error)) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise ReplicaGone("its stream was cancelled") from None  # by Ray, which reports it like this
+        finally:
+            if result is not None:
+                result.cancel()
+
+    def _call(self, replica: str, method: str, arguments: list[Any], is_streaming: bool = False) -> ReplicaResult:
+        """Call a replica without Serve's routing.
+
+        A replica that is being stopped is not reached by handles any more. And Serve makes a few routing decisions at a
+        time: while all of these wait for a replica, the call that connects the front to one would wait behind them.
+        """
+        router = routers.get(self._application)
         running = None if router is None else router.find(replica)
         if running is None:
             raise ReplicaGone(f"replica {replica} has left the cluster")
         number = uuid.uuid4().hex
-        metadata = RequestMetadata(number, number, SEND, _on_separate_loop=False)
-        request = PendingRequest([self._front, list(frames)], {}, metadata)
-        try:
-            await running.try_send_request(request, with_rejection=False).get_async()
-        except (RayError, RayServeException) as error:
-            raise ReplicaGone(_reason(error)) from error
-
-    async def messages(self, replica: str) -> AsyncGenerator[list[bytes], None]:
-        stream = self._handle.options(stream=True).messages.remote(replica, self._front)
-        try:
-            async for frames in stream:
-                yield frames
-        except (RayError, RayServeException) as error:
-            raise ReplicaGone(_reason(error)) from error
-        finally:
-            stream.cancel()
-            if (router := routers.get(self._deployment)) is not None:
-                router.forget(replica)
+        metadata = RequestMetadata(number, number, method, is_streaming=is_streaming, _on_separate_loop=False)
+        return running.try_send_request(PendingRequest(arguments, {}, metadata), with_rejection=False)
 
     async def close(self) -> None:
         self._greeting.cancel()
-        choosers.pop(self._deployment, None)
+        choosers.pop(self._application, None)
 
 
 def _reason(error: Exception) -> str:

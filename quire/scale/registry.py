@@ -1,4 +1,4 @@
-"""The routers and fronts of this process, by the application of their model.
+"""The routers and choosers of this process, by the application of their model.
 
 Ray sends the class of the router to other processes as a copy with variables of its own, so these are not defined
 beside it.
@@ -14,9 +14,6 @@ from quire.scale.transport import Chooser
 class ReplicaFinder(Protocol):
     def find(self, replica: str) -> Any:
         """Ray's object for a replica, or None."""
-
-    def forget(self, replica: str) -> None:
-        """The front does not use a replica any more."""
 
 
 choosers: dict[str, Chooser] = {}

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -48,6 +49,8 @@ from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied, erro
 
 FRONT_BITS = 40  # of an id: its front is the rest
 STATS_ID = 1  # query id of the replica itself, which is front 0
+MAX_BATCHES = 100_000  # of one stream: Ray keeps a record of each while the stream is open
+HANDOVER_S = 10.0  # for a front to open the next stream
 SILENT_LIMIT_S = 30.0  # a front that has sent nothing for this long is gone: its requests are cancelled
 
 Item = TypeVar("Item")
@@ -81,6 +84,7 @@ class _Front:
         self._frames: list[bytes] = []
         self._num_unread = 0  # bytes
         self._changed = asyncio.Event()
+        self.is_continued = asyncio.Event()  # by another stream
         self.is_closed = False
 
     @property
@@ -160,9 +164,7 @@ class Replica:
         """Pass a front's messages to the worker. An empty call only shows that the front is alive."""
         if self.error is not None:
             raise WorkerDied(str(self.error))
-        found = self._fronts.get(front)
-        if found is None:
-            raise InvalidRequest(f"front {front} is not connected")
+        found = self._find(front)
         found.heard_s = self._loop.time()
         for message in (to_worker.decode(frame) for frame in frames):
             if isinstance(message, Load):
@@ -175,22 +177,51 @@ class Replica:
                 self._note(found, message)
         self._watch()
 
-    async def messages(self, front: int) -> AsyncGenerator[list[bytes], None]:
-        """Everything that the worker has to say to a front, from now on. A front that stops to read is gone."""
+    async def messages(self, front: int, is_continued: bool = False) -> AsyncGenerator[list[bytes], None]:
+        """The messages of the worker for a front, from now on. If the front closes the stream, it is disconnected.
+
+        After `MAX_BATCHES` an empty batch tells the front to open another stream with `is_continued`.
+        """
         if self.error is not None:
             raise WorkerDied(str(self.error))
+        own = self._continue(front) if is_continued else await self._connect(front)
+        is_over = True
+        try:
+            for _ in range(MAX_BATCHES):
+                if not (frames := await own.pop()):
+                    return
+                yield frames
+            is_over, handover = False, own.is_continued
+            yield []
+            with suppress(TimeoutError):
+                await asyncio.wait_for(handover.wait(), HANDOVER_S)
+        finally:
+            if is_over:
+                if self._fronts.get(front) is own:
+                    del self._fronts[front]
+                self._drop(own)
+
+    async def _connect(self, front: int) -> _Front:
         if (earlier := self._fronts.pop(front, None)) is not None:
             self._drop(earlier)
+        facts = await asyncio.shield(self._facts)
         own = self._fronts[front] = _Front(front, self._loop.time())
-        own.push(await asyncio.shield(self._facts))
+        own.push(facts)
         own.push(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks))
-        try:
-            while frames := await own.pop():
-                yield frames
-        finally:
-            if self._fronts.get(front) is own:
-                del self._fronts[front]
-            self._drop(own)
+        return own
+
+    def _continue(self, front: int) -> _Front:
+        """The front whose stream ends. Its next stream has an event of its own."""
+        own = self._find(front)
+        own.is_continued.set()
+        own.is_continued = asyncio.Event()
+        return own
+
+    def _find(self, front: int) -> _Front:
+        found = self._fronts.get(front)
+        if found is None:
+            raise InvalidRequest(f"front {front} is not connected")
+        return found
 
     def drop_silent_fronts(self) -> None:
         """Cancel the requests of fronts that have died without closing their stream."""

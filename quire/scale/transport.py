@@ -1,8 +1,8 @@
-"""What a front needs from a cluster. `quire/scale/deployments.py` implements it with Ray Serve."""
+"""What a front needs from a cluster. `quire/scale/ray_transport.py` implements it with Ray Serve."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 
@@ -15,6 +15,9 @@ class Chooser(Protocol):
 
     def set_replicas(self, replicas: Sequence[str]) -> None:
         """The replicas that accept requests now."""
+
+    def uses(self, replica: str) -> bool:
+        """Whether the front is connected to a replica, which may be one that accepts no requests any more."""
 
     def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
         """The replicas for a request, the best first. Those that the front is not connected to are left out."""
@@ -42,3 +45,32 @@ class Transport(Protocol):
         """The stream of messages of a replica."""
 
     async def close(self) -> None: ...
+
+
+Batches = AsyncGenerator[list[bytes], None]
+
+
+async def joined(open_stream: Callable[[bool], Batches]) -> Batches:
+    """The messages of a replica, which ends its stream now and then to continue in another one.
+
+    An empty batch is the last one of a stream that is continued. `open_stream`: opens the first one, or with True one
+    that continues. A stream is closed only when the next one has begun: a replica that is being stopped would end if
+    there were no stream for a moment.
+    """
+    earlier, current = None, open_stream(False)
+    try:
+        while True:
+            async for frames in current:
+                if earlier is not None:
+                    await earlier.aclose()
+                    earlier = None
+                if not frames:
+                    break
+                yield frames
+            else:
+                return
+            earlier, current = current, open_stream(True)
+    finally:
+        for stream in (earlier, current):
+            if stream is not None:
+                await stream.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,20 @@ def test_a_node_is_lost(default_model: Path) -> None:
         assert cluster.order("remove_node 1") == {"nodes": 1}
         eventually(lambda: len(cluster.replicas()) == 1, "one replica is left")
         assert "Paris" in cluster.chat(QUESTION, **ANSWER).json["choices"][0]["message"]["content"]
+
+
+def test_requests_wait_for_the_successor_of_the_only_replica(default_model: Path) -> None:
+    """More requests than Ray routes at a time: they must not keep the front from connecting to the new replica."""
+    del default_model
+    with deployed({"num_blocks": 400}, replicas=1) as cluster:
+        (pid,) = cluster.replica_pids()
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not cluster.replicas(), "the front has noticed")
+        outcomes = [stream(cluster, f"Tell me about the number {number}.", 8) for number in range(5)]
+        for outcome in outcomes:
+            assert outcome.ended.wait(HANG_S)
+        assert [outcome.finish for outcome in outcomes] == ["length"] * 5, outcomes
+        cluster.wait_free()
 
 
 def test_replicas_are_added_and_removed(default_model: Path) -> None:

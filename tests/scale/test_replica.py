@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from quire.engine.worker.protocol import Add, Cancel, DropBlocks, GetStats, ToWo
 from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
-from quire.scale.transport import Chooser, ReplicaGone
+from quire.scale.transport import Batches, Chooser, ReplicaGone, joined
 from tests.waiting import HANG_S
 
 FRONT = 9
@@ -39,6 +39,7 @@ class Direct:
         self.chooser: Chooser | None = None
         self.on_accept: Callable[[], None] = lambda: None
         self.sent: list[ToWorker] = []
+        self.num_streams = 0
 
     def start(self, chooser: Chooser) -> None:
         self.chooser = chooser
@@ -60,9 +61,13 @@ class Direct:
         self.sent += map(to_worker.decode, frames)
         found.take(self.front, frames)
 
-    async def messages(self, replica: str) -> AsyncGenerator[list[bytes], None]:
+    def messages(self, replica: str) -> Batches:
+        return joined(lambda is_continued: self._stream(replica, is_continued))
+
+    async def _stream(self, replica: str, is_continued: bool) -> Batches:
+        self.num_streams += 1
         try:
-            async for frames in self.replicas[replica].messages(self.front):
+            async for frames in self.replicas[replica].messages(self.front, is_continued):
                 yield frames
         except (WorkerDied, KeyError) as error:
             raise ReplicaGone(str(error)) from error
@@ -553,5 +558,41 @@ def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
         for one in waiting:
             with pytest.raises(RequestFailed, match="could not be sent again: RuntimeError"):
                 await one.result()
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_streams_that_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream has a bounded number of batches. Nothing is lost between two."""
+    monkeypatch.setattr("quire.scale.replica.MAX_BATCHES", 3)
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        whole = await client.generate(request(client, max_tokens=300))
+        num_streams = direct.num_streams
+        assert num_streams > 20
+        again = await client.generate(request(client, max_tokens=300))
+        assert again.completions == whole.completions
+        assert (client.num_restarts, direct.replicas["r0"].num_fronts) == (0, 1)
+        await client.close()
+        while direct.replicas["r0"].num_fronts:
+            await asyncio.sleep(0.01)
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_front_that_does_not_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dropped like any other that sends nothing."""
+    monkeypatch.setattr("quire.scale.replica.MAX_BATCHES", 1)
+    monkeypatch.setattr("quire.scale.replica.HANDOVER_S", 0.01)
+
+    async def work(direct: Direct, _: ClusterClient) -> None:
+        replica = direct.replicas["r0"]
+        stream = replica.messages(FRONT + 1)
+        assert [len(frames) > 0 async for frames in stream] == [True, False]
+        assert replica.num_fronts == 2
+        monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", -1.0)
+        replica.drop_silent_fronts()
+        with pytest.raises(InvalidRequest, match="is not connected"):
+            await anext(replica.messages(FRONT + 1, is_continued=True))
 
     run(tiny_model, work, num_replicas=1)
