@@ -28,7 +28,6 @@ class PrefixIndex:
             raise InvalidRequest(f"{max_blocks = } is less than 1")
         self.max_blocks = max_blocks
         self._masks: OrderedDict[int, int] = OrderedDict()  # first bytes of a chain key -> replicas
-        self.num_forgotten = 0  # blocks, because the index was full
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -47,7 +46,6 @@ class PrefixIndex:
             masks.move_to_end(entry)
         while len(masks) > self.max_blocks:
             masks.popitem(last=False)
-            self.num_forgotten += 1
 
     def remove(self, replica: int, keys: Iterable[bytes]) -> None:
         """Record that a replica does not have these blocks any more."""

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -210,25 +209,29 @@ def _applications() -> dict[str, Any]:
 
 
 def _run(applications: Mapping[str, Any], on_change: Callable[[str], None]) -> None:
-    """Run applications, and wait until all of them do. Raises DeployFailed with Ray's reason."""
+    """Run applications, and wait until all of them do. Raises DeployFailed with Ray's reason.
+
+    Waits in this thread, so that Ctrl-C ends the command. What it has begun goes on.
+    """
+    targets = [serve.RunTarget(bound, name=name, route_prefix=None) for name, bound in applications.items()]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     shown = ""
-    with ThreadPoolExecutor(len(applications)) as threads:  # `serve.run` returns when its application runs
-        runs = [threads.submit(serve.run, bound, name=name, route_prefix=None) for name, bound in applications.items()]
-        while not all(run.done() for run in runs):
-            found = {name: one for name, one in _applications().items() if name in applications}
-            text = ", ".join(_progress(name, one) for name, one in found.items())
-            if text != shown:
-                shown = text
-                on_change(text)
-            time.sleep(POLL_S)
-    for run, name in zip(runs, applications, strict=True):
-        if (error := run.exception()) is not None:
-            one = _applications().get(name)
-            messages = [
-                str(error),
-                *([one.message, *(each.message for each in one.deployments.values())] if one else ()),
-            ]
-            raise DeployFailed(f"{name}: {_reason([message for message in messages if message])}") from None
+    while True:
+        every = _applications()
+        if missing := [name for name in applications if name not in every]:
+            raise DeployFailed(f"{', '.join(missing)}: deleted while it was deployed")
+        found = {name: every[name] for name in applications}
+        text = ", ".join(_progress(name, one) for name, one in found.items())
+        if text != shown:
+            shown = text
+            on_change(text)
+        for name, one in found.items():
+            if one.status == ApplicationStatus.DEPLOY_FAILED:
+                messages = [one.message, *(each.message for each in one.deployments.values())]
+                raise DeployFailed(f"{name}: {_reason([message for message in messages if message])}")
+        if all(one.status == ApplicationStatus.RUNNING for one in found.values()):
+            return
+        time.sleep(POLL_S)
 
 
 def _progress(name: str, one: Any) -> str:
@@ -252,6 +255,6 @@ def _call_front(method: str) -> str | None:
 
 def _reason(messages: list[str]) -> str:
     """The error of a replica in Ray's messages: the last line of the longest one."""
-    lines = max(messages, key=len).strip().splitlines() or ["unknown"]
+    lines = max(messages, key=len, default="").strip().splitlines() or ["unknown"]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines)[-1].strip()

@@ -18,14 +18,16 @@ class Figures(NamedTuple):
 
 
 def wanted_replicas(current: int, figures: Iterable[Figures], queue_age_s: float, waiting_tokens: float) -> int:
-    """The number of replicas for this load, without bounds and delays.
+    """The number of replicas for this load, without bounds and delays. `figures`: of the replicas that run.
 
     `queue_age_s` and `waiting_tokens`: the longest wait, and the most waiting tokens of one replica, that are accepted.
+    While a replica is being started, a long wait adds no other one: the one that starts will shorten it.
     """
     found = list(figures)
     tokens = sum(one.waiting_tokens for one in found)
     needed = math.ceil(tokens / waiting_tokens)
-    if max((one.queue_age_s for one in found), default=0.0) > queue_age_s:
+    is_complete = len(found) >= current
+    if is_complete and max((one.queue_age_s for one in found), default=0.0) > queue_age_s:
         needed = max(needed, current + 1)
     if needed > current:
         return needed

@@ -12,6 +12,8 @@ from quire.errors import InvalidRequest
 from quire.server.config import ServeConfig
 
 MAX_REPLICAS = 1000
+# Ray's names of resources that are not custom, and the fields for them.
+OWN_FIELDS = {"CPU": "cpus", "GPU": "gpus", "memory": "memory", "object_store_memory": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,10 @@ class Resources:
         _check_number("resources.gpus", self.gpus, above=-1)
         if self.memory is not None:
             _check_count("resources.memory", self.memory, 1, 1 << 60)
+        if not isinstance(self.custom, dict):
+            raise InvalidRequest(f"resources.custom = {self.custom!r:.80} is not a mapping of names to amounts")
         for name, amount in self.custom.items():
+            _check_custom(name)
             _check_number(f"resources.custom.{name}", amount)
 
 
@@ -121,6 +126,13 @@ def _make(kind: type[Any], name: str, given: Any) -> Any:
 def _check_count(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise InvalidRequest(f"{name} = {value!r:.80} is not a whole number from {low} to {high}")
+
+
+def _check_custom(name: object) -> None:
+    if not isinstance(name, str) or name in OWN_FIELDS:
+        own = OWN_FIELDS.get(str(name))
+        hint = f"use resources.{own}" if own else "Ray does not accept such a name"
+        raise InvalidRequest(f"resources.custom.{name!s:.80}: {hint}")
 
 
 def _check_number(name: str, value: object, above: float = 0) -> None:

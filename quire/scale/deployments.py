@@ -25,7 +25,7 @@ from quire.server.observability.logs import setup_logging
 
 FRONT, REPLICAS = "front", "replicas"  # names of the deployments, in applications of their own
 JANITOR_S = 5.0
-LAST_WORDS_S = 0.2  # for streams to send why the worker ended
+EXIT_DELAY_S = 0.2  # for streams to send why the worker ended
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,13 @@ class ModelReplica:
         is_on_cpu = engine.backend in ("auto", "native") and not has_nvidia()
         if num_threads and is_on_cpu and engine.threads is None:
             engine = replace(engine, threads=num_threads)
+        self._has_started = False
         self._replica = Replica(name, self._end, hang_limit_s)
         try:
             facts = await self._replica.start(Path(path), engine, chain_secret)
         except QuireError as error:
             raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
+        self._has_started = True
         self._max_num_seqs = engine.scheduling(facts.capacity).max_num_seqs
         self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_fronts())
 
@@ -90,9 +92,13 @@ class ModelReplica:
             await replica.close()
 
     def _end(self, reason: str) -> None:
-        """The worker has ended: so does this process, so that Ray starts another replica at once."""
-        log.error("the replica ends: %s", reason)
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+        """The worker has ended: so does this process, so that Ray starts another replica at once.
+
+        If the start fails, `__init__` raises the reason, and Ray reports it and ends the process.
+        """
+        if self._has_started:
+            log.error("the replica ends: %s", reason)
+            asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
     async def _drop_silent_fronts(self) -> None:
         while True:

@@ -49,13 +49,13 @@ def connect(address: str | None, *, starts: bool = False) -> None:
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     # Without it, Ray hides all GPUs from replicas without `gpus`, and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    option, named = "--address", address
-    if named is None and os.environ.get(ADDRESS_VARIABLE):
-        option, named = ADDRESS_VARIABLE, os.environ[ADDRESS_VARIABLE]
-    if named is not None:
-        _check(option, named)
-        found = named
+    option, found = "--address", address or ""
+    if not found and os.environ.get(ADDRESS_VARIABLE):
+        option, found = ADDRESS_VARIABLE, os.environ[ADDRESS_VARIABLE]
+    if found:
+        _check(option, found)
     else:
+        option = "the Ray cluster of this machine,"
         found = _address_here() or ""
         if not found:
             if not starts:
@@ -108,7 +108,10 @@ def _start_ray() -> str:
             port = PORT
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}"]
     command += ["--disable-usage-stats", "--include-dashboard=false"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:  # Ray's own command is not beside Python
+        raise DeployFailed(f"Ray could not be started: {error}") from None
     if done.returncode:
         raise DeployFailed(f"Ray could not be started: {first_line(done.stderr or done.stdout)}")
     address: str | None = read_ray_address()
@@ -150,7 +153,12 @@ def _belongs(process: Any, sessions: set[str], address: str) -> bool:
     except psutil.Error:
         return False
     is_ray = any("ray" in Path(word).parts or word.startswith("ray.") for word in command[:4])
-    return is_ray and any(address in word or any(one in word for one in sessions) for word in command)
+    return is_ray and any(_names(word, one) for word in command for one in (address, *sessions))
+
+
+def _names(word: str, name: str) -> bool:
+    """Whether a word of a command line has this address or session, and not one that starts or ends like it."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", word) is not None
 
 
 def _children(process: Any) -> list[Any]:

@@ -31,6 +31,9 @@ IDLE = Figures(0.0, 0.0, 0.1)
         (3, [Figures(0.0, 0.0, 0.9)] * 3, 3),  # two would be too busy
         (3, [Figures(0.1, 10.0, 0.0)] * 3, 3),  # something waits
         (2, [], 1),
+        (2, [Figures(3.0, 100.0, 1.0)], 2),  # one waits too long, but the second replica still loads
+        (2, [Figures(3.0, 45_000.0, 1.0)], 5),
+        (2, [Figures(3.0, 100.0, 1.0)] * 2, 3),
     ],
 )
 def test_how_many_replicas_are_wanted(current: int, figures: list[Figures], wanted: int) -> None:
@@ -90,6 +93,12 @@ def test_settings_of_a_model_and_of_all() -> None:
         ({"autoscale": {"queue_age": 0}}, "autoscale.queue_age = 0 is not a number above 0"),
         ({"resources": {"cpus": "two"}}, "resources.cpus = 'two' is not a number above 0"),
         ({"resources": {"gpus": -1}}, "resources.gpus = -1 is not a number of at least 0"),
+        ({"resources": {"custom": ["a"]}}, r"resources.custom = \['a'\] is not a mapping of names to amounts"),
+        ({"resources": {"custom": None}}, "resources.custom = None is not a mapping"),
+        ({"resources": {"custom": {"GPU": 1}}}, "resources.custom.GPU: use resources.gpus"),
+        ({"resources": {"custom": {"object_store_memory": 1}}}, "Ray does not accept such a name"),
+        ({"resources": {"custom": {1: 1}}}, "resources.custom.1: Ray does not accept such a name"),
+        ({"resources": {"custom": {"fast": "1"}}}, "resources.custom.fast = '1' is not a number above 0"),
         ({"resources": {"memory": "2 apples"}}, "resources.memory = '2 apples'"),
     ],
 )

@@ -241,7 +241,7 @@ def _own_ray() -> Iterator[dict[str, str]]:
 def _quire(
     *arguments: str, environment: dict[str, str] | None = None, until: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or until a text is in a line of its standard error."""
+    """Run a command to its end, or until a text is in a line of its standard error; then Ctrl-C must end it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "quire", *arguments],
         stdout=subprocess.PIPE,
@@ -253,7 +253,7 @@ def _quire(
         if until is not None:
             assert process.stderr is not None
             line = next((line for line in process.stderr if until in line), "")
-            process.kill()
-            return subprocess.CompletedProcess(arguments, process.wait(), "", line)
+            process.send_signal(signal.SIGINT)
+            return subprocess.CompletedProcess(arguments, process.wait(HANG_S), "", line)
         stdout, stderr = process.communicate(timeout=HANG_S)
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)

@@ -135,7 +135,7 @@ class EngineClient:
 
     @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
-        """None: the model has one worker, and is no cluster."""
+        """Empty: the model has a single worker on this machine."""
         return ()
 
     async def start(self) -> None:
