@@ -84,13 +84,14 @@ def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
 class BlockMap:
     """Block states by cell. The pool records changed blocks from construction until `close`."""
 
-    def __init__(self, cache: KVCacheManager, max_cells: int) -> None:
-        if max_cells < 1:
-            raise InvalidRequest(f"{max_cells = } is less than 1")
+    def __init__(self, cache: KVCacheManager, max_cells: int, min_per_cell: int = 1) -> None:
+        if max_cells < 1 or min_per_cell < 1:
+            raise InvalidRequest(f"{max_cells = } or {min_per_cell = } is less than 1")
         self._cache = cache
         self.max_cells = max_cells
+        self.min_per_cell = min_per_cell
         self.num_blocks = cache.pool.num_usable
-        self.blocks_per_cell = -(-self.num_blocks // max_cells)
+        self.blocks_per_cell = max(-(-self.num_blocks // max_cells), min_per_cell)
         num_cells = -(-self.num_blocks // self.blocks_per_cell)
         self._states = bytearray(len(cache.pool.blocks))
         self._holders = [0] * len(cache.pool.blocks)

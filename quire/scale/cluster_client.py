@@ -515,8 +515,11 @@ class ClusterClient:
 
     async def blocks(self, max_cells: int) -> Blocks | None:
         """The block maps of all replicas, side by side."""
-        per_replica = max(max_cells // max(len(self.replicas), 1), 1)
-        found = await self._ask_all(lambda query_id: GetBlocks(query_id, per_replica))
+        places = self._places()
+        num_blocks = sum(size for _, (_, size) in places)
+        # The last cell of each replica may be smaller than the others.
+        per_cell = max(-(-num_blocks // max(max_cells - len(places), 1)), 1)
+        found = await self._ask_all(lambda query_id: GetBlocks(query_id, max(num_blocks, 1), per_cell))
         maps = [answer for _, answer in found if isinstance(answer, Blocks)]
         return join_blocks(maps) if maps else None
 

@@ -60,11 +60,10 @@ def counters_of(stats: Stats) -> Stats:
 def join_blocks(found: Sequence[Blocks]) -> Blocks:
     """The blocks of all replicas as one map, one replica after the other. `found` is not empty.
 
-    Maps with different numbers of blocks per cell cannot be joined: the first one is returned.
+    All have the same number of blocks per cell.
     """
     first = found[0]
-    if any(one.blocks_per_cell != first.blocks_per_cell for one in found):
-        return first
+    assert all(one.blocks_per_cell == first.blocks_per_cell for one in found)
     shifts = offsets(one.num_blocks for one in found)
     return Blocks(
         first.query_id,

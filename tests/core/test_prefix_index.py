@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from quire.core.prefix_index import ENTRY_BYTES, PrefixIndex
+from quire.core.prefix_index import ENTRY_BYTES, SWEEP_BLOCKS, PrefixIndex
 from quire.errors import InvalidRequest
 
 
@@ -80,6 +80,29 @@ def test_it_agrees_with_sets(seed: int) -> None:
         expected = [next((n for n, key in enumerate(wanted) if key not in own), 8) for own in held]
         assert index.match(wanted, 5) == expected
     assert len(index) == len(set().union(*held))
+
+
+def test_a_large_replica_is_cleared_in_slices() -> None:
+    """It has nothing at once; its blocks are forgotten by later calls, and its bit is then used again."""
+    index = PrefixIndex()
+    own, shared = keys("own", 5 * SWEEP_BLOCKS), keys("shared", 10)
+    index.add(0, own)
+    for replica in (0, 1):
+        index.add(replica, shared)
+    index.clear(0)
+    assert len(index) > 3 * SWEEP_BLOCKS
+    assert index.match(own, 2) == [0, 0]
+    index.add(0, own[:3])  # while the rest is cleaned
+    assert index.match(own, 2) == [3, 0]
+    assert index.match(shared, 2) == [0, 10]
+    index.clear(2)  # has nothing
+    for _ in range(6):
+        index.match([], 2)
+    assert len(index) == 13
+    assert sorted(set(index._masks.values())) == [2, 4]
+    index.add(2, own[:3])
+    assert set(index._masks.values()) == {2, 5}
+    assert index.match(own, 3) == [3, 0, 3]
 
 
 def test_the_memory_of_a_block_is_as_stated() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -594,5 +595,21 @@ def test_a_front_that_does_not_continue(tiny_model: Path, monkeypatch: pytest.Mo
         replica.drop_silent_fronts()
         with pytest.raises(InvalidRequest, match="is not connected"):
             await anext(replica.messages(FRONT + 1, is_continued=True))
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_the_joined_map_of_replicas_of_different_sizes(tiny_model: Path) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        small = direct.replicas["small"] = Replica("small", print)
+        await small.start(tiny_model, replace(CONFIG, num_blocks=50), b"0123456789abcdef")
+        client.set_replicas(["r0", "small"])
+        while len(client.replicas) < 2:
+            await asyncio.sleep(0.01)
+        for max_cells in (1000, 40, 2, 1):
+            found = await client.blocks(max_cells)
+            assert found is not None
+            assert found.num_blocks == sum(found.totals) == 199 + 49
+            assert sum(one.num_cells for one in found.cells) <= max(max_cells, 2)
 
     run(tiny_model, work, num_replicas=1)

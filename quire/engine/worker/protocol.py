@@ -87,6 +87,7 @@ class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
 
     query_id: int
     max_cells: int
+    min_per_cell: int = 1  # blocks; maps with the same number of blocks per cell can be joined
 
 
 class ViewBlocks(msgspec.Struct, tag="view_blocks", frozen=True):

@@ -397,8 +397,9 @@ class Worker:
     def _blocks(self, message: GetBlocks) -> None:
         scheduler = self._engine.scheduler
         found = self._map
-        if found is None or found.max_cells != message.max_cells:
-            found = self._map = BlockMap(scheduler.cache, message.max_cells)
+        wanted = message.max_cells, message.min_per_cell
+        if found is None or (found.max_cells, found.min_per_cell) != wanted:
+            found = self._map = BlockMap(scheduler.cache, *wanted)
         found.update(MAX_VISITED_BLOCKS)
         running = islice(scheduler.running, MAX_RUNNING_LISTED)
         self._channel.send(
