@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,17 +57,18 @@ def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _:
     shares = [_with_cpus(one, config) for one in config.deployments]
     for missing in filter(None, map(_missing, applications, shares)):
         on_change(missing)
+    models = {name: model_fingerprint(model) for name, model in applications.items()}
     secret = secrets.token_bytes(16)
     started = {}
     for (name, model), one in zip(applications.items(), shares, strict=True):
         num_threads = 0 if one.resources.gpus else max(int(one.resources.cpus or 1), 1)
         arguments = (model.names[0], str(model.path), model.engine, secret, num_threads, config.server.hang_limit)
-        started[name] = _replicas(name, one, config.server.drain).bind(*arguments)
+        started[name] = _replicas(name, one, config.server.drain).bind(*arguments, models[name])
     _run(started, on_change)
     front = _front_config(config)
-    fingerprint = _fingerprint(front)
+    fingerprint = _fingerprint(front, models.values())
     if _call_front("fingerprint") != fingerprint:
-        bound = _front(config.server.drain).bind(front, fingerprint, tuple(applications))
+        bound = _front(config.server.drain).bind(front, fingerprint, tuple(models.items()))
         _run({FRONT_APPLICATION: bound}, on_change)
     for name in old:  # models that are not in the settings any more
         serve.delete(name)
@@ -111,10 +112,20 @@ def _front_config(config: DeployConfig) -> ServeConfig:
     return replace(server, models=models)
 
 
-def _fingerprint(server: ServeConfig) -> str:
-    """A digest of everything that the front depends on: its settings, the content of the keys' file, and its code."""
+def _fingerprint(server: ServeConfig, models: Iterable[str]) -> str:
+    """A digest of everything that the front depends on: its settings and models, the keys' file, and its code."""
     keys = b"" if server.api_keys_file is None else server.api_keys_file.read_bytes()
-    return hashlib.sha256(f"{__version__} {server!r} ".encode() + keys).hexdigest()
+    return hashlib.sha256(f"{__version__} {server!r} {list(models)} ".encode() + keys).hexdigest()
+
+
+def model_fingerprint(model: ModelConfig) -> str:
+    """A digest of a model and its settings. The model is known by its path and by the size and time of its files here.
+
+    A front must not send requests to a replica with another one: it may have another tokenizer or block size.
+    """
+    files = sorted(model.path.rglob("*")) if model.path.is_dir() else [model.path]
+    found = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return hashlib.sha256(f"{__version__} {found} {model.engine!r}".encode()).hexdigest()[:16]
 
 
 def _front(drain_s: float) -> Any:

@@ -56,6 +56,7 @@ from quire.engine.worker.protocol import (
 )
 from quire.errors import (
     CacheFolderError,
+    Draining,
     InvalidRequest,
     LostBeforeStart,
     QueueFull,
@@ -101,11 +102,16 @@ class ClusterClient:
         transport: Transport,
         *,
         ids: Iterator[int],
+        fingerprint: str = "",
         hang_limit_s: float = HANG_LIMIT_S,
         on_step: Callable[[Stepped], None] | None = None,
         on_gap: Callable[[float, int], None] | None = None,
     ) -> None:
-        """`ids`: of requests and queries, see `ids_of`."""
+        """`ids`: of requests and queries, see `ids_of`. `fingerprint`: of the model and settings of this front.
+
+        While a deployment changes the model, replicas of the new one appear before the new front: this front has
+        another tokenizer and other settings, so it does not use them.
+        """
         self.text = text
         self.max_model_len = text.spec.max_model_len
         self._config = config
@@ -117,10 +123,12 @@ class ClusterClient:
         self._replicas: dict[str, ReplicaView] = {}
         self._accepting: tuple[str, ...] = ()
         self._ids = ids
+        self._fingerprint = fingerprint
         self._routing: set[Generation] = set()
         self._pending: dict[int, _Pending] = {}  # those of them that can be ranked
         self._tasks: set[asyncio.Task[None]] = set()
-        self._has_open = asyncio.Event()  # a replica accepts requests; or this client is closed
+        self._is_ready = asyncio.Event()  # there was a replica
+        self._has_open = asyncio.Event()  # a replica accepts requests, or none will
         self._departed: Stats | None = None  # counts of replicas that have left
         self._num_lost = 0
         self._is_closed = False
@@ -171,7 +179,7 @@ class ClusterClient:
     async def start(self) -> None:
         """Wait for the first replica."""
         self._transport.start(self)
-        await self._wait_open()
+        await self._is_ready.wait()
 
     async def supervise(self) -> None:
         """Leave replicas that are being stopped. The cluster itself replaces those that end."""
@@ -186,6 +194,7 @@ class ClusterClient:
         self._is_closed = True
         for generation in tuple(self._routing):
             _fail(generation, LostBeforeStart(CLOSED))
+        self._is_ready.set()
         self._note_open()  # wakes requests that wait for a replica
         for task in tuple(self._tasks):
             task.cancel()
@@ -262,10 +271,18 @@ class ClusterClient:
         await self._has_open.wait()
         if self._is_closed:
             raise LostBeforeStart(CLOSED)
+        if self._is_replaced:
+            raise Draining(f"{self.text.name} is being replaced; if this does not end, run `quire deploy` again")
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether all replicas that accept requests have another model or other settings."""
+        accepting = [view for view in self._replicas.values() if view.is_accepting]
+        return bool(accepting) and all(view.is_foreign for view in accepting)
 
     def _note_open(self) -> None:
         """Let requests wait, or not, after a change of the replicas."""
-        if self._is_closed or any(view.is_accepting for view in self.replicas):
+        if self._is_closed or self._is_replaced or any(view.is_accepting for view in self.replicas):
             self._has_open.set()
         else:
             self._has_open.clear()
@@ -332,7 +349,8 @@ class ClusterClient:
         self._accepting = tuple(replicas)
         for replica in replicas:
             if replica not in self._replicas and not self._is_closed:
-                self._replicas[replica] = ReplicaView(replica, self._router.add_replica(), self._connect(replica))
+                number, connection = self._router.add_replica(), self._connect(replica)
+                self._replicas[replica] = ReplicaView(replica, number, connection, self._fingerprint)
         for view in tuple(self._replicas.values()):  # some are forgotten
             view.is_accepting = view.replica in self._accepting
             if not view.is_accepting:
@@ -412,7 +430,7 @@ class ClusterClient:
             connect=lambda on_message, on_end: ReplicaLink(replica, self._transport, on_message, on_end),
             probe_id=next(self._ids),
         )
-        connection.ready.add_done_callback(lambda _: self._note_ready(connection))
+        connection.ready.add_done_callback(lambda _: self._note_ready(replica, connection))
         return connection
 
     async def _reconnect(self, view: ReplicaView, pause_s: float) -> None:
@@ -420,10 +438,17 @@ class ClusterClient:
         if view.is_accepting and view.replica in self._replicas and not self._is_closed:
             view.connection = self._connect(view.replica)
 
-    def _note_ready(self, connection: WorkerConnection) -> None:
-        if connection.facts is not None:
-            self.max_model_len = connection.facts.max_model_len
-            self._note_open()
+    def _note_ready(self, replica: str, connection: WorkerConnection) -> None:
+        facts, view = connection.facts, self._replicas.get(replica)
+        if facts is None or view is None or view.connection is not connection:
+            return
+        if view.is_foreign:
+            log.warning("replica %s of %s has another model or other settings", replica, self.text.name)
+            self._spawn(connection.process.close())
+        else:
+            self.max_model_len = facts.max_model_len
+            self._is_ready.set()
+        self._note_open()
 
     def _take_step(self, replica: str, step: Stepped) -> None:
         self._on_step(step)

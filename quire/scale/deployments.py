@@ -41,15 +41,19 @@ class ModelReplica:
         chain_secret: bytes,
         num_threads: int,
         hang_limit_s: float = HANG_LIMIT_S,
+        fingerprint: str = "",
     ) -> None:
-        """`num_threads`: of a model on the CPU, unless its settings have a number; 0: it has a GPU."""
+        """`num_threads`: of a model on the CPU, unless its settings have a number; 0: it has a GPU.
+
+        `fingerprint`: of the model and its settings; fronts with another one do not use this replica.
+        """
         is_on_cpu = engine.backend in ("auto", "native") and not has_nvidia()
         if num_threads and is_on_cpu and engine.threads is None:
             engine = replace(engine, threads=num_threads)
         self._has_started = False
         self._replica = Replica(name, self._end, hang_limit_s)
         try:
-            facts = await self._replica.start(Path(path), engine, chain_secret)
+            facts = await self._replica.start(Path(path), engine, chain_secret, fingerprint)
         except QuireError as error:
             raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
         self._has_started = True
@@ -110,14 +114,17 @@ class Front:
     """quire's HTTP server: the same routes, keys, limits, metrics and page as `quire serve`."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServeConfig, fingerprint: str, applications: tuple[str, ...]
+        self, config: ServeConfig, fingerprint: str, applications: tuple[tuple[str, str], ...]
     ) -> None:
-        """`applications`: those of the models of `config`, in this order. `fingerprint`: of all settings."""
+        """`applications`: those of the models of `config`, in this order, with the fingerprints of the models.
+
+        `fingerprint`: of all settings.
+        """
         setup_logging(config.log_level, as_json=config.log_format == "json")
         self._number = make_front_number()
         self._ids = ids_of(self._number)
         self._fingerprint = fingerprint
-        self._applications = {model.names[0]: name for model, name in zip(config.models, applications, strict=True)}
+        self._applications = {model.names[0]: one for model, one in zip(config.models, applications, strict=True)}
         self._launcher = Launcher(config, on_ready=self._note, make_client=self._connect, handles_signals=False)
         self._serving = asyncio.get_running_loop().create_task(self._launcher.serve())
         self._url = ""
@@ -132,13 +139,14 @@ class Front:
             raise RuntimeError("the server has ended")
 
     def _connect(self, settings: ClientSettings) -> ModelClient:
-        application = self._applications[settings.model.names[0]]
+        application, fingerprint = self._applications[settings.model.names[0]]
         handle = DeploymentHandle(REPLICAS, application)  # not initialised: the transport chooses its event loop
         return ClusterClient(
             settings.text,
             settings.engine,
             RayTransport(handle, application, self._number),
             ids=self._ids,
+            fingerprint=fingerprint,
             hang_limit_s=settings.hang_limit_s,
             on_step=settings.on_step,
             on_gap=settings.on_gap,

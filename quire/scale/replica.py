@@ -17,6 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from quire.core.prefix_index import split_keys
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
@@ -129,13 +131,15 @@ class Replica:
         self._fronts: dict[int, _Front] = {}
         self._keys: set[bytes] = set()  # content of the cache, for fronts that connect later
         self._num_free_blocks = 0
+        self._fingerprint = ""
         self._facts: asyncio.Future[Ready] = self._loop.create_future()
         self._stats: asyncio.Future[Stats] | None = None
         self.error: QuireError | None = None  # why it ended
         self.process = WorkerProcess(self._take, self._take_end)
 
-    async def start(self, path: Path, config: EngineConfig, chain_secret: bytes) -> Ready:
-        """Load the model. Raises the worker's error."""
+    async def start(self, path: Path, config: EngineConfig, chain_secret: bytes, fingerprint: str = "") -> Ready:
+        """Load the model. Raises the worker's error. `fingerprint`: of the model and its settings, for fronts."""
+        self._fingerprint = fingerprint
         self.process.send(Load(str(path), config, chain_secret=chain_secret, reports_cache=True))
         self.process.expect_message(LOAD_LIMIT_S)
         return await self._facts
@@ -206,7 +210,7 @@ class Replica:
             self._drop(earlier)
         facts = await asyncio.shield(self._facts)
         own = self._fronts[front] = _Front(front, self._loop.time())
-        own.push(facts)
+        own.push(msgspec.structs.replace(facts, fingerprint=self._fingerprint))
         own.push(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks))
         return own
 

@@ -15,10 +15,11 @@ MAX_RECONNECT_S = 30.0
 
 
 class ReplicaView:
-    """One replica. `number`: its place in the router."""
+    """One replica. `number`: its place in the router. `fingerprint`: of the model and settings that it must have."""
 
-    def __init__(self, replica: str, number: int, connection: WorkerConnection) -> None:
+    def __init__(self, replica: str, number: int, connection: WorkerConnection, fingerprint: str) -> None:
         self.replica = replica
+        self._fingerprint = fingerprint
         self.number = number
         self.connection = connection
         self.num_free_blocks = 0
@@ -30,8 +31,13 @@ class ReplicaView:
         self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether it has another model or other settings than this front."""
+        return self.connection.facts is not None and self.connection.facts.fingerprint != self._fingerprint
+
+    @property
     def is_open(self) -> bool:
-        return self.connection.facts is not None and not self.connection.process.is_over
+        return self.connection.facts is not None and not self.is_foreign and not self.connection.process.is_over
 
     @property
     def figures(self) -> Stats | None:

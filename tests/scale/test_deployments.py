@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.engine.composition import EngineConfig
+from quire.server.config import ModelConfig
 
 with warnings.catch_warnings():  # Ray uses old names of pydantic
     warnings.simplefilter("ignore")
-    from quire.scale import deployments, ray_cluster
+    from quire.scale import application, deployments, ray_cluster
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
 
@@ -81,3 +83,17 @@ def test_ray_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no-such-folder/python")
     with pytest.raises(DeployFailed, match=r"Ray could not be started: .*No such file"):
         ray_cluster._start_ray()
+
+
+def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:
+    """It changes with the content of the files and with the settings, and not with the names."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"one")
+    model = ModelConfig(names=("m",), path=file, engine=EngineConfig(backend="fake"))
+    first = application.model_fingerprint(model)
+    assert application.model_fingerprint(replace(model, names=("n",))) == first
+    assert application.model_fingerprint(replace(model, engine=EngineConfig(backend="fake", num_blocks=9))) != first
+    folder = application.model_fingerprint(replace(model, path=tmp_path))
+    file.write_bytes(b"another")
+    assert application.model_fingerprint(model) != first
+    assert application.model_fingerprint(replace(model, path=tmp_path)) != folder

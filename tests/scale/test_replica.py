@@ -18,7 +18,7 @@ from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.engine.worker.protocol import Add, Cancel, DropBlocks, GetStats, ToWorker, encode, to_worker
-from quire.errors import InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
+from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
 from quire.scale.transport import Batches, Chooser, ReplicaGone, joined
@@ -611,5 +611,29 @@ def test_the_joined_map_of_replicas_of_different_sizes(tiny_model: Path) -> None
             assert found is not None
             assert found.num_blocks == sum(found.totals) == 199 + 49
             assert sum(one.num_cells for one in found.cells) <= max(max_cells, 2)
+
+    run(tiny_model, work, num_replicas=1)
+
+
+def test_a_replica_with_another_model_is_not_used(tiny_model: Path) -> None:
+    """Requests are refused when no other replica is left: the front is about to be replaced."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        other = direct.replicas["other"] = Replica("other", print)
+        await other.start(tiny_model, CONFIG, b"0123456789abcdef", "other model")
+        client.set_replicas(["r0", "other"])
+        while not client._replicas["other"].is_foreign or other.num_fronts:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30)))
+        assert [(one.name, one.num_routed) for one in client.replica_statuses] == [("r0", 3)]
+        client.set_replicas([])
+        waiting = asyncio.ensure_future(client.generate(request(client)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        client.set_replicas(["other"])
+        with pytest.raises(Draining, match="m is being replaced"):
+            await waiting
+        client.set_replicas(["r0"])  # the earlier settings were deployed again
+        await client.generate(request(client))
 
     run(tiny_model, work, num_replicas=1)

@@ -144,6 +144,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     tiers: tuple[LowerTierStats, ...] = ()  # below the device
     kv_events: KvEventsStatus | None = None  # the sockets that were bound
     chain_secret: bytes = b""  # only for a client that asked for reports of the cache
+    fingerprint: str = ""  # of the model and its settings, from a replica
 
     @property
     def weight_bytes(self) -> int:
