@@ -4,7 +4,7 @@ PYTHONPATH=. python benchmarks/scale.py                      # all of it: some m
 PYTHONPATH=. python benchmarks/scale.py --only overhead
 
 tree       cached tokens of a tree of conversations on 2 and 4 replicas, against one server with their summed memory
-           and against as many servers that get requests in turn; how even the load is
+           and against as many servers with round robin; how even the load is
 overhead   throughput and time to the first token of one replica behind Ray, against `quire serve`, in turns
 """
 
@@ -72,7 +72,7 @@ class TreeRun(NamedTuple):
 
 
 def tree(servers: Sequence[Server]) -> TreeRun:
-    """Run the tree: a few conversations at a time, turn by turn. Servers get requests in turn."""
+    """Run the tree: a few conversations at a time, turn by turn. Several servers: round robin."""
     chats = {
         (persona, user): [
             {"role": "system", "content": f"{SYSTEM} Persona {persona}: you like {'words ' * (8 + persona)}."},
@@ -119,7 +119,7 @@ def measure_tree() -> None:
         print(
             f"tree, {num_replicas} replicas: {routed.num_cached:,} of {routed.num_prompt:,} prompt tokens cached,"
             f" {routed.num_cached / whole.num_cached:.1%} of one server with the summed memory ({whole.num_cached:,});"
-            f" in turn {turns.num_cached / whole.num_cached:.1%};"
+            f" round robin {turns.num_cached / whole.num_cached:.1%};"
             f" imbalance {max(work) / statistics.mean(work):.2f}, requests {[one['num_routed'] for one in found]}",
             flush=True,
         )

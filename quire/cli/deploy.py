@@ -37,7 +37,7 @@ EndRay = Annotated[bool, typer.Option("--ray", help="With stop: also end this Ra
 
 
 def deploy(target: Target, address: Address = None, as_json: Json = False, end_ray: EndRay = False) -> None:
-    """Run replicas of models behind one server, which sends each request to the replica that has its prefix cached."""
+    """Run replicas of models behind one server, which sends each request to the one with the least expected work."""
     try:
         from quire.scale import application, ray_cluster
     except ModuleNotFoundError as error:
@@ -72,12 +72,12 @@ def read_config(path: Path) -> DeployConfig:
         options[name] = None if options[name] is None else Path(options[name])
     for name in ("kv_events", "kv_events_replay", "kv_events_topic", "memory", "idle_unload", "models_dir"):
         if options[name] is not None:
-            raise InvalidRequest(f"--config {str(path)!r}: {name} has no meaning for replicas")
+            raise InvalidRequest(f"--config {str(path)!r}: {name} is not supported with replicas")
     with serving.options_named():
         server = serving.make_config(options)
     for number, model in enumerate(server.models):
         if model.idle_unload is not None:
-            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].idle_unload has no meaning for replicas")
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].idle_unload is not supported with replicas")
     return DeployConfig(server, read_deployments(path, len(server.models)))
 
 

@@ -14,7 +14,7 @@ from quire.engine.worker.protocol import MAX_UNSENT, Cancel, Finish, FromWorker,
 from quire.errors import QueueFull
 from quire.scale.transport import ReplicaGone, Transport
 
-SIGN_OF_LIFE_S = 5.0  # a front that sends nothing for long is taken for dead
+KEEPALIVE_S = 5.0  # replicas drop a front that sends nothing for `SILENT_LIMIT_S`
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +114,11 @@ class ReplicaLink:
                 await stream.aclose()
 
     async def _write(self) -> None:
-        """Send what has collected, in one message; nothing for a while is sent too, as a sign of life."""
+        """Send the messages that have collected, in one call. If there are none for a while, an empty call is sent."""
         await self._is_connected.wait()
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_unsent.wait(), SIGN_OF_LIFE_S)
+                await asyncio.wait_for(self._has_unsent.wait(), KEEPALIVE_S)
             self._has_unsent.clear()
             frames, self._unsent, self._num_unsent = self._unsent, [], 0
             try:

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_official_clients_do_not_notice(client: str, default_model: Path) -> None:
+def test_official_clients_work_unchanged(client: str, default_model: Path) -> None:
     del default_model  # is here now
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/server/test_{client}_client.py"],

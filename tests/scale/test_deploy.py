@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from tests.scale.faults import Outcome, kill_in_mid_stream, restart_under_load, stream
 from tests.scale.rig import Cluster, deployed, write
-from tests.server.rig import ONE_THREAD, PATIENCE
+from tests.server.rig import ONE_THREAD, PATIENCE, Server
 from tests.waiting import HANG_S, eventually
 
 QUESTION = "What is the capital of France? Answer in one sentence, and name the river of that city in a second one."
@@ -94,6 +95,36 @@ def test_a_deploy_under_load_loses_no_request(cluster: Cluster) -> None:
     cluster.wait_free()
 
 
+def test_a_front_does_not_use_replicas_with_other_settings(default_model: Path) -> None:
+    """The replicas are replaced first. Until the front is, requests wait or are refused; none is answered wrongly."""
+    del default_model
+    with deployed({"num_blocks": 400}, replicas=1) as cluster:
+        old = Server(cluster.process, cluster.url, [], [])
+        outcomes: list[Outcome] = []
+        is_over = threading.Event()
+
+        def send() -> None:
+            while not is_over.is_set():
+                outcomes.append(stream(old, f"Question {len(outcomes)}?", 8))
+                outcomes[-1].ended.wait(HANG_S)
+                is_over.wait(0.2)
+
+        client = threading.Thread(target=send)
+        client.start()
+        file = cluster.folder / "deploy.yaml"
+        write(file, {"port": 0, "state_dir": "none", "replicas": 1, "num_blocks": 300})
+        said = cluster.order(f"deploy {file}")
+        is_over.set()
+        client.join()
+        assert said["url"] != cluster.url
+        cluster.url = said["url"]
+        assert cluster.chat(QUESTION, **ANSWER).status == 200
+        assert cluster.stats()["num_blocks"] == 299
+        assert any(outcome.finish == "length" for outcome in outcomes)
+        refused = [outcome.error for outcome in outcomes if outcome.error is not None]
+        assert all("is being replaced" in error or "shutting down" in error for error in refused), refused
+
+
 def test_a_node_is_lost(default_model: Path) -> None:
     """Of two machines, one ends with its replica. The other one serves, and a replica is started there."""
     del default_model
@@ -145,7 +176,7 @@ def test_settings_that_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
         ({"autoscale": {"min": 3, "max": 2}}, "autoscale.max = 2 is less than autoscale.min = 3"),
         ({"replicas": 2, "autoscale": {"max": 3}}, "replicas = 2: autoscale is set too"),
         ({"resources": {"gpu": 1}}, "resources.gpu: there is no such field; there are cpus, gpus, memory, custom"),
-        ({"kv_events": "tcp://127.0.0.1:1"}, "kv_events has no meaning for replicas"),
+        ({"kv_events": "tcp://127.0.0.1:1"}, "kv_events is not supported with replicas"),
         ({"models": [{"model": "smollm2-135m-instruct", "replicas": "x"}]}, "models[0].replicas = 'x' is not"),
     )
     for number, (settings, text) in enumerate(wrong):
@@ -203,7 +234,7 @@ def test_no_cluster_at_an_address(address: str, text: str) -> None:
     assert text in " ".join(done.stderr.split())
 
 
-def test_a_cluster_that_has_ended_without_a_word(tmp_path: Path) -> None:
+def test_a_cluster_that_was_killed(tmp_path: Path) -> None:
     """The file with its address is still there."""
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")
