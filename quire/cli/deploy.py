@@ -16,6 +16,10 @@ from quire.errors import InvalidRequest, MissingExtra
 if TYPE_CHECKING:
     from quire.scale.config import DeployConfig
 
+AFTER_FAILURE = (
+    "The settings before this deploy are not in effect any more. Mend the cause and deploy again; `quire deploy status`"
+    " shows what runs, `quire deploy stop` ends it."
+)
 PATHS = ("config", "api_keys_file", "ssl_certfile", "ssl_keyfile")
 Target = Annotated[
     str,
@@ -33,10 +37,15 @@ Address = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print status as JSON.")]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Wait for machines that join the cluster later and have the resources.")
+]
 EndRay = Annotated[bool, typer.Option("--ray", help="With stop: also end this Ray cluster on this machine.")]
 
 
-def deploy(target: Target, address: Address = None, as_json: Json = False, end_ray: EndRay = False) -> None:
+def deploy(
+    target: Target, address: Address = None, as_json: Json = False, end_ray: EndRay = False, waits: Wait = False
+) -> None:
     """Run replicas of models behind one server, which sends each request to the one with the least expected work."""
     try:
         from quire.scale import application, ray_cluster
@@ -44,10 +53,14 @@ def deploy(target: Target, address: Address = None, as_json: Json = False, end_r
         if (error.name or "").startswith("quire"):
             raise
         raise MissingExtra.of("`quire deploy`", error.name) from error
+    _check_flags(target, as_json, end_ray, waits)
     if target == "status":
         ray_cluster.connect(address)
         _show(application.status(), as_json)
     elif target == "stop":
+        if end_ray and address is None and not ray_cluster.is_here():
+            typer.echo("no Ray cluster runs on this machine")
+            return
         ray_cluster.connect(address)
         typer.echo("stopped" if application.stop() else "nothing is deployed")
         if end_ray:
@@ -55,14 +68,35 @@ def deploy(target: Target, address: Address = None, as_json: Json = False, end_r
     else:
         config = read_config(Path(target))
         ray_cluster.connect(address, starts=True)
-        url = application.deploy(config, on_change=lambda text: typer.echo(f"  {text}", err=True))
+        try:
+            url = application.deploy(
+                config, on_change=lambda text: typer.echo(f"  {text}", err=True), waits_for_machines=waits
+            )
+        except KeyboardInterrupt:
+            typer.echo("quire: interrupted; the deployment continues: see `quire deploy status`", err=True)
+            raise
+        except ray_cluster.DeployFailed as error:
+            raise ray_cluster.DeployFailed(f"{error}\n{AFTER_FAILURE}") from None
         _announce(url, config)
+
+
+def _check_flags(target: str, as_json: bool, end_ray: bool, waits: bool) -> None:
+    """Refuse flags that have no effect."""
+    for flag, is_given, is_right in (
+        ("--json", as_json, target == "status"),
+        ("--ray", end_ray, target == "stop"),
+        ("--wait", waits, target not in ("status", "stop")),
+    ):
+        if is_given and not is_right:
+            raise InvalidRequest(f"{flag} has no effect on `quire deploy {target}`")
 
 
 def read_config(path: Path) -> DeployConfig:
     """The settings of a file. Options of `quire serve` may also come from the environment, as there."""
     from quire.scale.config import DeployConfig
 
+    if path.is_file() and not path.read_bytes().strip():
+        raise InvalidRequest(f"{str(path)!r} is empty: at least `model: NAME` is needed")
     app = typer.Typer(add_completion=False)
     app.command(context_settings=serving.CONTEXT)(serving.serve)
     context = get_command(app).make_context("deploy", ["--config", str(path)], obj={"is_deployed": True})

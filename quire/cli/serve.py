@@ -101,7 +101,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     values.pop("models", None)  # `list_models` reads them
     for name in values:
         if name not in known or name == "config":
-            raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `quire serve`")
+            command = "quire deploy" if (context.obj or {}).get("is_deployed") else "quire serve"
+            raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `{command}`")
     flags = {parameter.name for parameter in context.command.params if getattr(parameter, "is_flag", False)}
     for name, value in values.items():
         if isinstance(value, bool) and name not in flags:

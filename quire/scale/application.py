@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from quire import __version__
 from quire.errors import InvalidRequest
+from quire.scale import preflight
 from quire.scale.autoscaling import QueuePolicy
 from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
@@ -27,6 +28,7 @@ from quire.scale.ray_cluster import DeployFailed
 from quire.scale.request_router import PrefixAwareRouter
 from quire.server.config import ModelConfig, ServeConfig
 
+_ERROR = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*(?:Error|Request|Model|Extra|Failed|Died)(?:\([^)]*\))?: (.+)")
 FRONT_APPLICATION = "quire"
 PREFIX = "quire-"  # of the applications of models
 ANSWER_S = 30.0
@@ -39,14 +41,16 @@ MAX_BACKOFF_S = 0.1
 LOOK_BACK_S = 5.0  # Ray asks a replica for its figures five times in this period
 REPORT_S = 2.0  # a replica sends them to the controller this often; 10 s by default
 REPORT_VARIABLE = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
-HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster
+MIN_CPUS = 0.001  # that Ray reserves for a replica without `cpus`
 
 
-def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _: None) -> str:
+def deploy(
+    config: DeployConfig, *, on_change: Callable[[str], None] = lambda _: None, waits_for_machines: bool = False
+) -> str:
     """Run the applications, or change the running ones to these settings. Returns the server's address.
 
     Replicas that run are replaced, a few at a time. The front stays if its own settings have not changed, so that no
-    request is lost.
+    request is lost. `waits_for_machines`: a machine with the resources of a replica may join later.
     """
     serve.start(proxy_location="Disabled")
     applications = {application_of(model): model for model in config.server.models}
@@ -54,14 +58,20 @@ def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _:
         names = ", ".join(model.names[0] for model in config.server.models)
         raise InvalidRequest(f"models: the names {names} are not different as names of applications")
     old = [name for name in _applications() if name not in (FRONT_APPLICATION, *applications)]
-    shares = [_with_cpus(one, config) for one in config.deployments]
-    for missing in filter(None, map(_missing, applications, shares)):
-        on_change(missing)
+    preflight.check_server(config.server, _call_front("url"))
+    deployments = dict(zip(applications, config.deployments, strict=True))
+    if not waits_for_machines:
+        preflight.check_resources(deployments)
+    new = [one for name, one in deployments.items() if name not in _applications()]
+    if old and new and not preflight.has_room(new):
+        on_change(f"{', '.join(old)}: removed before the others start, which need its resources")
+        _delete(old)
+        old = []
     models = {name: model_fingerprint(model) for name, model in applications.items()}
     secret = secrets.token_bytes(16)
     started = {}
-    for (name, model), one in zip(applications.items(), shares, strict=True):
-        num_threads = 0 if one.resources.gpus else max(int(one.resources.cpus or 1), 1)
+    for (name, model), one in zip(applications.items(), config.deployments, strict=True):
+        num_threads = _num_threads(one, config)
         arguments = (model.names[0], str(model.path), model.engine, secret, num_threads, config.server.hang_limit)
         started[name] = _replicas(name, one, config.server.drain).bind(*arguments, models[name])
     _run(started, on_change)
@@ -70,12 +80,16 @@ def deploy(config: DeployConfig, *, on_change: Callable[[str], None] = lambda _:
     if _call_front("fingerprint") != fingerprint:
         bound = _front(config.server.drain).bind(front, fingerprint, tuple(models.items()))
         _run({FRONT_APPLICATION: bound}, on_change)
-    for name in old:  # models that are not in the settings any more
-        serve.delete(name)
+    _delete(old)  # models that are not in the settings any more
     url = _call_front("url")
     if url is None:
         raise DeployFailed("the front does not answer")
     return url
+
+
+def _delete(applications: Sequence[str]) -> None:
+    for name in applications:
+        serve.delete(name)
 
 
 def status() -> dict[str, Any] | None:
@@ -133,7 +147,7 @@ def _front(drain_s: float) -> Any:
         name=FRONT,
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING,
-        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
+        ray_actor_options={"num_cpus": 0, "resources": {preflight.HEAD: 0.001}},
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=drain_s + 10,
         max_constructor_retry_count=MAX_STARTS,
@@ -160,7 +174,9 @@ def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
                 policy=policy,
             )
         }
-    options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": resources.custom}
+    # Without `cpus`, almost none are reserved: old replicas would otherwise hold the CPUs that new ones wait for.
+    num_cpus = resources.cpus if resources.cpus is not None else 1.0 if resources.gpus else MIN_CPUS
+    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": resources.gpus, "resources": resources.custom}
     if resources.memory is not None:
         options["memory"] = resources.memory
     if one.autoscale is not None:
@@ -184,26 +200,14 @@ def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
     )(ModelReplica)
 
 
-def _with_cpus(one: ModelDeployment, config: DeployConfig) -> ModelDeployment:
-    """Replicas without a number of CPUs get an equal share of the cluster's; with a GPU, one."""
+def _num_threads(one: ModelDeployment, config: DeployConfig) -> int:
+    """Threads of a replica: its CPUs, or an equal share of the cluster's. 0: it computes on a GPU."""
+    if one.resources.gpus:
+        return 0
     if one.resources.cpus is not None:
-        return one
-    num_replicas = sum(each.max_replicas for each in config.deployments)
+        return max(int(one.resources.cpus), 1)
     machines = [float(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    cpus = 1.0 if one.resources.gpus else equal_share(machines, num_replicas)
-    return replace(one, resources=replace(one.resources, cpus=cpus))
-
-
-def _missing(name: str, one: ModelDeployment) -> str:
-    """What no machine of the cluster has now for one replica. A cluster that grows by itself may get such a machine."""
-    wanted = {"CPU": one.resources.cpus or 0.0, "GPU": one.resources.gpus, **one.resources.custom}
-    if one.resources.memory is not None:
-        wanted["memory"] = one.resources.memory
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(machine.get(kind, 0) >= amount for kind, amount in wanted.items()) for machine in machines):
-        return ""
-    needs = ", ".join(f"{kind} {amount:g}" for kind, amount in wanted.items() if amount)
-    return f"{name}: no machine of the cluster has what one replica needs ({needs}); it waits for such a machine"
+    return max(int(equal_share(machines, sum(each.max_replicas for each in config.deployments))), 1)
 
 
 def application_of(model: ModelConfig) -> str:
@@ -265,7 +269,7 @@ def _call_front(method: str) -> str | None:
 
 
 def _reason(messages: list[str]) -> str:
-    """The error of a replica in Ray's messages: the last line of the longest one."""
-    lines = max(messages, key=len, default="").strip().splitlines() or ["unknown"]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines)[-1].strip()
+    """The error of a replica in Ray's messages: the last line of a traceback in the longest one."""
+    lines = [line.strip() for line in max(messages, key=len, default="").splitlines() if line.strip()]
+    errors = [found[1] for line in lines if (found := _ERROR.match(line)) and "Traceback" not in found[1]]
+    return (errors or lines or ["unknown"])[-1]

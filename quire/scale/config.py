@@ -71,6 +71,10 @@ class ModelDeployment:
         _check_count("replicas", self.replicas, 1, MAX_REPLICAS)
 
     @property
+    def min_replicas(self) -> int:
+        return self.replicas if self.autoscale is None else self.autoscale.min
+
+    @property
     def max_replicas(self) -> int:
         return self.replicas if self.autoscale is None else self.autoscale.max
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from quire.backends.machine import has_nvidia
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.process import HANG_LIMIT_S
-from quire.errors import QuireError
+from quire.errors import InvalidRequest, QuireError
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.ray_transport import RayTransport
 from quire.scale.replica import Replica, ids_of, make_front_number
@@ -25,6 +26,8 @@ from quire.server.observability.logs import setup_logging
 
 FRONT, REPLICAS = "front", "replicas"  # names of the deployments, in applications of their own
 JANITOR_S = 5.0
+BIND_S = 15.0  # for the port of the front to become free
+RETRY_S = 0.5
 EXIT_DELAY_S = 0.2  # for streams to send why the worker ended
 
 log = logging.getLogger(__name__)
@@ -125,7 +128,7 @@ class Front:
         self._ids = ids_of(self._number)
         self._fingerprint = fingerprint
         self._applications = {model.names[0]: one for model, one in zip(config.models, applications, strict=True)}
-        self._launcher = Launcher(config, on_ready=self._note, make_client=self._connect, handles_signals=False)
+        self._launcher = await self._launch(config)
         self._serving = asyncio.get_running_loop().create_task(self._launcher.serve())
         self._url = ""
         ready = asyncio.get_running_loop().create_task(self._launcher.is_ready.wait())
@@ -137,6 +140,17 @@ class Front:
             except QuireError as error:
                 raise RuntimeError(str(error)) from None
             raise RuntimeError("the server has ended")
+
+    async def _launch(self, config: ServeConfig) -> Launcher:
+        """Bind the port. The front before this one may still have it for a moment."""
+        deadline_s = time.monotonic() + BIND_S
+        while True:
+            try:
+                return Launcher(config, on_ready=self._note, make_client=self._connect, handles_signals=False)
+            except InvalidRequest as error:
+                if "cannot listen on" not in str(error) or time.monotonic() > deadline_s:
+                    raise RuntimeError(str(error)) from None
+            await asyncio.sleep(RETRY_S)
 
     def _connect(self, settings: ClientSettings) -> ModelClient:
         application, fingerprint = self._applications[settings.model.names[0]]

@@ -93,6 +93,11 @@ def _address_here() -> str | None:
     return None if not address or _problem(address) else address
 
 
+def is_here() -> bool:
+    """Whether a Ray cluster runs on this machine that `connect` would join."""
+    return bool(os.environ.get(ADDRESS_VARIABLE)) or _address_here() is not None
+
+
 def _start_ray() -> str:
     """Start Ray on this machine, so that it stays after this process. Returns its address.
 
@@ -129,6 +134,8 @@ def _make_token() -> None:
         ensure_token_if_auth_enabled(create_token_if_missing=True)
     finally:
         os.umask(before)
+    with contextlib.suppress(OSError):  # Ray itself writes it so that every user can read it
+        (Path.home() / ".ray/auth_token").chmod(0o600)
 
 
 def stop_ray() -> None:

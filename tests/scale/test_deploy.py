@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -209,14 +211,45 @@ def test_the_command_starts_ray_and_ends_it(cluster: Cluster, tmp_path: Path) ->
         assert cluster.url not in done.stdout
         shown = _quire("deploy", "status", environment=environment).stdout
         assert "quire-smollm2-135m-instruct: running, 1 running" in shown
-        file.write_text(file.read_text() + '\nresources: {"custom": {"no-such": 1}}')
-        waiting = _quire("deploy", str(file), environment=environment, until="no machine of the cluster has")
-        assert "one replica needs (CPU" in waiting.stderr
-        assert "no-such 1" in waiting.stderr
+        _check_refusals(done.stdout, file, environment)
+        # A machine whose CPUs are all used by the first replica.
+        write(file, {"port": 0, "state_dir": "none", "num_blocks": 100, "replicas": 2})
+        done = _quire("deploy", str(file), environment=environment)
+        assert "smollm2-135m-instruct: 2" in done.stdout, done.stdout + done.stderr
         stopped = _quire("deploy", "stop", "--ray", environment=environment)
         assert stopped.stdout.startswith("stopped"), stopped.stderr
         assert "no Ray cluster runs on this machine" in _quire("deploy", "status", environment=environment).stderr
     assert len(cluster.replicas()) == 2
+
+
+def _check_refusals(output: str, file: Path, environment: dict[str, str]) -> None:
+    """Settings that cannot work are refused, and what runs is not changed."""
+    url = output.split("quire serves at ")[1].split()[0]
+    keys = file.with_name("keys.yaml")
+    keys.write_text("keys: [{name: a, key: short}]")
+    wrong = file.with_name("wrong.yaml")
+    for settings, text in (
+        ({"resources": {"custom": {"no-such": 1}}}, "no machine of the cluster has what one replica needs: no-such 1"),
+        ({"resources": {"cpus": 1000}}, "one replica needs: CPU 1000; --wait"),
+        ({"api_keys_file": str(keys)}, "API keys"),
+        ({"api_keys_file": "missing.yaml"}, "missing.yaml"),
+    ):
+        write(wrong, {"port": 0, "state_dir": "none", "replicas": 1, **settings})
+        done = _quire("deploy", str(wrong), environment=environment)
+        assert done.returncode == 2, done.stdout
+        assert text in done.stderr
+    wrong.write_text("  \n")
+    assert "is empty" in _quire("deploy", str(wrong), environment=environment).stderr
+    assert "--ray has no effect" in _quire("deploy", "status", "--ray", environment=environment).stderr
+    with urlopen(f"{url}/v1/models") as answer:
+        assert answer.status == 200
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        write(wrong, {"port": taken.getsockname()[1], "state_dir": "none", "replicas": 1})
+        assert "the head cannot listen there: Address already in use" in (
+            _quire("deploy", str(wrong), environment=environment).stderr
+        )
 
 
 @pytest.mark.parametrize(
