@@ -141,6 +141,10 @@ def serve(
     num_blocks: NumBlocks = None,
     kv_memory: options.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
+    enable_drafts: Annotated[
+        bool,
+        Opt(help="Guess tokens from repeated text, and verify several in one step where that pays. Changes no answer."),
+    ] = True,
     host_cache: options.HostCacheOption = None,
     disk_cache: options.DiskCacheOption = None,
     cache_dir: options.CacheDirOption = None,

@@ -203,11 +203,13 @@ class Request:
         "boundaries",
         "cache_explanation",
         "chain",
+        "draft",
         "earlier_waits_ns",
         "enqueued_ns",
         "epoch",
         "finish_reason",
         "has_failed_load",
+        "is_held",
         "is_prefix_waiting",
         "kv_start",
         "last_step",
@@ -216,6 +218,7 @@ class Request:
         "next_point",
         "num_cached_tokens",
         "num_computed",
+        "num_drafts",
         "num_in_flight",
         "num_load_waits",
         "num_loaded_tokens",
@@ -303,6 +306,9 @@ class Request:
         self.kv_start = 0  # the KV of tokens before it was cached: it is not written again if they are computed again
         self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # samples of steps that are not committed yet
+        self.draft: Sequence[int] = ()  # guesses of its next tokens, to be verified in its next slice
+        self.num_drafts = 0  # guesses in the slice in flight: the number of its samples is not known before it ends
+        self.is_held = False  # not planned while a sample is in flight, because drafts are expected to follow it
         self.num_published = 0  # leading full blocks passed to the tree
         self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.cache_explanation: CacheExplanation | None = None  # explanation of that match
@@ -323,6 +329,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens plus samples in flight."""
         return len(self.tokens) + self.num_in_flight
+
+    @property
+    def awaits_sample(self) -> bool:
+        """Whether its next slice depends on samples in flight: drafts are among them, or are to follow them."""
+        return self.num_drafts > 0 or (self.is_held and self.num_in_flight > 0)
 
     @property
     def has_progressed(self) -> bool:
