@@ -128,7 +128,9 @@ class Contract:
         if not whole.max_drafts or (whole.num_states and not (overlap and has_overlap(rig))):
             pytest.skip("the backend does not verify drafts, or has no state to return to")
         prompts = [random_prompt(40 + length, length) for length in (5, 40, 33, 64)]
-        sampling = [{"temperature": temperature, "seed": number} for number in range(len(prompts))]
+        sampling: list[dict[str, Any]] = [
+            {"temperature": temperature, "seed": number} for number in range(len(prompts))
+        ]
         rig.reset()
         alone = [rig.answer(prompt, 24, **one).tokens for prompt, one in zip(prompts, sampling, strict=True)]
         rig.reset(overlap=overlap and has_overlap(rig))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Batch:
     first_rows: Ints  # [S + 1]
     tables: Ints  # [S, blocks]
     sampled: tuple[int, ...]  # [L]: sequence of each row that is sampled
-    sampled_rows: Ints  # [L]
+    sampled_rows: Ints = field(default_factory=lambda: np.empty(0, np.int32))  # [L]
     window_tables: Ints | None = None  # [S, blocks]; blocks behind the window are 0
     kv_starts: Ints | None = None  # [S]; None: all 0
     segments: Ints | None = None  # [segments, 4]: first and last row, source and target slot, see csrc/quire.h

@@ -123,7 +123,6 @@ class NativeModel:
             first_rows=np.array([0, len(tokens)], np.int32),
             tables=tables,
             sampled=(),
-            sampled_rows=np.empty(0, np.int32),
             window_tables=tables if has_window_blocks else None,
             segments=np.array([[0, len(tokens), 0, 1]], np.int32) if self.limits.num_states else None,
             first_segments=np.array([0, 1], np.int32),

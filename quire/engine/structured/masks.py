@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.backends.machine import usable_cores
 from quire.core.step import SeqSlice, StepPlan
@@ -41,6 +41,11 @@ class Matcher(Protocol):
     def consume(self, token: int) -> bool:
         """Advance by a token. Returns True if the answer is complete: only end-of-text could follow."""
 
+
+@runtime_checkable
+class LookingMatcher(Matcher, Protocol):
+    """A matcher that can look ahead, which drafts need."""
+
     def forced(self) -> Sequence[int]:
         """Tokens that must follow, as far as the grammar allows only one text."""
 
@@ -61,10 +66,11 @@ class Masks(NamedTuple):
 class _Entry:
     """A request's matcher and its time above the limit."""
 
-    __slots__ = ("matcher", "overrun_s")
+    __slots__ = ("looking", "matcher", "overrun_s")
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
+        self.looking = matcher if isinstance(matcher, LookingMatcher) else None
         self.overrun_s = 0.0
 
 
@@ -98,14 +104,17 @@ class GrammarMasks:
 
     def forced(self, request_id: int) -> Sequence[int]:
         """Tokens that must follow. None if the matcher fails; the next mask reports why."""
+        looking = self._entries[request_id].looking
         try:
-            return self._entries[request_id].matcher.forced()
+            return () if looking is None else looking.forced()
         except GrammarFailed:
             return ()
 
     def num_valid(self, request_id: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens the grammar of a request allows one after the other."""
+        looking = self._entries[request_id].looking
         try:
-            return self._entries[request_id].matcher.num_valid(tokens)
+            return 0 if looking is None else looking.num_valid(tokens)
         except GrammarFailed:
             return 0
 
@@ -180,7 +189,7 @@ def _sort(found: Iterable[tuple[int, int, bytes | str]]) -> Masks:
 def _mask(entry: _Entry, drafts: Sequence[int]) -> bytes | str:
     start_s = time.thread_time()
     try:
-        mask = entry.matcher.draft_masks(drafts) if drafts else entry.matcher.mask()
+        mask = entry.looking.draft_masks(drafts) if drafts and entry.looking is not None else entry.matcher.mask()
     except GrammarFailed as error:
         return f"grammar: {error}"
     except Exception as error:
