@@ -34,22 +34,17 @@ class TokenIndex:
 
     def find(self, tokens: array[int]) -> int | None:
         """The end of that place. Occurrences that are not indexed yet are not found."""
-        end = len(tokens)
-        if end < self.size:
+        size, end = self.size, len(tokens)
+        if end <= size:
             return None
-        found = self._ends.get(tuple(tokens[end - self.size :]))
-        self._index(tokens)
-        return found if found is not None and found < end else None
-
-    def _index(self, tokens: array[int]) -> None:
-        """Index the next tokens: all of them in most calls, a part of a long prompt in the first ones."""
-        size = self.size
-        first = max(self._num_indexed, size - 1, len(tokens) - MAX_INDEXED)
-        last = min(len(tokens), first + INDEX_PER_CALL)
-        part = tokens[first + 1 - size : last]
-        runs = zip(*(part[offset:] for offset in range(size)), strict=False)
-        self._ends.update(zip(runs, range(first + 1, last + 1), strict=False))
-        self._num_indexed = last
+        first = max(self._num_indexed, size - 1, end - MAX_INDEXED)
+        last = min(end - 1, first + INDEX_PER_CALL)  # a part of a long prompt, otherwise all tokens but the last
+        if first < last:
+            part = tokens[first + 1 - size : last]
+            runs = zip(*(part[offset:] for offset in range(size)), strict=False)
+            self._ends.update(zip(runs, range(first + 1, last + 1), strict=False))
+            self._num_indexed = last
+        return self._ends.get(tuple(tokens[end - size :]))
 
 
 def match_length(tokens: array[int], place: int, most: int = MAX_MATCH) -> int:

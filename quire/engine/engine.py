@@ -14,7 +14,7 @@ from quire.core.request import FinishReason, PackedPrompt, Priority, Request, Sa
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
-from quire.engine.speculation import Speculation
+from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, QuireError
@@ -36,6 +36,7 @@ class EngineOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: PromptLogprobs | None
     error: str | None
+    predicted: Predicted | None = None  # set if the request has a prediction that was used
 
 
 class BrokenRunner(QuireError):
@@ -107,7 +108,7 @@ class Engine:
         pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
         boundaries: Sequence[int] = (),
-        prediction: Sequence[int] = (),
+        prediction: PackedPrompt | None = None,
     ) -> None:
         """Add a request, or raise and change nothing. It shares the KV of a running parent.
 
@@ -136,7 +137,7 @@ class Engine:
             self._pins[request_id] = pins
         if matcher is not None:
             self._masking.add(request_id, matcher)
-        self.speculation.add(request, prediction if matcher is None else ())
+        self.speculation.add(request, () if prediction is None or matcher is not None else prediction.tokens)
 
     def cancel(self, request_id: int) -> bool:
         """Free everything the request holds. It produces no further output. Returns whether it was unfinished."""
@@ -366,6 +367,7 @@ class Engine:
         is_first = request.num_output_tokens <= len(update.tokens)
         if self._pins and (update.tokens or update.finish_reason is not None):
             self._keep_prefixes(request, update)
+        predicted = self.speculation.predicted(update.request_id)
         if update.finish_reason is not None:
             self._forget(update.request_id)
         return EngineOutput(
@@ -377,6 +379,7 @@ class Engine:
             update.logprobs,
             update.prompt_logprobs,
             update.error,
+            predicted,
         )
 
     def _keep_prefixes(self, request: Request, update: TokenUpdate) -> None:

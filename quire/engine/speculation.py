@@ -22,22 +22,21 @@ MAX_ROWS = 64  # of a step with drafts, where a few more rows cost almost nothin
 MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them
 
 
-class Counts(NamedTuple):
-    """Tokens of a prediction that were verified."""
+class Predicted(NamedTuple):
+    """Tokens of a prediction that were verified so far."""
 
     num_right: int = 0
     num_wrong: int = 0
 
 
 class _Entry:
-    __slots__ = ("counts", "drafter", "is_forced", "is_predicted", "num_drafts", "request")
+    __slots__ = ("drafter", "is_forced", "is_predicted", "predicted", "request")
 
     def __init__(self, request: Request, drafter: Drafter) -> None:
         self.request = request
         self.drafter = drafter
         self.is_forced = self.is_predicted = False  # where the present draft comes from
-        self.num_drafts = 0  # of the step in flight
-        self.counts = Counts()
+        self.predicted: Predicted | None = None
 
 
 class Speculation:
@@ -61,9 +60,13 @@ class Speculation:
             request.draft = prediction[: self._capacity.max_drafts]
             entry.is_predicted = True
 
-    def remove(self, request_id: int) -> Counts:
-        entry = self._entries.pop(request_id, None)
-        return Counts() if entry is None else entry.counts
+    def remove(self, request_id: int) -> None:
+        self._entries.pop(request_id, None)
+
+    def predicted(self, request_id: int) -> Predicted | None:
+        """How much of a request's prediction was right so far. None: it has none, or it was not used."""
+        entry = self._entries.get(request_id) if self._entries else None
+        return None if entry is None else entry.predicted
 
     def learn(self, request_id: int, num_drafts: int, num_tokens: int) -> None:
         """Take account of a slice with drafts that gave `num_tokens`."""
@@ -74,7 +77,8 @@ class Speculation:
         if not entry.is_forced:
             entry.drafter.learn(num_drafts, num_right)
         if entry.is_predicted:
-            entry.counts = Counts(entry.counts.num_right + num_right, entry.counts.num_wrong + num_drafts - num_right)
+            before = entry.predicted or Predicted()
+            entry.predicted = Predicted(before.num_right + num_right, before.num_wrong + num_drafts - num_right)
 
     def update(self, request_id: int, num_running: int, cost: StepCost | None, masking: GrammarMasks) -> None:
         """Make a new draft for a request whose last tokens have arrived."""

@@ -366,6 +366,7 @@ def add_message(request: GenerationRequest, request_ids: tuple[int, ...]) -> Add
         request.grammar,
         request.tenant,
         request.boundaries,
+        request.prediction,
     )
 
 
