@@ -342,21 +342,32 @@ class Engine:
         return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
 
     def _match(self, update: TokenUpdate) -> TokenUpdate:
-        """Pass the tokens to the request's matcher. The request ends when its grammar is complete."""
-        if update.finish_reason not in (None, FinishReason.LENGTH):
+        """Pass the tokens to the request's matcher. The request ends when its grammar is complete.
+
+        With drafts, one more token may have been sampled after the last one of the grammar: it is removed.
+        """
+        reason, request_id = update.finish_reason, update.request_id
+        if reason not in (None, FinishReason.LENGTH, FinishReason.STOP):
             return update
-        request_id = update.request_id
+        tokens = update.tokens[:-1] if reason is FinishReason.STOP else update.tokens  # without the stop token
+        num_taken = 0
         try:
-            is_complete = any(self._masking.consume(request_id, token) for token in update.tokens)
+            for token in tokens:
+                num_taken += 1
+                if self._masking.consume(request_id, token):
+                    break
+            else:
+                return update
         except Exception as error:
             if not isinstance(error, GrammarFailed):
                 log.exception("the matcher of request %d failed", request_id)
             self.scheduler.fail(request_id)
             return update._replace(tokens=(), logprobs=(), finish_reason=FinishReason.ERROR, error=f"grammar: {error}")
-        if not is_complete:
-            return update
-        self.scheduler.finish(request_id, self._requests[request_id].num_output_tokens)
-        return update._replace(finish_reason=FinishReason.STOP)
+        num_dropped = len(update.tokens) - num_taken
+        self.scheduler.finish(request_id, self._requests[request_id].num_output_tokens - num_dropped)
+        return update._replace(
+            tokens=update.tokens[:num_taken], logprobs=update.logprobs[:num_taken], finish_reason=FinishReason.STOP
+        )
 
     def _fail(self, request_id: int, error: str) -> EngineOutput:
         self.scheduler.fail(request_id)
