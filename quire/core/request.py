@@ -290,8 +290,7 @@ class Request:
         self.waited_ns = 0  # total time of all completed waits
         self.is_prefix_waiting = False
         self.num_load_waits = 0  # loads from lower tiers for which it has waited
-        self.num_unloaded_tokens = 0  # that the device had before the first of these loads
-        self.num_loaded_tokens = 0  # that these loads brought
+        self.num_unloaded_tokens = self.num_loaded_tokens = 0  # on the device before the first of them; brought by them
         self.loaded_from: Tier | None = None  # the slowest tier of these loads
         self.has_failed_load = False  # one of these loads failed or was late
         self.num_preemptions = 0
@@ -307,8 +306,7 @@ class Request:
         self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # samples of steps that are not committed yet
         self.draft: Sequence[int] = ()  # guesses of its next tokens, to be verified in its next slice
-        self.num_drafts = 0  # guesses in the slice in flight: the number of its samples is not known before it ends
-        self.is_held = False  # not planned while a sample is in flight, because drafts are expected to follow it
+        self.num_drafts, self.is_held = 0, False  # guesses in the slice in flight; not planned before a sample arrives
         self.num_published = 0  # leading full blocks passed to the tree
         self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.cache_explanation: CacheExplanation | None = None  # explanation of that match
@@ -322,8 +320,7 @@ class Request:
         self.live_states: tuple[StateSlot, ...] = ()  # its own slots, written in turn
         self.state_slot: StateSlot | None = None  # holds the state after `num_planned` tokens; None: the empty state
         self.snapshots: list[StateSlot] = []  # held besides: snapshots it reads, and those it writes
-        self.state_start = 0  # position of the state that it continued from
-        self.state_base = 0  # position of the last snapshot on its path
+        self.state_start = self.state_base = 0  # positions of the state it continued from; of the last snapshot
 
     @property
     def num_tokens(self) -> int:
