@@ -3,8 +3,9 @@
     python benchmarks/drafts.py                                # the default model on this machine's CPU
     python benchmarks/drafts.py --backend torch --device cuda  # on a GPU
 
-Workloads: `copy` repeats a file with one change, `json` extracts fields of a letter by a schema, `free` writes text that
-repeats nothing (temperature 1). Rounds with and without drafts alternate. Answers are compared.
+Workloads: `copy` repeats a file, `edit` the same with a prediction of the answer, `json` extracts fields of a letter by
+a schema, `free` writes text that repeats nothing (temperature 1). Rounds with and without drafts alternate. Answers are
+compared.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from quire.engine.engine import EngineOutput
 from quire.engine.llm import LLM
 from quire.engine.params import GenerationParams
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, work_of
@@ -65,8 +67,13 @@ class Workload(NamedTuple):
 WORKLOADS = (
     Workload(
         "copy",
-        f"Repeat this file, and rename the function area to surface:\n\n{FILE}",
+        f"Repeat this file exactly:\n```python\n{FILE}```",
         GenerationParams(temperature=0, max_tokens=160, ignore_eos=True),
+    ),
+    Workload(
+        "edit",
+        f"Rename the function area to surface in this file:\n```python\n{FILE}```",
+        GenerationParams(temperature=0, max_tokens=160, ignore_eos=True, prediction=FILE.replace("area", "surface")),
     ),
     Workload(
         "json",
@@ -108,7 +115,7 @@ class Side:
         while engine.runner.prepare():
             pass
 
-    def _timed(self) -> object:
+    def _timed(self) -> list[EngineOutput]:
         engine, start_s = self.llm.engine, time.monotonic()
         outputs = self._step()
         done = self._planned
@@ -140,8 +147,9 @@ def measure(sides: Sequence[Side], workload: Workload, num_streams: int, rounds:
     is_equal = all(one.tokens == other.tokens for one, other in zip(*runs, strict=True))
     scheduler = sides[1].llm.engine.scheduler
     print(
-        f"{workload.name:5} {num_streams:3} streams: {statistics.median(plain):9.1f} -> {statistics.median(drafted):9.1f}"
-        f" tok/s, {statistics.median(ratios):5.2f} times ({min(ratios):.2f} to {max(ratios):.2f});"
+        f"{workload.name:5} {num_streams:3} streams: {statistics.median(plain):9.1f} ->"
+        f" {statistics.median(drafted):9.1f} tok/s, {statistics.median(ratios):5.2f} times"
+        f" ({min(ratios):.2f} to {max(ratios):.2f});"
         f" steps {runs[0][-1].num_steps} -> {runs[1][-1].num_steps};"
         f" {scheduler.num_accepted} of {scheduler.num_drafted} drafts right so far;"
         f" answers {'equal' if is_equal else 'DIFFER'}",
@@ -157,7 +165,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", default="1", help="numbers of streams, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="copy,json,free")
+    parser.add_argument("--only", default="copy,edit,json,free")
     options = parser.parse_args()
     model = str(Path(options.model)) if Path(options.model).exists() else options.model
     settings = {"backend": options.backend, "device": options.device, "dtype": options.dtype, "num_blocks": 2000}
