@@ -19,7 +19,7 @@ SERVE_GROUPS = {
     "Models": ("models_dir", "served_model_name", "memory", "idle_unload", "load_format", "max_model_len"),
     "Computing": ("backend", "device", "dtype", "precision", "threads"),
     "KV cache": (
-        *("kv_memory", "num_blocks", "block_size", "enable_prefix_caching", "share_prefix_cache"),
+        *("kv_memory", "num_blocks", "block_size", "enable_prefix_caching", "share_prefix_cache", "enable_drafts"),
         *("host_cache", "disk_cache", "cache_dir"),
     ),
     "Scheduling": (

@@ -14,7 +14,9 @@ DEFAULT_MAX_CHUNK = 512  # tokens per step from one prompt
 PRECISIONS = ("fast", "balanced", "exact")
 QUANTIZE_BITS = (4, 8)
 
-TokenMasks = Mapping[int, bytes]  # batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
+# Batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed. For a slice with drafts, the masks
+# of its sampled positions one after the other.
+TokenMasks = Mapping[int, bytes]
 Progress = Callable[[int, int], None]  # called with the bytes of weights loaded, and the total
 
 
@@ -52,6 +54,7 @@ class Capacity:
     window: int = 0  # largest window of the layers that have window blocks; 0: every layer keeps its whole context
     num_window_blocks: int = 0  # the null block included
     num_states: int = 0  # slots of recurrent states, the empty state included; 0: the model has none
+    max_drafts: int = 0  # draft tokens that a slice may have; 0: the runner does not verify drafts
     max_mixed_tokens: int | None = None  # a server's default limit of prompt tokens beside 64 answers; None: no limit
 
     @property

@@ -30,13 +30,24 @@ from quire.backends.base import (
 )
 from quire.backends.fake_block_io import POISON, FakeBlockIO, FakeMemory, LateCopy
 from quire.backends.kv_spec import KVSpec
+from quire.backends.sampling import masks_by_row, sampled_pieces
 from quire.core.request import SamplingParams
-from quire.core.step import MemoryKind, MemoryRef, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import (
+    MemoryKind,
+    MemoryRef,
+    PromptLogprobs,
+    SeqSlice,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    accepted,
+)
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.checkpoint import Checkpoint
 
 _MASK = 2**62 - 1
 NUM_BLOCKS = 2048  # default size of the pool
+MAX_DRAFTS = 15
 NUM_STATES = 8  # states per request, live ones and snapshots
 
 
@@ -161,6 +172,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
+        max_drafts=MAX_DRAFTS,
     )
     return FakeRunner(capacity, step_s=_step_time(options.device))
 
@@ -184,7 +196,7 @@ def made_up_logprobs(token: int, num_top: int, vocab_size: int) -> TokenLogprobs
 class _Logits(NamedTuple):
     """Output of the forward pass, input of the sampler."""
 
-    context: int
+    contexts: tuple[int, ...]  # of the positions after which the runner samples; one if it does not
     last_token: int
 
 
@@ -314,6 +326,8 @@ class FakeRunner:
         for index in range(-(-piece.start // size)):
             fold.read(self.memory[table[index]][: piece.start - index * size])
         snapshots = {snapshot.position: snapshot.slot for snapshot in piece.snapshots}
+        contexts: list[int] = []
+        has_states = bool(self._capacity.num_states)
         for position, token in enumerate(tokens, piece.start):
             entry = fold.entry(token, position)
             if position >= piece.kv_start:
@@ -327,10 +341,11 @@ class FakeRunner:
                 self.window_memory[piece.window_table[position // size]][position % size] = window_entry
             if position + 1 in snapshots:
                 self.states[snapshots[position + 1]] = hybrid.state
-        has_states = bool(self._capacity.num_states)
+            if position >= piece.start + piece.length - piece.num_sampled:
+                contexts.append(hybrid.value(fold.value(), has_states=has_states))
         if has_states:
             self.states[piece.state_target] = hybrid.state
-        return _Logits(hybrid.value(fold.value(), has_states=has_states), tokens[-1])
+        return _Logits(tuple(contexts), tokens[-1])
 
     def _hybrid(self, piece: SeqSlice, num_windows: int) -> Hybrid:
         """Read the window and the state before a slice, and poison the window memory that it writes."""
@@ -350,24 +365,35 @@ class FakeRunner:
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         vocab_size = self._capacity.vocab_size
-        for index, (piece, (context, last_token)) in enumerate(zip(plan.slices, logits, strict=True)):
+        for index, (piece, row) in enumerate(zip(plan.slices, logits, strict=True)):
             if piece.sampling.prompt_logprobs is not None and (found := self._judge_prompt(piece)) is not None:
                 prompt_logprobs[index] = found
             if not piece.wants_token:
                 samples.append(())
                 continue
-            end = piece.start + piece.length
-            history = [*piece.history[:end]]
-            if len(history) < end:
-                history.append(last_token)  # sampled after the plan was made
-            token = choose_token(context, piece.sampling, history, vocab_size)
-            if masks is not None and piece.batch_index in masks:
-                token = self._next_allowed(token, masks[piece.batch_index])
-            self._last_sample[piece.batch_index] = token
-            samples.append((token,))
+            tokens = accepted(self._sample_slice(piece, row, masks), piece.drafts)
+            self._last_sample[piece.batch_index] = tokens[-1]
+            samples.append(tokens)
             if piece.sampling.logprobs is not None:
-                logprobs[index] = (made_up_logprobs(token, piece.sampling.logprobs, vocab_size),)
+                num_top = piece.sampling.logprobs
+                logprobs[index] = tuple(made_up_logprobs(token, num_top, vocab_size) for token in tokens)
         return StepResult(tuple(samples), logprobs, prompt_logprobs)
+
+    def _sample_slice(self, piece: SeqSlice, row: _Logits, masks: TokenMasks | None) -> list[int]:
+        """Sample after each of the last positions of a slice."""
+        first = piece.start + piece.length - piece.num_drafts
+        history = [*piece.history[:first]]
+        if len(history) < first:
+            history.append(row.last_token)  # sampled after the plan was made
+        tokens: list[int] = []
+        allowed = masks_by_row(sampled_pieces(piece), masks, self._capacity.vocab_size)
+        for number, context in enumerate(row.contexts):
+            context_tokens = [*history, *piece.drafts[:number]]
+            token = choose_token(context, piece.sampling, context_tokens, self._capacity.vocab_size)
+            if number in allowed:
+                token = self._next_allowed(token, allowed[number])
+            tokens.append(token)
+        return tokens
 
     def _judge_prompt(self, piece: SeqSlice) -> PromptLogprobs | None:
         """Return logprobs of the prompt tokens after this slice's positions: each position predicts the next token."""
@@ -397,6 +423,8 @@ class FakeRunner:
         self._check_windows(plan)
         self._check_states(plan)
         self._check_imports(plan)
+        if sum(piece.num_sampled for piece in plan.slices) > self._capacity.max_num_seqs:
+            raise InvariantViolation("more positions are sampled than the batch has rows")
         written: set[int] = set()
         read: list[int] = []
         batch_indices: set[int] = set()
@@ -409,6 +437,8 @@ class FakeRunner:
                 or (not piece.tokens and piece.length > 1)
             ):
                 raise InvariantViolation(f"the slice has no valid tokens or length: {piece}")
+            if piece.num_drafts and (not piece.wants_token or len(piece.tokens) <= piece.num_drafts or piece.snapshots):
+                raise InvariantViolation(f"the slice cannot have drafts: {piece}")
             if len(table) * size < end or not all(0 < block < self._capacity.num_blocks for block in table):
                 raise InvariantViolation(f"the block table does not cover its slice: {piece}")
             if piece.batch_index in batch_indices or not 0 <= piece.batch_index < self._capacity.max_num_seqs:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from quire.core.step import PromptLogprobs, SeqSlice, StepResult, TokenLogprobs
+from quire.backends.base import TokenMasks
+from quire.core.request import SamplingParams
+from quire.core.step import PromptLogprobs, SeqSlice, StepResult, TokenLogprobs, accepted
 
 PROMPT_ROWS = 128  # positions per pass of prompt logprobs: each is a row as long as the vocabulary
 BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
@@ -13,7 +15,10 @@ BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar
 
 
 def is_penalised(piece: SeqSlice) -> bool:
-    sampling = piece.sampling
+    return has_penalty(piece.sampling)
+
+
+def has_penalty(sampling: SamplingParams) -> bool:
     return bool(
         sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
     )
@@ -25,6 +30,31 @@ def is_short(piece: SeqSlice) -> bool:
     return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
 
 
+def sampled_pieces(piece: SeqSlice) -> list[SeqSlice]:
+    """One slice for each position after which the runner samples, which ends at this position."""
+    if not piece.num_drafts:
+        return [piece]
+    lengths = range(piece.length - piece.num_drafts, piece.length + 1)
+    return [piece._replace(tokens=piece.tokens[:length], length=length, num_drafts=0) for length in lengths]
+
+
+def masks_by_row(rows: Sequence[SeqSlice], masks: TokenMasks | None, vocab_size: int) -> dict[int, bytes]:
+    """Masks by index of the rows that have one. A slice with drafts has several rows, in any order."""
+    if not masks:
+        return {}
+    size = -(-vocab_size // 8)
+    found = {row: masks[piece.batch_index] for row, piece in enumerate(rows) if piece.batch_index in masks}
+    if all(len(mask) <= size for mask in found.values()):
+        return found
+    ends = {row: rows[row].start + rows[row].length for row in found}
+    firsts: dict[int, int] = {}
+    for row, end in ends.items():
+        batch_index = rows[row].batch_index
+        firsts[batch_index] = min(end, firsts.get(batch_index, end))
+    offsets = {row: (end - firsts[rows[row].batch_index]) * size for row, end in ends.items()}
+    return {row: mask[offsets[row] : offsets[row] + size] for row, mask in found.items()}
+
+
 def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
     return PromptLogprobs(start, tuple(entry for part in parts for entry in part))
 
@@ -32,7 +62,7 @@ def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]])
 class SampledRows(NamedTuple):
     """Sampled rows of a step as plain numbers, in the order of the logits."""
 
-    indices: Sequence[int]  # slice of each row
+    indices: Sequence[int]  # slice of each row; the rows of a slice are in the order of their positions
     tokens: Sequence[int]
     is_broken: Sequence[bool]  # the row's logits are not finite
     is_blocked: Sequence[bool]  # every token was forbidden
@@ -40,24 +70,30 @@ class SampledRows(NamedTuple):
 
 
 def make_result(
-    num_slices: int,
+    slices: Sequence[SeqSlice],
     unsound: Sequence[int],
     rows: SampledRows | None,
     prompt_logprobs: Mapping[int, PromptLogprobs],
 ) -> StepResult:
     """Assemble the result of a step. `unsound`: slices whose last hidden state is not finite."""
-    tokens: list[tuple[int, ...]] = [()] * num_slices
+    tokens: list[tuple[int, ...]] = [()] * len(slices)
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     failures = dict.fromkeys(unsound, BROKEN)
-    for row, index in enumerate(rows.indices if rows is not None else ()):
-        assert rows is not None
-        tokens[index] = (rows.tokens[row],)
+    if rows is None:
+        return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, bool(failures))
+    row = 0
+    while row < len(rows.indices):
+        index = rows.indices[row]
+        last = row + slices[index].num_sampled
+        tokens[index] = accepted(rows.tokens[row:last], slices[index].drafts)
+        valid = range(row, row + len(tokens[index]))
         if row in rows.logprobs:
-            logprobs[index] = (rows.logprobs[row],)
-        if rows.is_broken[row]:
+            logprobs[index] = tuple(rows.logprobs[each] for each in valid)
+        if any(rows.is_broken[row:last]):
             failures[index] = BROKEN
-        elif rows.is_blocked[row]:
+        elif any(rows.is_blocked[each] for each in valid):
             failures.setdefault(index, BLOCKED)
+        row = last
     return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, BROKEN in failures.values())
 
 

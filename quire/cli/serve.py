@@ -87,6 +87,10 @@ KvEventsReplay = Annotated[
 KvEventsTopic = Annotated[
     str | None, Opt(help="Topic of the events, by default kv@HOST:PORT@{model} with the server's address.")
 ]
+EnableDrafts = Annotated[
+    bool,
+    Opt(help="Guess tokens from repeated text, and verify several in one step where that pays. Changes no answer."),
+]
 DefaultMaxTokens = Annotated[
     int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
 ]
@@ -142,6 +146,7 @@ def serve(
     num_blocks: NumBlocks = None,
     kv_memory: options.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
+    enable_drafts: EnableDrafts = True,
     host_cache: options.HostCacheOption = None,
     disk_cache: options.DiskCacheOption = None,
     cache_dir: options.CacheDirOption = None,
@@ -184,8 +189,7 @@ def serve(
     hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
 ) -> None:
     """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be environment variables, QUIRE_NAME."""
-    options = dict(locals())
-    _serve(options)
+    _serve(dict(locals()))
 
 
 def _leave(number: int, frame: object) -> None:

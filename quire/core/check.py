@@ -107,7 +107,7 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
         for sequence in plan.slices:
             if sequence.wants_token:
                 owner = sequence.request_id, sequence.epoch
-                promised[owner] = promised.get(owner, 0) + 1
+                promised[owner] = promised.get(owner, 0) + sequence.num_sampled
     running = scheduler.running.requests
     batch_indices = list(scheduler.running.free_batch_indices)
     num_seen = 0

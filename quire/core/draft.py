@@ -21,6 +21,7 @@ class StepDraft:
         "has_in_flight",
         "left_out",
         "now_ns",
+        "num_drafts",
         "pending",
         "rationed",
         "short",
@@ -43,6 +44,7 @@ class StepDraft:
         self.decodes: dict[tuple[Priority, str], int] = {}  # tier and tenant -> tokens that no turn gave
         self.left_out: list[Request] = []  # running requests that have work but got no token
         self.short: set[Priority] = set()  # tiers that wanted more than they got
+        self.num_drafts = 0
         self.slices: list[SeqSlice] = []
         self.copies: list[BlockCopy] = []
         self.window_copies: list[BlockCopy] = []

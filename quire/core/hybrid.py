@@ -18,7 +18,7 @@ from quire.core.placement import Place, add_point, place_points
 from quire.core.prefix import PrefixHit, PrefixTree
 from quire.core.request import Request
 from quire.core.state_memory import StateMemory, StateUse
-from quire.core.step import BlockCopy
+from quire.core.step import BlockCopy, SeqSlice
 from quire.core.window_memory import WindowMemory
 from quire.core.window_pool import WindowBlock
 
@@ -119,6 +119,15 @@ class HybridMemory:
     def plan_states(self, request: Request, end: int) -> StateUse:
         """The slots of the next slice of a request, which ends at `end`."""
         return (0, 0, ()) if self.states is None else self.states.plan(request, end)
+
+    def can_roll_back(self, request: Request, end: int) -> bool:
+        """Whether the next slice may end with drafts, of which some may turn out to be wrong."""
+        return self.states is None or self.states.can_roll_back(request, end)
+
+    def roll_back(self, request: Request, piece: SeqSlice) -> None:
+        """Undo a slice whose drafts were not all right: continue from the state before it."""
+        if self.states is not None:
+            self.states.roll_back(request, piece)
 
     def note_branch(self, request: Request, position: int) -> None:
         """Store a state after `position` tokens: another request shares these and waits until they are computed."""

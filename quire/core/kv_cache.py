@@ -332,7 +332,8 @@ class KVCacheManager:
         table = request.block_table
         request.block_table = []  # a new list: a plan in flight still reads the old one
         request.num_computed = request.num_planned = request.num_in_flight = request.num_published = 0
-        request.kv_start = 0
+        request.kv_start = request.num_drafts = 0
+        request.draft = ()
         self.pool.release([self.pool.blocks[block_id] for block_id in table])
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, expires_ns: int) -> int:

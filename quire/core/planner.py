@@ -8,6 +8,7 @@ are taken from the end of that order, so a request that is already in the plan i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
 from quire.core.admission import Admission, Outcome
@@ -117,9 +118,10 @@ class Planner:
         self._is_stalled = False
         step.rationed = self._ledger.rationed
         if step.rationed:
-            for request in self._running.requests:
-                if request.priority in step.rationed and self._num_wanted(request) == 1:
-                    step.wanting[request.priority].append(request)
+            for request in running.requests:
+                num_wanted = self._num_wanted(request) if request.priority in step.rationed else 0
+                if num_wanted == 1 or (num_wanted > 1 and request.request_id not in running.prompts):
+                    wanting[request.priority].append(request)
 
     def _bound_prompts(self, step: StepDraft, num_answers: int) -> None:
         """Limit the prompt tokens of a step with answers, so that these do not wait long for their next token.
@@ -143,8 +145,11 @@ class Planner:
     def _num_wanted(request: Request) -> int:
         """Number of tokens left to plan.
 
-        The last token of a request needs no KV: no token is computed after it.
+        The last token of a request needs no KV: no token is computed after it. A request that awaits a sample wants no
+        token.
         """
+        if request.awaits_sample:
+            return 0
         return min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - request.num_planned
 
     # Turns: running requests that want more tokens, and waiting requests
@@ -254,6 +259,8 @@ class Planner:
 
     def _plan(self, step: StepDraft, request: Request) -> bool:
         """Plan the slice of a running request. Returns False if the request was preempted."""
+        if request.awaits_sample:
+            return True
         tokens, start = request.tokens, request.num_planned
         num_known = len(tokens)
         num_wanted = num_known + request.num_in_flight - start
@@ -268,11 +275,14 @@ class Planner:
                 step.left_out.append(request)
                 return True
             length = 1
+            if num_wanted > 1 and request.request_id not in self._running.prompts:
+                length = min(num_wanted, 1 + max(step.budget, 0), self.max_chunk_tokens)  # its state was rolled back
         elif length > num_wanted:
             length = num_wanted
         if length < num_wanted and length < self.max_chunk_tokens:
             step.short.add(request.priority)
-        end = start + length
+        num_drafts = self._num_drafts(step, request, length) if request.draft and length == num_wanted else 0
+        end = start + length + num_drafts
         hybrid, block_size = self._hybrid, self._cache.block_size
         num_held = len(request.block_table) if hybrid is None else hybrid.num_blocks(request)
         if end > num_held * block_size:
@@ -280,22 +290,29 @@ class Planner:
                 return request.state is RequestState.RUNNING
             self._cache.extend(request, end)
         states = (0, 0, ()) if hybrid is None else hybrid.plan_states(request, end)
-        if is_free:
+        if is_free or num_drafts:
             account = (request.priority, request.tenant)
-            step.decodes[account] = step.decodes.get(account, 0) + 1
+            num_own = length if is_free else 0
+            step.decodes[account] = step.decodes.get(account, 0) + num_own + num_drafts
+            step.budget -= max(num_own - 1, 0) + num_drafts
         wants_token = end >= num_known
         if wants_token:
-            request.num_in_flight += 1
+            request.num_in_flight += 1 + num_drafts
         request.num_planned = end
+        request.num_drafts = num_drafts
+        step.num_drafts += num_drafts
+        computed: Sequence[int] = tokens[start:end] if start < num_known else ()
+        if num_drafts:
+            computed = (*computed, *request.draft[:num_drafts])
         assert request.batch_index is not None
         step.slices.append(
             SeqSlice(
                 request.request_id,
                 request.epoch,
                 request.batch_index,
-                tokens[start:end] if start < num_known else (),
+                computed,
                 start,
-                length,
+                end - start,
                 request.block_table,
                 tokens,
                 wants_token,
@@ -304,9 +321,26 @@ class Planner:
                 request.kv_start,
                 request.window_table,
                 *states,
+                num_drafts,
             )
         )
         return True
+
+    def _num_drafts(self, step: StepDraft, request: Request, length: int) -> int:
+        """Number of drafts to verify in this step, after `length` known tokens.
+
+        Drafts get what is left: they take no tokens, batch rows or blocks from other requests.
+        """
+        end = request.num_planned + length
+        if request.num_in_flight or end < len(request.tokens):
+            return 0
+        budget = step.budget - (length - 1 if request.request_id not in step.allotted else 0)
+        num_rows = self._running.max_num_seqs - len(self._running) - step.num_drafts
+        limits = (budget, num_rows, request.token_limit - 1 - end, self.max_chunk_tokens - length)
+        most = min(len(request.draft), *limits)
+        if most < 1 or (self._hybrid is not None and not self._hybrid.can_roll_back(request, end + most)):
+            return 0
+        return most if self._cache.growth_shortage(request, end + most) <= 0 else 0
 
     def _plan_running(self, step: StepDraft) -> None:
         running, index = self._running.requests, 0

@@ -203,11 +203,13 @@ class Request:
         "boundaries",
         "cache_explanation",
         "chain",
+        "draft",
         "earlier_waits_ns",
         "enqueued_ns",
         "epoch",
         "finish_reason",
         "has_failed_load",
+        "is_held",
         "is_prefix_waiting",
         "kv_start",
         "last_step",
@@ -216,6 +218,7 @@ class Request:
         "next_point",
         "num_cached_tokens",
         "num_computed",
+        "num_drafts",
         "num_in_flight",
         "num_load_waits",
         "num_loaded_tokens",
@@ -287,8 +290,7 @@ class Request:
         self.waited_ns = 0  # total time of all completed waits
         self.is_prefix_waiting = False
         self.num_load_waits = 0  # loads from lower tiers for which it has waited
-        self.num_unloaded_tokens = 0  # that the device had before the first of these loads
-        self.num_loaded_tokens = 0  # that these loads brought
+        self.num_unloaded_tokens = self.num_loaded_tokens = 0  # on the device before the first of them; brought by them
         self.loaded_from: Tier | None = None  # the slowest tier of these loads
         self.has_failed_load = False  # one of these loads failed or was late
         self.num_preemptions = 0
@@ -303,6 +305,8 @@ class Request:
         self.kv_start = 0  # the KV of tokens before it was cached: it is not written again if they are computed again
         self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # samples of steps that are not committed yet
+        self.draft: Sequence[int] = ()  # guesses of its next tokens, to be verified in its next slice
+        self.num_drafts, self.is_held = 0, False  # guesses in the slice in flight; not planned before a sample arrives
         self.num_published = 0  # leading full blocks passed to the tree
         self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.cache_explanation: CacheExplanation | None = None  # explanation of that match
@@ -316,13 +320,17 @@ class Request:
         self.live_states: tuple[StateSlot, ...] = ()  # its own slots, written in turn
         self.state_slot: StateSlot | None = None  # holds the state after `num_planned` tokens; None: the empty state
         self.snapshots: list[StateSlot] = []  # held besides: snapshots it reads, and those it writes
-        self.state_start = 0  # position of the state that it continued from
-        self.state_base = 0  # position of the last snapshot on its path
+        self.state_start = self.state_base = 0  # positions of the state it continued from; of the last snapshot
 
     @property
     def num_tokens(self) -> int:
         """Known tokens plus samples in flight."""
         return len(self.tokens) + self.num_in_flight
+
+    @property
+    def awaits_sample(self) -> bool:
+        """Whether its next slice depends on samples in flight: drafts are among them, or are to follow them."""
+        return self.num_drafts > 0 or (self.is_held and self.num_in_flight > 0)
 
     @property
     def has_progressed(self) -> bool:

@@ -17,7 +17,7 @@ from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Request, RequestState
 from quire.core.running import RunningSet
-from quire.core.step import Content, StepPlan, StepResult, Tier, TokenUpdate, Transfers
+from quire.core.step import Content, SeqSlice, StepPlan, StepResult, Tier, TokenUpdate, Transfers
 from quire.core.waiting import WaitingQueue
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
@@ -68,6 +68,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._now_ns = 0
         self._num_arrived = 0
+        self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were right
         self._is_draining = False
 
     # Queries
@@ -206,7 +207,7 @@ class Scheduler:
             raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
-        requests, block_size, hybrid = self._requests, self.cache.block_size, self.cache.hybrid
+        requests, hybrid = self._requests, self.cache.hybrid
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
         self.cache.settle(plan.copies)
         if hybrid is not None:
@@ -222,27 +223,55 @@ class Scheduler:
                 error = result.failures[index]
                 updates.append(TokenUpdate(request.request_id, (), FinishReason.ERROR, error=error))
                 continue
-            num_before = request.num_computed
-            request.num_computed = end = piece.start + piece.length
-            if end // block_size > request.num_published:
-                self.cache.publish(request)
-            if num_before < request.num_prompt_tokens <= end:
-                self.cache.publish_tail(request)
-            if hybrid is not None:
-                hybrid.commit(request, self.cache.chain(request))
+            if piece.num_drafts:
+                tokens = self._settle_drafts(request, piece, tokens)
+            else:
+                self._advance(request, piece.start + piece.length)
+                if hybrid is not None:
+                    hybrid.commit(request, self.cache.chain(request))
             if not has_more:
                 if piece.wants_token:
-                    updates.append(self._accept(request, tokens))
+                    updates.append(self._accept(request, piece, tokens))
             elif piece.wants_token or index in result.prompt_logprobs:
-                update = self._accept(request, tokens) if tokens else TokenUpdate(request.request_id, (), None)
+                update = self._accept(request, piece, tokens) if tokens else TokenUpdate(request.request_id, (), None)
                 logprobs, prompt = result.logprobs.get(index, ()), result.prompt_logprobs.get(index)
-                updates.append(update._replace(logprobs=logprobs, prompt_logprobs=prompt))
+                updates.append(update._replace(logprobs=logprobs[: len(tokens)], prompt_logprobs=prompt))
         return updates
 
-    def _accept(self, request: Request, tokens: tuple[int, ...]) -> TokenUpdate:
-        (token,) = tokens
-        request.num_in_flight -= 1
-        request.tokens.append(token)
+    def _advance(self, request: Request, end: int) -> None:
+        """Publish what is computed now: the tokens [0, end)."""
+        num_before, cache = request.num_computed, self.cache
+        request.num_computed = end
+        if end // cache.block_size > request.num_published:
+            cache.publish(request)
+        if num_before < request.num_prompt_tokens <= end:
+            cache.publish_tail(request)
+
+    def _settle_drafts(self, request: Request, piece: SeqSlice, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Apply a slice with drafts: add its tokens, up to one that ends the request. Returns these tokens."""
+        sampling, num_before = request.sampling, request.num_output_tokens
+        for count, token in enumerate(tokens, 1):
+            if token in request.stop_ids and num_before + count > sampling.min_tokens:
+                tokens = tokens[:count]
+                break
+        self.num_drafted += piece.num_drafts
+        self.num_accepted += len(tokens) - 1
+        request.num_in_flight -= 1 + piece.num_drafts
+        request.num_drafts, request.draft = 0, ()
+        request.tokens.extend(tokens)
+        request.num_planned = end = piece.start + piece.length - piece.num_drafts + len(tokens) - 1
+        self._advance(request, end)
+        if (hybrid := self.cache.hybrid) is not None:
+            if end < piece.start + piece.length:
+                hybrid.roll_back(request, piece)
+            hybrid.commit(request, self.cache.chain(request))
+        return tokens
+
+    def _accept(self, request: Request, piece: SeqSlice, tokens: tuple[int, ...]) -> TokenUpdate:
+        token = tokens[-1]
+        if not piece.num_drafts:
+            request.num_in_flight -= 1
+            request.tokens.append(token)
         reason = None
         if token in request.stop_ids and request.num_output_tokens > request.sampling.min_tokens:
             reason = FinishReason.STOP

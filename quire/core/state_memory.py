@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.core.chain import TokenChain
 from quire.core.request import Request
 from quire.core.state_pool import EMPTY_SLOT, StatePool, StateSlot
-from quire.core.step import StateSnapshot
+from quire.core.step import SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest
 
 # Most conversations continue after the answer. States within a prompt are for branches, which are rarer: the tokens
@@ -94,6 +94,24 @@ class StateMemory:
     def _next_live(self, request: Request) -> StateSlot:
         """The live slot with the older state: the other one holds the state that the slice reads."""
         return min(request.live_states, key=_position)
+
+    def can_roll_back(self, request: Request, end: int) -> bool:
+        """Whether the state before the next slice survives it, and the slice stores no snapshot before `end`."""
+        points = request.points
+        has_point = request.next_point < len(points) and points[request.next_point] <= end
+        return self.num_live > 1 and request.state_slot is not None and not has_point
+
+    def roll_back(self, request: Request, piece: SeqSlice) -> None:
+        """Continue from the state that a slice has read. What the slice has written is not used.
+
+        Keys and values of the tokens that were right exist. They are not written again when the tokens are.
+        """
+        held = (*request.live_states, *request.snapshots)
+        if request.state_slot is not None:
+            request.state_slot.position = -1
+        request.state_slot = next(slot for slot in held if slot.slot_id == piece.state_source)
+        request.kv_start = max(request.kv_start, request.num_computed)
+        request.num_computed = request.num_planned = piece.start
 
     def commit(self, request: Request, chain: TokenChain, can_publish: CanPublish) -> None:
         """Publish the snapshots that exist now, and release those that no later slice reads."""

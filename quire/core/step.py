@@ -47,6 +47,30 @@ class SeqSlice(NamedTuple):
     state_source: int = 0  # state after [0, start)
     state_target: int = 0  # state after the last token of the slice; 0: the model has no states
     snapshots: tuple[StateSnapshot, ...] = ()  # states to store in addition, by position within (start, end)
+    # The last so many tokens are drafts: guesses of the tokens that the runner will sample. It samples after the token
+    # before them and after each of them. See `accepted`.
+    num_drafts: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions at the end of the slice after which the runner samples."""
+        return self.num_drafts + 1 if self.wants_token else 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.tokens[self.length - self.num_drafts :] if self.num_drafts else ()
+
+
+def accepted(samples: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:
+    """The samples of a slice that are valid: up to the first that differs from the draft in its place.
+
+    A sample depends on the tokens before it. It is what the request would have got without drafts if all drafts before
+    it are equal to the samples in their places.
+    """
+    count = 0
+    while count < len(drafts) and samples[count] == drafts[count]:
+        count += 1
+    return tuple(samples[: count + 1])
 
 
 class BlockCopy(NamedTuple):
@@ -157,7 +181,10 @@ NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """Result of a step: the sampled tokens of each slice, empty where `wants_token` is false."""
+    """Result of a step: the sampled tokens of each slice, empty where `wants_token` is false.
+
+    A slice with drafts has one token more than drafts were accepted.
+    """
 
     tokens: tuple[tuple[int, ...], ...]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = NOTHING  # by slice index, where requested

@@ -105,6 +105,7 @@ class EngineConfig:
     normal_share: float | None = None
     low_share: float | None = None
     enable_prefix_caching: bool = True
+    enable_drafts: bool = True  # guess tokens from repeated text and verify several in one step, where that pays
     host_cache: int | None = None  # bytes of host memory for content evicted from a GPU; None or 0: off
     disk_cache: int | None = None  # bytes of disk; None or 0: off
     cache_dir: str | None = None  # folder of the disk cache; None: `kv` in quire's own cache folder
@@ -142,8 +143,9 @@ class EngineConfig:
                 object.__setattr__(self, name, 0 if is_off else parse_size(name, value))  # frozen after this
 
     def _check_cache(self) -> None:
-        if type(self.enable_prefix_caching) is not bool:
-            raise InvalidRequest(f"enable_prefix_caching = {self.enable_prefix_caching!r} is not true or false")
+        for name in ("enable_prefix_caching", "enable_drafts"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not true or false")
         for name in ("host_cache", "disk_cache"):
             if getattr(self, name) and not self.enable_prefix_caching:
                 raise InvalidRequest(f"{name} = {memory_size(getattr(self, name))} needs prefix caching, which is off")
@@ -203,7 +205,7 @@ def make_engine(
         tiers = open_tiers(path, config, runner)
         scheduler = make_scheduler(runner, config, observe, is_server=is_server, tiers=tiers, chain_secret=chain_secret)
         if tiers is None or scheduler.cache.tiers is None:
-            return Engine(runner, scheduler)
+            return Engine(runner, scheduler, has_drafts=config.enable_drafts)
         if config.backend != "fake":  # which computes nothing, so that no load would ever pay
             scheduler.cache.tiers.ns_per_token = measure_prefill(
                 lambda num_tokens: make_bare_engine(runner, num_tokens + 1), runner.capacity().max_model_len - 1
@@ -212,7 +214,7 @@ def make_engine(
     except BaseException:
         runner.close()
         raise
-    return Engine(runner, scheduler, transfers=tiers.transfers)
+    return Engine(runner, scheduler, transfers=tiers.transfers, has_drafts=config.enable_drafts)
 
 
 def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers | None:

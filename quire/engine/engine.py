@@ -14,6 +14,7 @@ from quire.core.request import FinishReason, PackedPrompt, Priority, Request, Sa
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
+from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, QuireError
@@ -35,6 +36,7 @@ class EngineOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: PromptLogprobs | None
     error: str | None
+    predicted: Predicted | None = None  # set if the request has a prediction that was used
 
 
 class BrokenRunner(QuireError):
@@ -60,8 +62,12 @@ class Engine:
         clock: Callable[[], int] = time.monotonic_ns,
         on_plan: Callable[[StepPlan], None] | None = None,
         transfers: Transfers | None = None,
+        has_drafts: bool = False,
     ) -> None:
-        """`transfers`: makes saves and loads, if the scheduler's cache has tiers below the device."""
+        """`transfers`: makes saves and loads, if the scheduler's cache has tiers below the device.
+
+        `has_drafts`: guess tokens and verify several of them in one step, where that pays. It changes no answer.
+        """
         self.runner = runner
         self.scheduler = scheduler
         self.capacity = runner.capacity()
@@ -70,6 +76,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # unfinished, and not cancelled by the caller
         self._pins: dict[int, Sequence[PinPrefix]] = {}  # request id -> pins to set once its prompt is computed
         self._masking = GrammarMasks()
+        self.speculation = Speculation(self.capacity, is_on=has_drafts)
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
         self.transfers = transfers
@@ -101,12 +108,14 @@ class Engine:
         pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
         boundaries: Sequence[int] = (),
+        prediction: PackedPrompt | None = None,
     ) -> None:
         """Add a request, or raise and change nothing. It shares the KV of a running parent.
 
         The tokens of a `PackedPrompt` are not checked again. `pins` are set when the prompt has been computed; if the
         request ends before that, they are dropped. `matcher` restricts the tokens of the answer and must not be shared
         between requests. Later requests are expected to continue from `boundaries`, positions in the prompt.
+        `prediction`: tokens that the answer is expected to contain.
         """
         prompt = self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
@@ -128,6 +137,7 @@ class Engine:
             self._pins[request_id] = pins
         if matcher is not None:
             self._masking.add(request_id, matcher)
+        self.speculation.add(request, () if prediction is None or matcher is not None else prediction.tokens)
 
     def cancel(self, request_id: int) -> bool:
         """Free everything the request holds. It produces no further output. Returns whether it was unfinished."""
@@ -144,6 +154,7 @@ class Engine:
         self._requests.pop(request_id, None)
         self._pins.pop(request_id, None)
         self._masking.remove(request_id)
+        self.speculation.remove(request_id)
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
         """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
@@ -297,11 +308,24 @@ class Engine:
             self.drop_cache()
         if self._masking:
             updates = [self._match(update) for update in updates]
+        if self.speculation.is_on:
+            self._speculate(step.plan, updates)
         outputs = [self._output(update) for update in updates]
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             last = next((output.error for output in outputs if output.error), "")
             raise BrokenRunner(f"{self._num_failed_steps} steps in a row failed; the last: {last}")
         return outputs
+
+    def _speculate(self, plan: StepPlan, updates: Sequence[TokenUpdate]) -> None:
+        """Learn from the drafts of a step, and make new ones."""
+        received = {update.request_id: len(update.tokens) for update in updates if update.tokens}
+        for piece in plan.slices:
+            if piece.num_drafts and piece.request_id in received:
+                self.speculation.learn(piece.request_id, piece.num_drafts, received[piece.request_id])
+        num_running, cost = len(self.scheduler.running), self.scheduler.policy.ledger.cost
+        for update in updates:
+            if update.tokens and update.finish_reason is None:
+                self.speculation.update(update.request_id, num_running, cost, self._masking)
 
     def _collect(self, step: _InFlight) -> StepResult:
         error = step.error
@@ -318,21 +342,32 @@ class Engine:
         return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
 
     def _match(self, update: TokenUpdate) -> TokenUpdate:
-        """Pass the tokens to the request's matcher. The request ends when its grammar is complete."""
-        if update.finish_reason not in (None, FinishReason.LENGTH):
+        """Pass the tokens to the request's matcher. The request ends when its grammar is complete.
+
+        With drafts, one more token may have been sampled after the last one of the grammar: it is removed.
+        """
+        reason, request_id = update.finish_reason, update.request_id
+        if reason not in (None, FinishReason.LENGTH, FinishReason.STOP):
             return update
-        request_id = update.request_id
+        tokens = update.tokens[:-1] if reason is FinishReason.STOP else update.tokens  # without the stop token
+        num_taken = 0
         try:
-            is_complete = any(self._masking.consume(request_id, token) for token in update.tokens)
+            for token in tokens:
+                num_taken += 1
+                if self._masking.consume(request_id, token):
+                    break
+            else:
+                return update
         except Exception as error:
             if not isinstance(error, GrammarFailed):
                 log.exception("the matcher of request %d failed", request_id)
             self.scheduler.fail(request_id)
             return update._replace(tokens=(), logprobs=(), finish_reason=FinishReason.ERROR, error=f"grammar: {error}")
-        if not is_complete:
-            return update
-        self.scheduler.finish(request_id, self._requests[request_id].num_output_tokens)
-        return update._replace(finish_reason=FinishReason.STOP)
+        num_dropped = len(update.tokens) - num_taken
+        self.scheduler.finish(request_id, self._requests[request_id].num_output_tokens - num_dropped)
+        return update._replace(
+            tokens=update.tokens[:num_taken], logprobs=update.logprobs[:num_taken], finish_reason=FinishReason.STOP
+        )
 
     def _fail(self, request_id: int, error: str) -> EngineOutput:
         self.scheduler.fail(request_id)
@@ -343,6 +378,7 @@ class Engine:
         is_first = request.num_output_tokens <= len(update.tokens)
         if self._pins and (update.tokens or update.finish_reason is not None):
             self._keep_prefixes(request, update)
+        predicted = self.speculation.predicted(update.request_id)
         if update.finish_reason is not None:
             self._forget(update.request_id)
         return EngineOutput(
@@ -354,6 +390,7 @@ class Engine:
             update.logprobs,
             update.prompt_logprobs,
             update.error,
+            predicted,
         )
 
     def _keep_prefixes(self, request: Request, update: TokenUpdate) -> None:

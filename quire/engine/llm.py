@@ -259,6 +259,7 @@ class _Run:
                     pins=() if index else request.pins,
                     matcher=None if compiled is None else compiled.matcher(),
                     boundaries=request.boundaries,
+                    prediction=request.prediction,
                 )
             except QueueFull:
                 return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from quire.core.request import Priority
+from quire.core.request import PackedPrompt, Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
@@ -26,6 +26,7 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.spec import AttentionSpec, GenerationDefaults, ModelSpec
 
 TAIL_TOKENS = 32  # the end of a prompt that is searched for an opened reasoning block
+MAX_PREDICTED = 32_768  # tokens of a prediction
 MAX_CHARS_PER_TOKEN = 16  # average of a whole text; only long runs of white space exceed it
 TOO_LONG_HINT = "shorten it, or serve a model with a longer context"
 
@@ -136,10 +137,16 @@ class ModelText:
             tenant=tenant,
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
+            prediction=self._encode_prediction(params.prediction) if params.prediction else None,
             boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
             new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )
+
+    def _encode_prediction(self, text: str) -> PackedPrompt | None:
+        """The tokens of an expected answer. The rest of a very long one is not used."""
+        tokens = self.tokenizer.encode_plain(text[: MAX_CHARS_PER_TOKEN * MAX_PREDICTED], at_start=False)
+        return PackedPrompt.of(tokens[:MAX_PREDICTED]) if tokens else None
 
     def new_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> AnswerParser:
         """A parser for one answer to this prompt, which was rendered from `chat`."""

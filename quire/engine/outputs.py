@@ -14,6 +14,7 @@ from quire.core.request import FinishReason
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.engine.engine import EngineOutput
 from quire.engine.params import GenerationRequest
+from quire.engine.speculation import Predicted
 from quire.errors import RequestFailed
 from quire.text.answers import AnswerParser
 from quire.text.stream import TextStream
@@ -36,6 +37,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens found in the cache by the first sample; other samples share its KV
+    accepted_prediction_tokens: int = 0  # tokens of the prediction that were verified, and right
+    rejected_prediction_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -122,6 +125,7 @@ class Answers:
         ]
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._cached_tokens = 0
+        self._predicted: dict[int, Predicted] = {}  # by sample
         self._cache: CacheExplanation | None = None
 
     @property
@@ -132,7 +136,9 @@ class Answers:
     def usage(self) -> Usage:
         """Usage so far. The prompt and its cached tokens are counted once, for the first sample."""
         num_tokens = sum(len(sample.token_ids) for sample in self.samples)
-        return Usage(len(self.request.prompt), num_tokens, self._cached_tokens)
+        right = sum(one.num_right for one in self._predicted.values())
+        wrong = sum(one.num_wrong for one in self._predicted.values())
+        return Usage(len(self.request.prompt), num_tokens, self._cached_tokens, right, wrong)
 
     @property
     def cache(self) -> CacheExplanation | None:
@@ -151,6 +157,8 @@ class Answers:
             self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache
         if output.prompt_logprobs is not None:
             self._take_prompt_logprobs(output.prompt_logprobs)
+        if output.predicted is not None:
+            self._predicted[index] = output.predicted
         if sample.finish_reason is not None:  # a stop string ended it; these tokens were in flight
             return Delta(index, "", (), (), sample.finish_reason, None)
         if self.request.hides_answer:

@@ -54,6 +54,7 @@ class GenerationParams:
     logprobs: int | None = None  # alternatives to report per token of the answer
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # constrains the answer
+    prediction: str = ""  # text that the answer is expected to contain, which is then verified several tokens at a time
 
     def __post_init__(self) -> None:
         for name, empty in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
@@ -69,6 +70,8 @@ class GenerationParams:
         if not isinstance(self.stop, str | list | tuple):
             raise InvalidRequest(f"stop = {self.stop!r:.80} is not a string or a list of strings")
         check_tokens("stop_token_ids", self.stop_token_ids)
+        if not isinstance(self.prediction, str):
+            raise InvalidRequest(f"prediction = {self.prediction!r:.80} is not text")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
@@ -169,6 +172,7 @@ class GenerationRequest:
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
     boundaries: tuple[int, ...] = ()  # where messages start in the prompt: later requests may continue from there
+    prediction: PackedPrompt | None = None  # tokens that the answer is expected to contain
     # Creates a parser that may end the turn.
     new_parser: Callable[[], AnswerParser] | None = field(default=None, repr=False, compare=False)
     packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt in the engine's format

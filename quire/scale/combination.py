@@ -32,6 +32,8 @@ def add_stats(found: Sequence[Stats]) -> Stats:
         sum(one.num_preemptions for one in found),
         sum(one.num_steps for one in found),
         sum(one.num_violations for one in found),
+        sum(one.num_drafted for one in found),
+        sum(one.num_accepted for one in found),
     )
 
 
@@ -54,6 +56,8 @@ def counters_of(stats: Stats) -> Stats:
         stats.num_preemptions,
         stats.num_steps,
         stats.num_violations,
+        stats.num_drafted,
+        stats.num_accepted,
     )
 
 

@@ -125,7 +125,13 @@ class ActiveRequest:
         """Token counts of all prompts so far."""
         parts = [generation.answers.usage for generation in self.generations]
         cached = sum(generation.num_cached_tokens for generation in self.generations)
-        return Usage(self.num_prompt_tokens, sum(part.completion_tokens for part in parts), cached)
+        return Usage(
+            self.num_prompt_tokens,
+            sum(part.completion_tokens for part in parts),
+            cached,
+            sum(part.accepted_prediction_tokens for part in parts),
+            sum(part.rejected_prediction_tokens for part in parts),
+        )
 
     @property
     def cache(self) -> CacheExplanation | None:

@@ -119,6 +119,37 @@ class Contract:
         for prompt, request_id in zip(prompts, ids, strict=True):
             self.check(reference, prompt, answers[request_id])
 
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_drafts_change_no_answer(self, pair: Pair, overlap: bool, temperature: float) -> None:
+        """Drafts that are right, wrong and right up to some token, beside requests without drafts."""
+        reference, rig = pair
+        whole = rig.engine.runner.capacity()
+        if not whole.max_drafts or (whole.num_states and not (overlap and has_overlap(rig))):
+            pytest.skip("the backend does not verify drafts, or has no state to return to")
+        prompts = [random_prompt(40 + length, length) for length in (5, 40, 33, 64)]
+        sampling: list[dict[str, Any]] = [
+            {"temperature": temperature, "seed": number} for number in range(len(prompts))
+        ]
+        rig.reset()
+        alone = [rig.answer(prompt, 24, **one).tokens for prompt, one in zip(prompts, sampling, strict=True)]
+        rig.reset(overlap=overlap and has_overlap(rig))
+        ids = [rig.start(prompt, 24, **one) for prompt, one in zip(prompts, sampling, strict=True)]
+        known = dict(zip(ids, alone, strict=True))
+        answers = {request_id: Answer() for request_id in ids}
+        rng = Random(7)
+        while rig.engine.has_work:
+            for request in rig.engine.scheduler.running:
+                coming = known[request.request_id][request.num_output_tokens :][: rng.choice((0, 1, 2, 3))]
+                request.draft = [*coming, *[rng.randrange(VOCAB)] * rng.randrange(2)]
+                request.is_held = True
+            rig.step(answers)
+        assert rig.engine.scheduler.num_accepted > 20
+        assert rig.engine.scheduler.num_accepted < rig.engine.scheduler.num_drafted
+        for prompt, request_id in zip(prompts, ids, strict=True):
+            assert answers[request_id].tokens == known[request_id]
+            self.check(reference, prompt, answers[request_id])
+
     def test_prompt_logprobs(self, pair: Pair) -> None:
         reference, rig = pair
         rig.reset(max_chunk_tokens=16)

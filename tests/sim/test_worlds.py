@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.sim.runs import Failure, report, run_world, run_worlds
-from tests.sim.world import FIRST_HYBRID, FIRST_TIERED, World
+from tests.sim.world import FIRST_DRAFTING, FIRST_HYBRID, FIRST_TIERED, World
 
 NUM_EVENTS = 500_000
 NUM_WORLDS = 640  # enough for that many events
@@ -127,6 +127,27 @@ TIERED_MINIMA = {
 def test_worlds_with_tiers(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = range(FIRST_TIERED, FIRST_TIERED + NUM_TIERED_WORLDS)
     check_worlds(capsys, seeds, "worlds with tiers", TIERED_MINIMA)
+
+
+NUM_DRAFTING_WORLDS = 120
+DRAFTING_MINIMA = {
+    "slices with drafts": 3_500,
+    "accepted drafts": 4_000,
+    "states rolled back": 300,
+    "preemptions": 600,
+    "resumed": 500,
+    "stale results": 700,
+    "window evictions": 600,
+    "loads from disk": 40,
+    "adoptions": 60,
+    "partial hits": 600,
+}
+
+
+@pytest.mark.timeout(1800)
+def test_worlds_with_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = range(FIRST_DRAFTING, FIRST_DRAFTING + NUM_DRAFTING_WORLDS)
+    check_worlds(capsys, seeds, "worlds with drafts", DRAFTING_MINIMA)
 
 
 @pytest.mark.timeout(1800)

@@ -44,6 +44,7 @@ TENANTS = ("", "ann", "bob")
 FAIR = "fair"
 FIRST_HYBRID = 1_000_000  # worlds from this seed on have windows, recurrent states, or both
 FIRST_TIERED = 2_000_000  # worlds from this seed on have tiers below the device, and every other one is hybrid
+FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hybrid, some have tiers
 HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
 PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
 
@@ -112,6 +113,8 @@ class Setup:
     max_save_bytes: int = 0
     max_writes: int = 0
     is_slow_below: bool = False  # loads of few tokens do not pay
+    draft_share: float = 0.0  # of the slices that could have drafts
+    right_share: float = 0.0  # of draft tokens that are right
 
     @property
     def has_tiers(self) -> bool:
@@ -122,7 +125,12 @@ class Setup:
         setup = Setup._draw(random, seed)
         if FIRST_HYBRID <= seed < FIRST_TIERED or (seed >= FIRST_TIERED and seed % 2):
             setup = setup._with_hybrid_memory(random)
-        return setup if seed < FIRST_TIERED else setup._with_tiers(random)
+        if FIRST_TIERED <= seed < FIRST_DRAFTING or (seed >= FIRST_DRAFTING and seed % 3 == 0):
+            setup = setup._with_tiers(random)
+        if seed >= FIRST_DRAFTING:
+            shares = random.choice((0.3, 0.7, 1.0)), random.choice((0.3, 0.8, 0.97))
+            setup = replace(setup, draft_share=shares[0], right_share=shares[1])
+        return setup
 
     def _with_tiers(self, random: Random) -> Setup:
         kind = random.choice(("host", "disk", "both", "both"))
@@ -602,6 +610,8 @@ class World:
 
     def _step(self) -> None:
         """Schedule and forward N+1, collect and commit N, sample N+1; or, without overlap, run one step completely."""
+        if self.setup.draft_share:
+            self._draft()
         busy = self._busy()
         self._has_answers = any(
             min(len(r.tokens) + r.num_in_flight, r.token_limit - 1) - r.num_planned <= 1 for r in self.scheduler.running
@@ -643,14 +653,43 @@ class World:
             if not self.setup.is_overlapped:
                 self._commit()
 
+    def _draft(self) -> None:
+        """Guess the next tokens of some running requests, and hold some that have a sample in flight."""
+        random, vocab_size = self.random, self.setup.vocab_size
+        for request in self.scheduler.running:
+            book = self.books[request.request_id]
+            request.is_held = random.random() < 0.3
+            request.draft = ()
+            if random.random() < self.setup.draft_share:
+                end = len(book.delivered)
+                coming = book.expected[end : end + random.choice((1, 2, 5, 20))]
+                is_right = self.setup.right_share
+                request.draft = [
+                    token if random.random() < is_right else random.randrange(vocab_size)
+                    for token in (*coming, random.randrange(vocab_size))
+                ]
+
     def _commit(self) -> None:
         plan = self.in_flight.popleft()
         self._num_committed += 1
+        books = {}
         for piece in plan.slices:
             book = self.books.get(piece.request_id)
             if book is not None and book.request.epoch == piece.epoch:
-                self._see(book, piece.start + piece.length)
-        for update in self.scheduler.commit(plan, self.runner.collect()):
+                books[piece.request_id] = book
+                self._see(book, piece.start + piece.length - piece.num_drafts)
+        before = self.scheduler.num_accepted
+        updates = self.scheduler.commit(plan, self.runner.collect())
+        for piece in plan.slices:
+            if piece.num_drafts and piece.request_id in books:
+                book = books[piece.request_id]
+                self.counts["slices with drafts"] += 1
+                self._see(book, min(len(book.request.tokens) - 1, piece.start + piece.length))
+                self.counts["states rolled back"] += bool(
+                    self.setup.num_states and book.request.num_computed == piece.start
+                )
+        self.counts["accepted drafts"] += self.scheduler.num_accepted - before
+        for update in updates:
             self._deliver(update)
 
     # Records
@@ -900,7 +939,11 @@ class World:
 
     def _busy(self) -> list[Request]:
         """Running requests with tokens to compute. Each gets at least one token in every step."""
-        return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) > r.num_planned]
+        return [
+            r
+            for r in self.scheduler.running
+            if min(r.num_tokens, r.token_limit - 1) > r.num_planned and not r.awaits_sample
+        ]
 
     @property
     def _is_loading(self) -> bool:
@@ -954,8 +997,10 @@ class World:
                 self._require(piece.start == self._started[piece.request_id], "a hit was not used as reported")
             known = [*book.prompt, *book.delivered]
             self._require(list(piece.history) == known, "a slice has the wrong history")
+            drafted = [*known, *book.request.draft[: piece.num_drafts]]
+            self._require(not piece.num_drafts or piece.start + piece.length == len(drafted), "drafts follow no sample")
             self._require(
-                not piece.tokens or list(piece.tokens) == known[piece.start : piece.start + piece.length],
+                not piece.tokens or list(piece.tokens) == drafted[piece.start : piece.start + piece.length],
                 "wrong tokens",
             )
         running = list(self.scheduler.running)

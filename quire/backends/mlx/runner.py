@@ -334,7 +334,7 @@ class MlxRunner:
     def _read(self, step: _Step) -> StepResult:
         unsound = [index for index, is_sound in enumerate(_numbers(step.is_sound)) if not is_sound]
         found = {index: _prompt_logprobs(ranks) for index, ranks in step.prompt_ranks.items()}
-        result = make_result(len(step.slices), unsound, self._sampled_rows(step), found)
+        result = make_result(step.slices, unsound, self._sampled_rows(step), found)
         if result.is_poisoned:
             mx.synchronize()  # the next step may already run: its writes come first
             for index in broken_slices(result):

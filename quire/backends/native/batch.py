@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,13 +27,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of S sequences, in the order of the plan. L of the sequences sample."""
+    """T tokens of S sequences, in the order of the plan. L of the rows are sampled."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T]
     first_rows: Ints  # [S + 1]
     tables: Ints  # [S, blocks]
-    sampled: tuple[int, ...]  # [L]: indices of the sequences that sample
+    sampled: tuple[int, ...]  # [L]: sequence of each row that is sampled
+    sampled_rows: Ints = field(default_factory=lambda: np.empty(0, np.int32))  # [L]
     window_tables: Ints | None = None  # [S, blocks]; blocks behind the window are 0
     kv_starts: Ints | None = None  # [S]; None: all 0
     segments: Ints | None = None  # [segments, 4]: first and last row, source and target slot, see csrc/quire.h
@@ -77,11 +78,21 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
         positions=np.array(positions, np.int32),
         first_rows=np.array(first_rows, np.int32),
         tables=tables.astype(np.int32),
-        sampled=tuple(index for index, piece in enumerate(slices) if piece.wants_token),
+        sampled=tuple(index for index, piece in enumerate(slices) for _ in range(piece.num_sampled)),
+        sampled_rows=_sampled_rows(slices, first_rows),
         window_tables=_window_tables(slices, widths, limits) if limits.num_window_blocks else None,
         kv_starts=_kv_starts(slices),
         **_segments(slices, first_rows, limits.num_states),
     )
+
+
+def _sampled_rows(slices: Sequence[SeqSlice], first_rows: Sequence[int]) -> Ints:
+    """Return the last rows of each slice: one, and one for each draft."""
+    rows: list[int] = []
+    for index, piece in enumerate(slices):
+        _refuse(num_drafts=not 0 <= piece.num_drafts < piece.length)
+        rows.extend(range(first_rows[index + 1] - piece.num_sampled, first_rows[index + 1]))
+    return np.array(rows, np.int32)
 
 
 def _window_tables(slices: Sequence[SeqSlice], widths: Sequence[int], limits: Limits) -> Ints:

@@ -16,12 +16,20 @@ from quire.backends.native.batch import Batch, build_batch
 from quire.backends.native.library import Floats, Ints, kernels_in_use
 from quire.backends.native.model import NativeModel
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
-from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
+from quire.backends.sampling import (
+    PROMPT_ROWS,
+    SampledRows,
+    broken_slices,
+    join_prompt_logprobs,
+    make_result,
+    sampled_pieces,
+)
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 MAX_CHUNK_TOKENS = 512  # of a prompt, by default
 LAYOUT = 1  # version of the bytes of blocks and states; raise it when a change of C changes their meaning or rounding
+MAX_DRAFTS = 15  # of a slice
 MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
 
 
@@ -58,6 +66,7 @@ class NativeRunner:
             has_costly_rows=True,
             max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=MAX_MIXED_TOKENS,
+            max_drafts=MAX_DRAFTS,
             window=limits.window,
             num_window_blocks=limits.num_window_blocks,
             num_states=limits.num_states,
@@ -122,7 +131,7 @@ class NativeRunner:
         hidden = None
         if any(piece.sampling.prompt_logprobs is not None for piece in plan.slices):
             hidden = np.empty((len(batch.tokens), self.model.spec.hidden_size), np.float32)
-        logits, is_sound = self.model.forward(batch, batch.last_rows[list(batch.sampled)], hidden)
+        logits, is_sound = self.model.forward(batch, batch.sampled_rows, hidden)
         found = {} if hidden is None else self._rank_prompts(plan.slices, batch, hidden)
         self._forwarded = _Forwarded(plan.slices, batch, logits, is_sound, found)
 
@@ -133,8 +142,8 @@ class NativeRunner:
         self._forwarded = None
         sampled = None
         if forwarded.batch.sampled:
-            pieces = [forwarded.slices[index] for index in forwarded.batch.sampled]
-            last_tokens = forwarded.batch.tokens[forwarded.batch.last_rows[list(forwarded.batch.sampled)]]
+            pieces = [one for piece in forwarded.slices if piece.wants_token for one in sampled_pieces(piece)]
+            last_tokens = forwarded.batch.tokens[forwarded.batch.sampled_rows]
             sampled = self._sampler.sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
             self._last_samples[[piece.batch_index for piece in pieces]] = sampled.tokens
         self._steps.append(_Step(forwarded, sampled))
@@ -149,7 +158,7 @@ class NativeRunner:
             broken, blocked = sampled.is_broken.tolist(), sampled.is_blocked.tolist()
             rows = SampledRows(forwarded.batch.sampled, sampled.tokens.tolist(), broken, blocked, sampled.logprobs)
         unsound = np.flatnonzero(~forwarded.is_sound).tolist()
-        result = make_result(len(forwarded.slices), unsound, rows, forwarded.prompt_logprobs)
+        result = make_result(forwarded.slices, unsound, rows, forwarded.prompt_logprobs)
         for index in broken_slices(result):
             windows = forwarded.batch.window_tables  # ids are checked; 0 is the null block
             window_blocks = [] if windows is None else windows[index].tolist()

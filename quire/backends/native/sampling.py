@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.backends.base import TokenMasks
 from quire.backends.native.library import Floats, Ints
 from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short
+from quire.backends.sampling import is_penalised, is_short, masks_by_row
 from quire.core.step import SeqSlice, TokenLogprobs
 from quire.errors import InvariantViolation
 
@@ -143,7 +143,7 @@ class NativeSampler:
             penalties.apply(logits, rows, last_tokens)
             _add_bias(logits, rows)
             _forbid_ends(logits, rows)
-        tokens, is_sound, was_sound = self._choose(logits, rows, masks or {})
+        tokens, is_sound, was_sound = self._choose(logits, rows, masks_by_row(rows, masks, logits.shape[1]))
         is_broken = ~was_sound
         for index, was in was_broken.items():
             is_broken[index] = was
@@ -176,7 +176,9 @@ class NativeSampler:
         )
         return tuple(map(TokenLogprobs, chosen.tolist(), logprobs.tolist(), ranks.tolist(), tops))
 
-    def _choose(self, logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> tuple[Ints, Bools, Bools]:
+    def _choose(
+        self, logits: Floats, rows: Sequence[SeqSlice], masks: Mapping[int, bytes]
+    ) -> tuple[Ints, Bools, Bools]:
         """Return the tokens, and for each row whether its largest logit is finite after and before its mask.
 
         If it is not finite after the mask, the token is meaningless.
@@ -184,7 +186,7 @@ class NativeSampler:
         num_rows, vocab_size = logits.shape
         choices = np.array([_choice(piece, vocab_size) for piece in rows], _CHOICE)
         tokens, (is_sound, was_sound) = np.empty(num_rows, np.int32), np.empty((2, num_rows), np.bool_)
-        found = [masks.get(piece.batch_index) for piece in rows]
+        found = [masks.get(row) for row in range(num_rows)]
         if any(mask is not None and len(mask) != -(-vocab_size // 8) for mask in found):
             raise InvariantViolation(f"masks of {[mask and len(mask) for mask in found]} bytes for {vocab_size = }")
         masked = (ctypes.c_char_p * num_rows)(*found)

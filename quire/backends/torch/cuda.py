@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.block_io import counts_of
 from quire.backends.kv_spec import KVSpec, LayerKV
-from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
+from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs, sampled_pieces
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
 from quire.backends.torch.block_io import torch_layout
 from quire.backends.torch.cuda_block_io import CudaBlockIO
@@ -50,7 +51,7 @@ from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Logprobs, read_logprobs
 from quire.backends.torch.state_store import StateStore, memory_facts, purge
 from quire.backends.torch.state_work import max_chunks
-from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, accepted
 from quire.errors import InvariantViolation
 
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
@@ -62,6 +63,7 @@ GRAPH_PROMPT = 32  # rows of a mixed graph for each prompt it has room for
 MIN_GRAPH_PROMPTS = 8
 MAX_GRAPH_SEQUENCES = 32  # prompts of a mixed graph of a model with states: empty ones take time in every layer too
 GRAPH_SNAPSHOTS = 2  # states within a prompt, beside that at its end, for which a mixed graph has room on average
+MAX_DRAFTS = 15  # of a slice
 POLL_S = 0.01  # interval of polling the compiler processes
 NO_MEMORY = "out of memory on the device, even without other requests: a shorter prompt or smaller steps may fit"
 
@@ -73,7 +75,8 @@ class _Pass:
     """One forward pass in flight. A step has more than one only after it ran out of memory."""
 
     step: Step
-    places: tuple[int, ...]  # indices of the step's slices that sample
+    places: tuple[int, ...]  # [S]: index of the step's slice of each sampled row
+    rows: list[SeqSlice]  # [S]: a slice that ends at that row
     special_rows: SpecialRows
     logits: Tensor | None  # [S, V]
     sampled: _Sampled | None  # inputs of the sampling kernels
@@ -81,6 +84,15 @@ class _Pass:
     prompts: list[tuple[int, int, tuple[int, ...], Logprobs]]  # index in the plan, first position, tokens, their ranks
     results: Tensor | None = None  # on the host, after the copy: tokens, flags, soundness
     logprobs: Logprobs | None = None
+
+
+class _Row(NamedTuple):
+    """The sample after one row."""
+
+    end: int  # tokens up to this row
+    token: int
+    flags: int  # see `DeviceSampler.sample`
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,7 @@ class _Sampled:
 @dataclass(slots=True)
 class _InFlight:
     passes: list[_Pass]
-    num_slices: int
+    slices: Sequence[SeqSlice]  # of the plan
     failures: dict[int, str]
     event: torch.cuda.Event | None = None
 
@@ -128,6 +140,7 @@ class CudaRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=max_mixed_tokens,
+            max_drafts=MAX_DRAFTS,
             window=max(store.windows, default=0),
             num_window_blocks=store.num_window_blocks,
             num_states=0 if states is None else states.num_slots,
@@ -215,8 +228,9 @@ class CudaRunner:
         with self._on_stream():
             self._sampler.release(plan.released)
             self._copies = (plan.copies, plan.window_copies)
-            indices = tuple(range(len(plan.slices)))
-            self._forwarded = self._launch(plan.slices, indices)
+            slices, indices = self._divide_drafts(plan.slices)
+            self._forwarded = self._launch(slices, indices)
+            self._forwarded.slices = plan.slices
 
     def _copy(self, pairs: Tensor) -> None:
         """Copy blocks. `pairs` holds the sources and destinations of the copies, then those of window blocks."""
@@ -231,10 +245,31 @@ class CudaRunner:
                 copy_blocks(pool, sources, destinations)
         self._copies = ((), ())  # not again if this pass runs out of memory: blocks written since would be overwritten
 
+    def _divide_drafts(self, slices: Sequence[SeqSlice]) -> tuple[Sequence[SeqSlice], Sequence[int]]:
+        """Make a decode of each draft: all keys and values of a step are stored before its attention.
+
+        So a step with drafts runs in the graphs of decodes. A recurrent state is updated token by token, so slices of
+        models with states stay whole. Returns the slices and the index of each in the plan.
+        """
+        if self.states is not None or not any(piece.num_drafts for piece in slices):
+            return slices, tuple(range(len(slices)))
+        divided: list[SeqSlice] = []
+        indices: list[int] = []
+        for index, piece in enumerate(slices):
+            indices += [index] * (1 + piece.num_drafts)
+            if not piece.num_drafts:
+                divided.append(piece)
+                continue
+            cut = piece.length - piece.num_drafts
+            divided.append(piece._replace(tokens=piece.tokens[:cut], length=cut, num_drafts=0))
+            for number, token in enumerate(piece.drafts, cut):
+                divided.append(piece._replace(tokens=(token,), start=piece.start + number, length=1, num_drafts=0))
+        return divided, tuple(indices)
+
     def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
         """Run in one pass. If memory runs out, run again in halves; only slices that do not fit even then fail."""
         try:
-            return _InFlight([self._pass(slices, indices)], len(slices), {})
+            return _InFlight([self._pass(slices, indices)], slices, {})
         except torch.OutOfMemoryError:
             log.warning("out of memory in a step of %d requests: repeating it in halves", len(slices))
         passes: list[_Pass] = []
@@ -246,7 +281,7 @@ class CudaRunner:
                 passes.append(self._pass(some, where, has_graphs=False))  # graphs would share one logits buffer
             except torch.OutOfMemoryError:
                 failures |= dict.fromkeys(where, NO_MEMORY)
-        return _InFlight(passes, len(slices), failures)
+        return _InFlight(passes, slices, failures)
 
     def _pass(self, slices: Sequence[SeqSlice], indices: Sequence[int], *, has_graphs: bool = True) -> _Pass:
         updates = self._tables.update(slices)
@@ -254,7 +289,8 @@ class CudaRunner:
         step = step._replace(order=tuple(indices[place] for place in step.order))
         graph = self._graph(step) if has_graphs and self._has_graphs else None
         layout = step.layout if graph is None else graph.layout
-        places = tuple([place for place, piece in enumerate(step.slices) if piece.wants_token])
+        places = tuple([place for place, piece in enumerate(step.slices) for _ in range(piece.num_sampled)])
+        rows = [one for piece in step.slices if piece.wants_token for one in sampled_pieces(piece)]
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
         pairs = [number for copies in self._copies for ends in zip(*copies, strict=True) for number in ends]
         sizes = (num_slices, num_sampled, num_sampled, num_sampled * NUM_PARAMS, 2 * num_updates, len(pairs))
@@ -265,8 +301,7 @@ class CudaRunner:
         bounds = list(itertools.accumulate(sizes, initial=size))
         pieces = [host[first:last] for first, last in itertools.pairwise(bounds)]
         pieces[0][:] = step.last_rows
-        pieces[1][:] = step.last_rows[list(places)]
-        rows = [step.slices[place] for place in places]
+        pieces[1][:] = _sampled_rows(step)
         pieces[2][:] = [piece.batch_index for piece in rows]
         special_rows = fill_params(pieces[3].view(np.float32).reshape(-1, NUM_PARAMS), rows)
         pieces[4][:num_updates], pieces[4][num_updates:] = updates
@@ -291,7 +326,7 @@ class CudaRunner:
             last_tokens = self._last_tokens(layout.carve(device), tail[1]) if special_rows.is_changed else tail[2]
             params = tail[3].view(torch.float32).view(-1, NUM_PARAMS)
             sampled = _Sampled(params, tail[2], last_tokens)
-        return _Pass(step, places, special_rows, logits, sampled, sound, prompts)
+        return _Pass(step, places, rows, special_rows, logits, sampled, sound, prompts)
 
     def _update_tables(self, places: list[int], entries: Tensor) -> None:
         """Write new entries of block tables. `entries` holds their places, then their values."""
@@ -389,10 +424,9 @@ class CudaRunner:
         width = max(len(one.places), len(one.step.slices))
         out = torch.empty((3, width), dtype=torch.int32, device=self.store.device)
         if one.logits is not None and one.sampled is not None:
-            rows = [one.step.slices[place] for place in one.places]
             one.logprobs = self._sampler.sample(
                 one.logits,
-                rows,
+                one.rows,
                 one.special_rows,
                 one.sampled.params,
                 one.sampled.batch_indices,
@@ -423,17 +457,23 @@ class CudaRunner:
         step = self._steps.popleft()
         if step.event is not None:
             step.event.synchronize()
-        tokens: list[tuple[int, ...]] = [()] * step.num_slices
+        tokens: list[tuple[int, ...]] = [()] * len(step.slices)
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        drafted: dict[int, list[_Row]] = {index: [] for index, piece in enumerate(step.slices) if piece.num_drafts}
         prompts: dict[int, PromptLogprobs] = {}
         failures = step.failures
         for one in step.passes:
-            self._read(one, tokens, logprobs, failures)
+            self._read(one, tokens, logprobs, failures, drafted)
             for index, first, known, ranked in one.prompts:
                 entries = tuple(read_logprobs(ranked, known).values())
                 earlier = prompts.get(index)
                 parts = (entries,) if earlier is None else (earlier.entries, entries)
                 prompts[index] = join_prompt_logprobs(first if earlier is None else earlier.start, parts)
+        for index, rows in drafted.items():
+            rows.sort()
+            tokens[index], logprobs[index] = _accept(rows, step.slices[index].drafts)
+            if any(row.flags for row in rows[: len(tokens[index])]):
+                failures.setdefault(index, BLOCKED)
         is_poisoned = BROKEN in failures.values()
         if is_poisoned:
             self._purge(step)
@@ -445,7 +485,9 @@ class CudaRunner:
         tokens: list[tuple[int, ...]],
         logprobs: dict[int, tuple[TokenLogprobs, ...]],
         failures: dict[int, str],
+        drafted: dict[int, list[_Row]],
     ) -> None:
+        """Read the results of a pass. Samples of slices with drafts are collected in `drafted`."""
         assert one.results is not None
         width = max(len(one.places), len(one.step.slices))
         chosen, flags, sound = one.results[: 3 * width].view(3, width).tolist()
@@ -458,6 +500,12 @@ class CudaRunner:
         ranked = {} if one.logprobs is None else read_logprobs(one.logprobs, chosen)
         for row, place in enumerate(one.places):
             index = order[place]
+            if index in drafted:
+                end = one.rows[row].start + one.rows[row].length
+                drafted[index].append(_Row(end, chosen[row], flags[row], ranked.get(row)))
+                if flags[row] & 1:
+                    failures[index] = BROKEN
+                continue
             tokens[index] = (chosen[row],)
             if row in ranked:
                 logprobs[index] = (ranked[row],)
@@ -489,6 +537,21 @@ class CudaRunner:
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _sampled_rows(step: Step) -> list[int]:
+    """Return the rows after which a token is sampled, slice by slice."""
+    if all(not piece.num_drafts for piece in step.slices):
+        return [last for last, piece in zip(step.last_rows.tolist(), step.slices, strict=True) if piece.wants_token]
+    lasts = zip(step.last_rows.tolist(), step.slices, strict=True)
+    return [row for last, piece in lasts for row in range(last + 1 - piece.num_sampled, last + 1)]
+
+
+def _accept(rows: Sequence[_Row], drafts: Sequence[int]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+    """Return the tokens of a slice and their logprobs, up to the first draft that was wrong."""
+    tokens = accepted([row.token for row in rows], drafts)
+    ranked = (row.logprobs for row in rows[: len(tokens)])
+    return tokens, tuple(one for one in ranked if one is not None)
 
 
 def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int, *, has_states: bool) -> Division:

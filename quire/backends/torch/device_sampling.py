@@ -8,7 +8,7 @@ need, and the model's own logits remain available for logprobs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.backends.base import TokenMasks
 from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short
+from quire.backends.sampling import is_penalised, is_short, masks_by_row
 from quire.backends.torch.kernels.sampling import NUM_PARAMS as NUM_PARAMS
 from quire.backends.torch.kernels.sampling import Scratch, change, choose, count, edit
 from quire.backends.torch.sampling import Logprobs, rank
@@ -133,8 +133,8 @@ class DeviceSampler:
         last_tokens [S] (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32:
         all on the device. Logprobs are copied to the host asynchronously; wait for this step before reading them.
         """
-        masks = masks or {}
-        masked = [row for row, piece in enumerate(rows) if piece.batch_index in masks] if masks else []
+        found = masks_by_row(rows, masks, self._vocab_size)
+        masked = list(found)
         changed = tuple(sorted({*special_rows.changed, *masked})) if special_rows.changed else masked
         num_floored = len(special_rows.floored)
         num_changed_floored = len(set(special_rows.floored).intersection(changed)) if changed else 0
@@ -144,9 +144,9 @@ class DeviceSampler:
         )  # fmt: skip
         if changed:
             if special_rows.changed:
-                where, altered = self._change(logits, rows, changed, last_tokens, masks)
+                where, altered = self._change(logits, rows, changed, last_tokens, found)
             else:
-                where, altered = self._mask(logits, rows, masked, masks)
+                where, altered = self._mask(logits, found)
             choose(
                 altered, where, params, batch_indices, last_samples, out, self._scratch,
                 has_floor=num_changed_floored > 0, is_changed=True,
@@ -158,21 +158,19 @@ class DeviceSampler:
         raw = logits.index_select(0, where).float()
         return _to_host(rank(raw, out[0].index_select(0, where).long(), special_rows.reported, top))
 
-    def _mask(
-        self, logits: Tensor, rows: Sequence[SeqSlice], masked: Sequence[int], masks: TokenMasks
-    ) -> tuple[Tensor, Tensor]:
+    def _mask(self, logits: Tensor, masks: Mapping[int, bytes]) -> tuple[Tensor, Tensor]:
         """Like `_change` for rows that only have masks, as in most steps with grammars."""
-        count = len(masked)
+        count = len(masks)
         where, batch_indices, mask_rows, penalties = _send(
             (
-                np.array(masked, np.int32),
+                np.array(list(masks), np.int32),
                 np.full(count, -1, np.int32),
                 np.arange(count, dtype=np.int32),
                 np.zeros(3 * count, np.float32),
             ),
             self._device,
         )
-        sent = self._send_masks([rows[row] for row in masked], masks)
+        sent = self._send_masks(list(masks.values()))
         return where, change(logits, where, self._no_counts, batch_indices, penalties, sent, mask_rows)
 
     def _change(
@@ -181,7 +179,7 @@ class DeviceSampler:
         rows: Sequence[SeqSlice],
         changed: Sequence[int],
         last_tokens: Tensor,
-        masks: TokenMasks,
+        masks: Mapping[int, bytes],
     ) -> tuple[Tensor, Tensor]:
         """Return row indices [R], and their logits [R, V] in fp32 after penalties, bias and forbidden tokens."""
         pieces = [rows[row] for row in changed]
@@ -192,7 +190,7 @@ class DeviceSampler:
             (
                 np.array(changed, np.int32),
                 np.array(counted, np.int32),
-                np.array(_mask_rows(pieces, masks), np.int32),
+                np.array(_mask_rows(changed, masks), np.int32),
                 np.array([_penalties(piece) for piece in pieces], np.float32).ravel(),
                 *(np.array(numbers, np.int32) for numbers in update),
                 *edits,
@@ -200,14 +198,14 @@ class DeviceSampler:
             self._device,
         )
         counts = self._counts.update(resets, entries, last_tokens) if max(counted) >= 0 else self._no_counts
-        altered = change(logits, where, counts, batch_indices, penalties, self._send_masks(pieces, masks), mask_rows)
+        sent = self._send_masks([masks[row] for row in changed if row in masks])
+        altered = change(logits, where, counts, batch_indices, penalties, sent, mask_rows)
         if len(edits[0]):
             edit(altered, places, tokens, values)
         return where, altered
 
-    def _send_masks(self, pieces: Sequence[SeqSlice], masks: TokenMasks) -> Tensor:
-        """Return masks [masks, bytes] on the device, in the order of the rows that have one."""
-        found = [masks[piece.batch_index] for piece in pieces if piece.batch_index in masks]
+    def _send_masks(self, found: Sequence[bytes]) -> Tensor:
+        """Return masks [masks, bytes] on the device."""
         if not found:
             return self._no_masks
         num_bytes = self._no_masks.shape[1]
@@ -299,10 +297,10 @@ class _Edits:
         return known[2], known[3]
 
 
-def _mask_rows(pieces: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:
+def _mask_rows(rows: Sequence[int], masks: Mapping[int, bytes]) -> list[int]:
     """Return the index of each row's mask among those sent, or -1."""
     numbers = itertools.count()
-    return [next(numbers) if piece.batch_index in masks else -1 for piece in pieces]
+    return [next(numbers) if row in masks else -1 for row in rows]
 
 
 def _penalties(piece: SeqSlice) -> tuple[float, float, float]:

@@ -12,7 +12,14 @@ from torch import Tensor
 from quire.backends.base import DEFAULT_MAX_CHUNK, BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.block_io import counts_of
 from quire.backends.host_block_io import HostBlockIO
-from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
+from quire.backends.sampling import (
+    PROMPT_ROWS,
+    SampledRows,
+    broken_slices,
+    join_prompt_logprobs,
+    make_result,
+    sampled_pieces,
+)
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.block_io import make_host_block_io
@@ -23,13 +30,15 @@ from quire.backends.torch.state_store import StateStore, memory_facts, purge
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
+MAX_DRAFTS = 15  # of a slice
+
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
     """A forward pass that has not been sampled."""
 
     batch: Batch
-    rows: tuple[int, ...]  # indices of the batch's slices that sample
+    rows: tuple[int, ...]  # [S]: index of the batch's slice of each row that is sampled
     logits: Tensor | None  # [S, V]
     is_sound: Tensor  # [slices]: whether the last hidden state is finite
     prompt_logprobs: Mapping[int, PromptLogprobs]  # by index of the plan's slices
@@ -67,6 +76,7 @@ class TorchRunner:
             has_overlap=store.device.type != "cpu",  # on a CPU computation happens inside the call
             has_costly_rows=store.device.type == "cpu",
             max_chunk_tokens=max_chunk_tokens,
+            max_drafts=MAX_DRAFTS,
             window=max(store.windows, default=0),
             num_window_blocks=store.num_window_blocks,
             num_states=0 if states is None else states.num_slots,
@@ -116,10 +126,10 @@ class TorchRunner:
         self.store.copy(plan.window_copies, is_window=True)
         batch = build_batch(plan.slices, self.store, self.model.kv_spec.windows, self._last_samples)
         hidden = self.model.forward(ReferencePass(batch, self.store, self.states))  # [T, E]
-        rows = tuple(row for row, piece in enumerate(batch.slices) if piece.wants_token)
+        rows = tuple(row for row, piece in enumerate(batch.slices) for _ in range(piece.num_sampled))
         logits = None
-        if rows:
-            wanted = [batch.last_rows[row] for row in rows]
+        wanted = _sampled_rows(batch)
+        if wanted:
             is_all = len(wanted) == hidden.shape[0]
             logits = self.model.logits(hidden if is_all else hidden[wanted]).float()
         # A NaN anywhere in a context reaches its last row, so this check also covers prompts in progress.
@@ -135,8 +145,8 @@ class TorchRunner:
         sampled = None
         if forwarded.logits is not None:
             batch = forwarded.batch
-            pieces = [batch.slices[row] for row in forwarded.rows]
-            last_tokens = batch.tokens[[batch.last_rows[row] for row in forwarded.rows]]
+            pieces = [one for piece in batch.slices if piece.wants_token for one in sampled_pieces(piece)]
+            last_tokens = batch.tokens[_sampled_rows(batch)]
             sampled = sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
             self._last_samples[[piece.batch_index for piece in pieces]] = sampled.tokens
         self._steps.append(_Step(forwarded, sampled))
@@ -155,7 +165,8 @@ class TorchRunner:
             indices = [batch.order[row] for row in step.forwarded.rows]
             rows = SampledRows(indices, chosen, broken, blocked, ranked)
         unsound = [batch.order[row] for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound]
-        result = make_result(len(batch.slices), unsound, rows, step.forwarded.prompt_logprobs)
+        plan = [batch.slices[batch.order.index(index)] for index in range(len(batch.slices))]
+        result = make_result(plan, unsound, rows, step.forwarded.prompt_logprobs)
         for index in broken_slices(result):
             purge(batch.slices[batch.order.index(index)], self.store, self.states)
         return result
@@ -190,3 +201,12 @@ class TorchRunner:
             raw = self.model.logits(hidden[start - first : stop - first]).float()
             parts.append(rank_tokens(raw, piece.history[start:stop], piece.sampling.prompt_logprobs or 0))
         return join_prompt_logprobs(first, parts)
+
+
+def _sampled_rows(batch: Batch) -> list[int]:
+    """Return the rows after which a token is sampled, slice by slice."""
+    return [
+        row
+        for last, piece in zip(batch.last_rows, batch.slices, strict=True)
+        for row in range(last + 1 - piece.num_sampled, last + 1)
+    ]

@@ -8,7 +8,7 @@ the model's own, before all of these changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.backends.base import TokenMasks
 from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short
+from quire.backends.sampling import is_penalised, is_short, masks_by_row
 from quire.core.step import SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary
@@ -114,7 +114,7 @@ def sample(
     if not _is_plain(rows, masks):
         penalties.apply(logits, rows, last_tokens)
         _add_bias(logits, rows)
-        _forbid(logits, rows, masks)
+        _forbid(logits, rows, masks_by_row(rows, masks, logits.shape[1]))
         best = logits.max(-1)
     tokens = best.indices
     drawn = [index for index, piece in enumerate(rows) if not piece.sampling.is_greedy]
@@ -140,16 +140,16 @@ def _add_bias(logits: Tensor, rows: Sequence[SeqSlice]) -> None:
         logits[list(index), list(token)] += torch.tensor(bias, device=logits.device)
 
 
-def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: TokenMasks | None) -> None:
+def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes]) -> None:
     forbidden = [
         (index, token) for index, piece in enumerate(rows) if is_short(piece) for token in piece.sampling.stop_token_ids
     ]
     if forbidden:
         index, token = zip(*forbidden, strict=True)
         logits[list(index), list(token)] = _NEVER
-    masked = [index for index, piece in enumerate(rows) if masks and piece.batch_index in masks]
-    if masks and masked:
-        together = bytearray().join(masks[rows[index].batch_index] for index in masked)
+    if masks:
+        masked = list(masks)
+        together = bytearray().join(masks.values())
         packed = torch.frombuffer(together, dtype=torch.uint8).view(len(masked), -1).to(logits.device)
         bits = (packed[:, :, None] >> torch.arange(8, device=logits.device)) & 1
         is_forbidden = bits.view(len(masked), -1)[:, : logits.shape[1]] == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,6 +180,27 @@ class _LLMatcher:
             raise GrammarFailed(one_line(self._matcher.get_error()))
         return self._matcher.is_stopped()
 
+    def forced(self) -> Sequence[int]:
+        with _panics_converted():
+            return self._matcher.compute_ff_tokens()
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        with _panics_converted():
+            return self._matcher.validate_tokens(list(tokens))
+
+    def draft_masks(self, drafts: Sequence[int]) -> bytes:
+        masks = [self.mask()]
+        num_consumed = 0
+        try:
+            for token in drafts:
+                self.consume(token)
+                num_consumed += 1
+                masks.append(self.mask())
+        finally:
+            with _panics_converted():
+                self._matcher.rollback(num_consumed)
+        return b"".join(masks)
+
 
 class _TokenMask:
     """A list of allowed tokens: the same mask at every position. Needs neither state nor llguidance."""
@@ -204,6 +225,16 @@ class _TokenMask:
     def consume(self, token: int) -> bool:
         del token  # no state: the answer ends at a stop token or at max_tokens
         return False
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        is_valid = [self._mask[token // 8] >> token % 8 & 1 for token in tokens]
+        return is_valid.index(0) if 0 in is_valid else len(is_valid)
+
+    def draft_masks(self, drafts: Sequence[int]) -> bytes:
+        return self._mask * (1 + len(drafts))
 
 
 @contextmanager

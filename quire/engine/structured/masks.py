@@ -10,10 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.backends.machine import usable_cores
-from quire.core.step import StepPlan
+from quire.core.step import SeqSlice, StepPlan
 from quire.errors import QuireError
 
 MASK_LIMIT_S = 0.02  # CPU time for one token of one answer
@@ -42,6 +42,20 @@ class Matcher(Protocol):
         """Advance by a token. Returns True if the answer is complete: only end-of-text could follow."""
 
 
+@runtime_checkable
+class LookingMatcher(Matcher, Protocol):
+    """A matcher that can look ahead, which drafts need."""
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that must follow, as far as the grammar allows only one text."""
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the grammar allows one after the other, before the answer is complete."""
+
+    def draft_masks(self, drafts: Sequence[int]) -> bytes:
+        """The masks before each of these tokens, which are valid, and after the last, one after the other."""
+
+
 class Masks(NamedTuple):
     """The masks of one step."""
 
@@ -52,14 +66,15 @@ class Masks(NamedTuple):
 class _Entry:
     """A request's matcher and its time above the limit."""
 
-    __slots__ = ("matcher", "overrun_s")
+    __slots__ = ("looking", "matcher", "overrun_s")
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
+        self.looking = matcher if isinstance(matcher, LookingMatcher) else None
         self.overrun_s = 0.0
 
 
-_Row = tuple[int, int, _Entry]  # request id, batch index
+_Row = tuple[SeqSlice, _Entry]
 _Found = list[tuple[int, int, bytes | str]]  # request id, batch index, and the mask or an error
 
 
@@ -83,6 +98,25 @@ class GrammarMasks:
 
     def remove(self, request_id: int) -> None:
         self._entries.pop(request_id, None)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._entries
+
+    def forced(self, request_id: int) -> Sequence[int]:
+        """Tokens that must follow. None if the matcher fails; the next mask reports why."""
+        looking = self._entries[request_id].looking
+        try:
+            return () if looking is None else looking.forced()
+        except GrammarFailed:
+            return ()
+
+    def num_valid(self, request_id: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens the grammar of a request allows one after the other."""
+        looking = self._entries[request_id].looking
+        try:
+            return 0 if looking is None else looking.num_valid(tokens)
+        except GrammarFailed:
+            return 0
 
     def has_any(self, plan: StepPlan) -> bool:
         """Whether this step needs a mask before it can be sampled."""
@@ -119,7 +153,7 @@ class GrammarMasks:
         entries, families = self._entries, defaultdict[int, list[_Row]](list)
         for piece in plan.slices:
             if piece.wants_token and (entry := entries.get(piece.request_id)) is not None:
-                families[id(entry.matcher.family)].append((piece.request_id, piece.batch_index, entry))
+                families[id(entry.matcher.family)].append((piece, entry))
         num_rows = sum(map(len, families.values()))
         shares: list[list[_Row]] = [[] for _ in range(min(self._num_threads, -(-num_rows // ROWS_PER_THREAD)))]
         for family in sorted(families.values(), key=len, reverse=True):
@@ -138,7 +172,7 @@ class GrammarMasks:
 
 
 def _compute(rows: Sequence[_Row]) -> _Found:
-    return [(request_id, batch_index, _mask(entry)) for request_id, batch_index, entry in rows]
+    return [(piece.request_id, piece.batch_index, _mask(entry, piece.drafts)) for piece, entry in rows]
 
 
 def _sort(found: Iterable[tuple[int, int, bytes | str]]) -> Masks:
@@ -152,10 +186,10 @@ def _sort(found: Iterable[tuple[int, int, bytes | str]]) -> Masks:
     return Masks(masks, failures)
 
 
-def _mask(entry: _Entry) -> bytes | str:
+def _mask(entry: _Entry, drafts: Sequence[int]) -> bytes | str:
     start_s = time.thread_time()
     try:
-        mask = entry.matcher.mask()
+        mask = entry.looking.draft_masks(drafts) if drafts and entry.looking is not None else entry.matcher.mask()
     except GrammarFailed as error:
         return f"grammar: {error}"
     except Exception as error:

@@ -366,6 +366,7 @@ def _add_message(request: GenerationRequest, request_ids: tuple[int, ...]) -> Ad
         request.grammar,
         request.tenant,
         request.boundaries,
+        request.prediction,
     )
 
 

@@ -59,6 +59,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     grammar: Grammar | None = None
     tenant: str = ""
     boundaries: tuple[int, ...] = ()  # positions in the prompt from which later requests may continue
+    prediction: PackedPrompt | None = None  # tokens that the answers are expected to contain
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -196,9 +197,9 @@ def stepped(outputs: Sequence[EngineOutput], started: tuple[Started, ...], num_t
     request_ids: list[int] = []
     token_ids: list[int] = []
     for output in outputs:
-        request_id, tokens, reason, _, cache, logprobs, prompt_logprobs, error = output
+        request_id, tokens, reason, _, cache, logprobs, prompt_logprobs, error, predicted = output
         is_plain = reason is None and cache is None and not logprobs and prompt_logprobs is None and error is None
-        if is_plain and len(tokens) == 1:
+        if is_plain and len(tokens) == 1 and predicted is None:
             request_ids.append(request_id)
             token_ids.append(tokens[0])
         else:
@@ -264,6 +265,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_preemptions: int
     num_steps: int
     num_violations: int  # broken invariants of the core, found by audits
+    num_drafted: int = 0  # draft tokens that were verified
+    num_accepted: int = 0  # of these, right ones
 
 
 class ReplicaStatus(NamedTuple):

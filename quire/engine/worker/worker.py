@@ -349,6 +349,7 @@ class Worker:
                     pins=() if index else message.pins,
                     matcher=None if compiled is None else compiled.matcher(),
                     boundaries=message.boundaries,
+                    prediction=message.prediction,
                 )
                 added.append(request_id)
         except QuireError as error:
@@ -391,6 +392,8 @@ class Worker:
                 num_preemptions=self._observer.num_preemptions,
                 num_steps=self._num_steps,
                 num_violations=self._num_violations,
+                num_drafted=scheduler.num_drafted,
+                num_accepted=scheduler.num_accepted,
             )
         )
 

@@ -102,6 +102,8 @@ COUNTERS = {
     "generation_tokens": _Spec("Generated tokens, counted at each step."),
     "request_success": _Spec("Accepted requests that have finished.", ("finished_reason",)),
     "num_preemptions": _Spec("Preemptions: running requests whose blocks were freed for others."),
+    "draft_tokens": _Spec("Guessed tokens that were verified."),
+    "draft_tokens_accepted": _Spec("Guessed tokens that were right: each saved a step of its request."),
     "prefix_cache_queries": _Spec("Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": _Spec("Prompt tokens found in the prefix cache."),
     "kv_evictions": _Spec("Cached blocks that were reused for other content."),
@@ -512,6 +514,8 @@ TIER_COUNTERS = {  # name of a counter -> field of LowerTierStats
 def _totals(stats: Stats) -> dict[str, int]:
     return {
         "num_preemptions": stats.num_preemptions,
+        "draft_tokens": stats.num_drafted,
+        "draft_tokens_accepted": stats.num_accepted,
         "prefix_cache_queries": stats.cache.num_queried_tokens,
         "prefix_cache_hits": stats.cache.num_hit_tokens,
         "prefix_cache_recomputed": stats.cache.num_recomputed_tokens,

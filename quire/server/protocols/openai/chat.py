@@ -119,6 +119,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         chat, ignored = conversation_of(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
+        params = replace(params, prediction=_prediction(body))
         request = make_request(body, (chat,), params, _breakpoints(body))
         request = replace(
             request,
@@ -157,6 +158,20 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
     if count and not body.logprobs:
         raise InvalidRequest(f"top_logprobs = {count} needs logprobs = true")
     return count or 0 if body.logprobs else None
+
+
+def _prediction(body: ChatCompletionRequest) -> str:
+    given = body.prediction
+    if given is None:
+        return ""
+    if given.type != "content":
+        raise InvalidRequest(f"prediction.type = {given.type!r:.80} is not content")
+    if isinstance(given.content, str):
+        return given.content
+    for number, part in enumerate(given.content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(f"prediction.content[{number}].type = {part.type!r:.80} is not text with a text")
+    return "".join(part.text or "" for part in given.content)
 
 
 def parse_messages(given: Sequence[ChatMessage]) -> tuple[Message, ...]:

@@ -232,7 +232,11 @@ def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
         usage.completion_tokens,
         usage.total_tokens,
         PromptTokensDetails(usage.cached_tokens),
-        CompletionTokensDetails(num_thought_tokens),
+        CompletionTokensDetails(
+            num_thought_tokens,
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
+        ),
     )
 
 

@@ -39,7 +39,6 @@ ACCEPTED = {
     "safety_identifier": "requests are not stored",
     "store": "requests are not stored",
     "metadata": "requests are not stored",
-    "prediction": "it could only speed up the same answer",
     "verbosity": "a hint",
 }
 

@@ -164,6 +164,11 @@ class ContentPart(Struct, kw_only=True):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
+class Prediction(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["content"])]
+    content: str | list[ContentPart]
+
+
 class CalledFunction(Struct, kw_only=True):
     name: str
     arguments: Annotated[str, Meta(description="A JSON object, as text.")] = ""
@@ -256,7 +261,10 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     echo: Annotated[Any, refused("echo", CHAT_UNSUPPORTED)] = None
     add_special_tokens: Annotated[Any, refused("add_special_tokens", CHAT_UNSUPPORTED)] = None
     return_token_ids: Annotated[Any, refused("return_token_ids", CHAT_UNSUPPORTED)] = None
-    prediction: Annotated[Any, accepted("prediction")] = None
+    prediction: Annotated[
+        Prediction | None,
+        Meta(description="Text that the answer is expected to contain. It only speeds up the answer."),
+    ] = None
     verbosity: Annotated[Any, accepted("verbosity")] = None
 
 

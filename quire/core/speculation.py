@@ -1,0 +1,142 @@
+"""Guesses the next tokens of a request, so that several of them can be verified in one step.
+
+A draft is right where the model would have sampled the same tokens. Text is often repeated: an answer quotes its
+prompt, edits a file or follows a form. `Drafter` looks for the last tokens of a request among its earlier ones, and
+guesses what followed there. Wrong guesses change no answer. They cost the time of the rows that verify them, so a
+drafter that was wrong demands longer matches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.core.ledger import StepCost
+
+INDEX_PER_CALL = 2048  # tokens of a prompt that are indexed at once: this takes half a millisecond
+MAX_INDEXED = 65_536  # tokens of one request; an entry takes about 200 bytes
+MAX_MATCH = 64  # longer matches are not distinguished
+NUM_FAILURES = 2  # drafts without a right token, after which longer matches are demanded
+FIRST_RATE = 0.8  # share of right tokens that is assumed before there is experience
+GAIN = 1.1  # a draft must be worth this much more than no draft
+
+
+class TokenIndex:
+    """Finds the last place before the end of a sequence where its last `size` tokens occur."""
+
+    __slots__ = ("_ends", "_num_indexed", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ends: dict[tuple[int, ...], int] = {}  # tokens -> end of their last occurrence
+        self._num_indexed = 0  # ends of all occurrences up to here are known
+
+    def find(self, tokens: array[int]) -> int | None:
+        """The end of that place. Occurrences that are not indexed yet are not found."""
+        size, end = self.size, len(tokens)
+        if end <= size:
+            return None
+        first = max(self._num_indexed, size - 1, end - MAX_INDEXED)
+        last = min(end - 1, first + INDEX_PER_CALL)  # a part of a long prompt, otherwise all tokens but the last
+        if first < last:
+            part = tokens[first + 1 - size : last]
+            runs = zip(*(part[offset:] for offset in range(size)), strict=False)
+            self._ends.update(zip(runs, range(first + 1, last + 1), strict=False))
+            self._num_indexed = last
+        return self._ends.get(tuple(tokens[end - size :]))
+
+
+def match_length(tokens: array[int], place: int, most: int = MAX_MATCH) -> int:
+    """Number of tokens before `place` that are equal to those at the end."""
+    end, length = len(tokens), 0
+    while length < most and length < place and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length
+
+
+class Guess(NamedTuple):
+    tokens: Sequence[int]
+    is_predicted: bool = False  # from the prediction of the caller
+
+
+NO_GUESS = Guess(())
+
+
+class Drafter:
+    """Guesses the tokens of one request. `prediction`: tokens that the caller expects in the answer."""
+
+    __slots__ = ("_index", "_least", "_min_match", "_num_failures", "_num_followed", "_place", "_prediction", "rate")
+
+    def __init__(self, min_match: int, prediction: Sequence[int] = ()) -> None:
+        self._least = self._min_match = min_match
+        self._index = TokenIndex(min(min_match, 8))
+        self._prediction = array("I", prediction)
+        self._place = 0  # in the prediction, of the token that comes next; -1: the answer has left the prediction
+        self._num_followed = 0  # tokens of the answer that were compared with the prediction
+        self._num_failures = 0
+        self.rate = FIRST_RATE  # share of guessed tokens that are right, an average of the last guesses
+
+    def guess(self, tokens: array[int], num_prompt_tokens: int, most: int) -> Guess:
+        """At most `most` tokens that may follow. `tokens` only grow from call to call."""
+        if self._prediction:
+            self._follow(tokens, num_prompt_tokens)
+            if 0 <= self._place < len(self._prediction):
+                return Guess(self._prediction[self._place : self._place + most], is_predicted=True)
+        place = self._index.find(tokens)
+        if place is None:
+            return NO_GUESS
+        length = match_length(tokens, place)
+        if length < self._min_match:
+            return NO_GUESS
+        return Guess(tokens[place : place + min(most, length)])
+
+    def learn(self, num_guessed: int, num_right: int) -> None:
+        """Take account of a verified guess."""
+        self.rate += (num_right / num_guessed - self.rate) / 4
+        if num_right:
+            self._num_failures = 0
+            self._min_match = max(self._least, self._min_match // 2)
+            return
+        self._num_failures += 1
+        if self._num_failures >= NUM_FAILURES:
+            self._num_failures = 0
+            self._min_match = min(2 * self._min_match, MAX_MATCH)
+
+    def _follow(self, tokens: array[int], num_prompt_tokens: int) -> None:
+        """Move the place in the prediction past the new tokens of the answer."""
+        prediction, answer_end = self._prediction, len(tokens)
+        while num_prompt_tokens + self._num_followed < answer_end:
+            token = tokens[num_prompt_tokens + self._num_followed]
+            self._num_followed += 1
+            if 0 <= self._place < len(prediction) and prediction[self._place] == token:
+                self._place += 1
+            else:
+                self._place = -1
+        if self._place < 0 and self._num_followed >= self._index.size:
+            self._place = self._find_again(tokens[answer_end - self._index.size :])
+
+    def _find_again(self, last: array[int]) -> int:
+        """The place after the last tokens of the answer, if the prediction contains them."""
+        step = last.itemsize
+        at = self._prediction.tobytes().find(last.tobytes())
+        while at >= 0 and at % step:
+            at = self._prediction.tobytes().find(last.tobytes(), at + 1)
+        return -1 if at < 0 else at // step + len(last)
+
+
+def num_paying(rate: float, most: int, num_rows: int, cost: StepCost) -> int:
+    """How many guessed tokens pay where every row takes time, beside `num_rows` rows. 0: none.
+
+    With a share `rate` of right tokens, k guesses add rate + rate^2 + ... + rate^k tokens.
+    """
+    alone_ns = cost.base_ns + num_rows * cost.token_ns - (cost.single_ns if num_rows == 1 else 0)
+    best, best_speed = 0, GAIN * num_rows / max(alone_ns, 1)
+    gained, right = 0.0, 1.0
+    for count in range(1, most + 1):
+        right *= rate
+        gained += right
+        speed = (num_rows + gained) / (cost.base_ns + (num_rows + count) * cost.token_ns)
+        if speed > best_speed:
+            best, best_speed = count, speed
+    return best

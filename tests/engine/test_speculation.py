@@ -1,0 +1,118 @@
+"""Drafts in an engine with the fake runner: no answer changes, and steps are saved where text repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner, run_alone
+from quire.core.check import check_scheduler
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import Fcfs
+from quire.core.request import PackedPrompt, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.engine.speculation import Predicted
+
+BLOCK_SIZE, VOCAB_SIZE = 4, 50
+
+
+def make(*, has_overlap: bool, num_states: int = 0, max_num_seqs: int = 32) -> Engine:
+    capacity = Capacity(
+        200, BLOCK_SIZE, max_num_seqs, 400, VOCAB_SIZE, has_overlap=has_overlap, max_drafts=7, num_states=num_states
+    )
+    cache = KVCacheManager(200, BLOCK_SIZE, num_states=num_states, num_live_states=capacity.num_live_states)
+    scheduler = Scheduler(cache, Fcfs(), max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=400)
+    return Engine(FakeRunner(capacity, is_late=has_overlap), scheduler, has_drafts=True)
+
+
+def run(engine: Engine) -> tuple[dict[int, list[int]], dict[int, Predicted | None], int]:
+    """Run all requests. Returns their tokens, what was predicted, and the number of steps."""
+    tokens: dict[int, list[int]] = {}
+    predicted: dict[int, Predicted | None] = {}
+    num_steps = 0
+    plans = engine.on_plan
+    assert plans is None
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+            predicted[output.request_id] = output.predicted
+        check_scheduler(engine.scheduler)
+        num_steps += 1
+    return tokens, predicted, num_steps
+
+
+def alone(prompt: Sequence[int], num_tokens: int, *, has_states: bool = False) -> list[int]:
+    greedy = SamplingParams(temperature=0)
+    return run_alone(prompt, greedy, num_tokens, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, has_states=has_states)
+
+
+@pytest.mark.parametrize("num_states", [0, 70])
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_a_prediction_saves_steps_and_changes_nothing(has_overlap: bool, num_states: int) -> None:
+    if num_states and not has_overlap:
+        pytest.skip("one state per request cannot be rolled back")
+    engine = make(has_overlap=has_overlap, num_states=num_states)
+    prompt = [3, 1, 4, 1, 5, 9]
+    expected = alone(prompt, 60, has_states=num_states > 0)
+    wrong = [*expected[:20], 1, 2, 3, *expected[23:]]
+    engine.add(1, prompt, SamplingParams(temperature=0, max_tokens=60), prediction=PackedPrompt.of(wrong))
+    tokens, predicted, num_steps = run(engine)
+    assert tokens[1] == expected
+    found = predicted[1]
+    assert found is not None
+    assert found.num_right > 40
+    assert 0 < found.num_wrong < 15
+    assert num_steps < 40
+    assert engine.scheduler.num_accepted == found.num_right
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_repeated_text_is_guessed_beside_other_requests(has_overlap: bool) -> None:
+    """The fake's answers never repeat, so all guesses are wrong: every answer is as without them."""
+    engine = make(has_overlap=has_overlap)
+    prompts = [[number, *range(20), *range(20), *range(10)] for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        engine.add(number, prompt, SamplingParams(temperature=0, max_tokens=30))
+    tokens, _, _ = run(engine)
+    for number, prompt in enumerate(prompts):
+        assert tokens[number] == alone(prompt, 30)
+
+
+def test_stop_tokens_and_limits_within_a_draft() -> None:
+    prompt = [3, 1, 4, 1, 5, 9]
+    expected = alone(prompt, 60)
+    stop = next(token for place, token in enumerate(expected) if place > 10 and token not in expected[:place])
+    engine = make(has_overlap=True)
+    prediction = PackedPrompt.of(expected)
+    sampling = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=(stop,))
+    engine.add(1, prompt, sampling, prediction=prediction)
+    engine.add(2, prompt, SamplingParams(temperature=0, max_tokens=9), prediction=prediction)
+    tokens, _, _ = run(engine)
+    assert tokens[1] == expected[: expected.index(stop) + 1]
+    assert tokens[2] == expected[:9]
+
+
+def test_requests_that_have_no_drafts() -> None:
+    engine = make(has_overlap=True)
+    prompt = [3, 1, 4, 1, 5, 9]
+    prediction = PackedPrompt.of(alone(prompt, 20))
+    plain = SamplingParams(temperature=0, max_tokens=20)
+    for number, sampling in enumerate((replace(plain, repetition_penalty=1.1), replace(plain, prompt_logprobs=0))):
+        engine.add(number, prompt, sampling, prediction=prediction)
+    run(engine)
+    assert engine.scheduler.num_drafted == 0
+
+
+def test_no_drafts_in_a_large_batch() -> None:
+    engine = make(has_overlap=True, max_num_seqs=64)
+    prompts = [[number, 1, 4, 1, 5, 9] for number in range(48)]
+    for number, prompt in enumerate(prompts):
+        prediction = PackedPrompt.of(alone(prompt, 40))
+        engine.add(number, prompt, SamplingParams(temperature=0, max_tokens=40), prediction=prediction)
+    run(engine)
+    # The first step of a request may have drafts: at that time few requests run.
+    assert engine.scheduler.num_drafted < 48 * 8

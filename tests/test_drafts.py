@@ -1,0 +1,91 @@
+"""Drafts with the default model on the native backend: the same bits with and without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.core.ledger import StepCost
+from quire.engine.llm import LLM
+from quire.engine.outputs import GenerationOutput
+from quire.engine.params import GenerationParams
+from quire.text.grammar import Grammar, GrammarKind
+
+DOCUMENT = (
+    "Order 4711 of 3 March 2026. Customer: Ada Lovelace, 12 Analytical Road, London. Items: two brass gears at 14.50"
+    " pounds, one punched card reader at 99 pounds. The order was paid by bank transfer and shipped on 5 March."
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "order_number": {"type": "integer"},
+        "customer_name": {"type": "string", "maxLength": 40},
+        "customer_address": {"type": "string", "maxLength": 60},
+        "payment_method": {"enum": ["bank transfer", "credit card", "cash"]},
+    },
+    "required": ["order_number", "customer_name", "customer_address", "payment_method"],
+    "additionalProperties": False,
+}
+GREEDY = GenerationParams(temperature=0, max_tokens=80)
+SEEDED = GenerationParams(temperature=0.8, seed=5, max_tokens=80)
+JSON = replace(GREEDY, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+
+
+@pytest.fixture(scope="module")
+def llms(default_model: Path) -> Iterator[tuple[LLM, LLM]]:
+    """The same model without and with drafts."""
+    plain, drafting = (LLM(default_model, num_blocks=100, threads=1, enable_drafts=has) for has in (False, True))
+    # As if rows cost almost nothing, so that as many drafts as possible are verified.
+    drafting.engine.scheduler.policy.ledger.cost = StepCost(base_ns=1_000_000, token_ns=1_000)
+    with plain, drafting:
+        yield plain, drafting
+
+
+def answer(llm: LLM, params: GenerationParams) -> GenerationOutput:
+    llm.engine.clear_cache()
+    (output,) = llm.chat(f"Repeat this text word for word:\n\n{DOCUMENT}", params)
+    return output
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, replace(GREEDY, logprobs=2), replace(SEEDED, n=2)])
+def test_the_same_answer(llms: tuple[LLM, LLM], params: GenerationParams) -> None:
+    plain, drafting = (answer(llm, params) for llm in llms)
+    assert drafting.completions == plain.completions
+    assert plain.usage == drafting.usage
+
+
+def test_a_text_that_is_copied(llms: tuple[LLM, LLM]) -> None:
+    """The answer repeats the prompt: most of its tokens are right guesses."""
+    scheduler = llms[1].engine.scheduler
+    before = scheduler.num_drafted, scheduler.num_accepted
+    output = answer(llms[1], GREEDY)
+    num_drafted, num_accepted = scheduler.num_drafted - before[0], scheduler.num_accepted - before[1]
+    assert num_accepted > output.usage.completion_tokens // 4
+    assert num_accepted > num_drafted // 4
+
+
+def test_a_prediction(llms: tuple[LLM, LLM]) -> None:
+    plain = answer(llms[0], SEEDED)
+    predicted = answer(llms[1], replace(SEEDED, prediction=plain.text))
+    assert predicted.completions == plain.completions
+    assert predicted.usage.accepted_prediction_tokens > plain.usage.completion_tokens // 2
+    wrong = answer(llms[1], replace(SEEDED, prediction="Something else entirely. " * 10))
+    assert wrong.completions == plain.completions
+    assert wrong.usage.accepted_prediction_tokens <= 2
+    assert wrong.usage.rejected_prediction_tokens > 0
+    unused = answer(llms[0], replace(SEEDED, prediction=plain.text))
+    assert unused.usage.accepted_prediction_tokens == unused.usage.rejected_prediction_tokens == 0
+
+
+@pytest.mark.parametrize("params", [JSON, replace(JSON, temperature=0.7, seed=3)])
+def test_tokens_that_a_grammar_forces(llms: tuple[LLM, LLM], params: GenerationParams) -> None:
+    scheduler = llms[1].engine.scheduler
+    before = scheduler.num_accepted
+    plain, drafting = (answer(llm, params) for llm in llms)
+    assert drafting.completions == plain.completions
+    assert set(json.loads(plain.text)) == set(SCHEMA["required"])  # type: ignore[arg-type]
+    assert scheduler.num_accepted - before > 10
