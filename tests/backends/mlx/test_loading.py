@@ -146,6 +146,7 @@ class WithNormsAsInGguf:
         self._checkpoint = checkpoint
         self.path, self.tensors, self.generation = checkpoint.path, checkpoint.tensors, checkpoint.generation
         self.spec = replace(checkpoint.spec, norm_offset=0.0)
+        self.read_packed = checkpoint.read_packed
         self.tokenizer_files, self.close = checkpoint.tokenizer_files, checkpoint.close
 
     def read(self, name: str) -> RawTensor:
