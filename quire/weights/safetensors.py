@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights import gpt_oss
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.families import Family
 from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
@@ -136,6 +137,31 @@ class SafetensorsCheckpoint:
         place = self._places[name]
         tensor = self._packed.get(place.file_name)
         return None if tensor is None else self._read_matrix(place, tensor)
+
+    @property
+    def family(self) -> Family:
+        """The family of a model that quire has equations for."""
+        assert self._folder.family is not None
+        return self._folder.family
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The contents of config.json."""
+        return self._folder.config
+
+    def file_tensors(self) -> dict[str, list[TensorInfo]]:
+        """Return all tensors under their names in the files, by file, also those that quire does not use."""
+        found: dict[str, list[TensorInfo]] = {}
+        for shard in self._shards:
+            tensors = [_read_entry(shard, name) for name in shard.header]
+            found[shard.path.name] = [one.info for one in sorted(tensors, key=lambda one: one.offset)]
+        return found
+
+    def read_file_tensor(self, file_name: str) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor under its name in the files."""
+        shard = next(one for one in self._shards if file_name in one.header)
+        tensor = _read_entry(shard, file_name)
+        return self._map(shard, tensor.offset, tensor.info.num_bytes)
 
     def _read_matrix(self, place: Place, tensor: PackedTensor) -> PackedMatrix:
         num_rows = tensor.info.shape[-2]
