@@ -42,10 +42,13 @@ class TensorType(StrEnum):
     TQ1_0 = "TQ1_0"
     TQ2_0 = "TQ2_0"
     MXFP4 = "MXFP4"
-    # Of safetensors with scales beside the codes. `Checkpoint.read` returns F32 for these.
+    # PACKED_TYPES: `Checkpoint.read` returns F32 for these.
     FP8 = "FP8"
     INT8 = "INT8"
     INT4 = "INT4"
+
+
+PACKED_TYPES = (TensorType.FP8, TensorType.INT8, TensorType.INT4)  # of safetensors with scales beside the codes
 
 
 class TensorInfo(NamedTuple):
