@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of plain safetensors (default: the default model, expanded)")
     parser.add_argument("--threads", type=int, help="compute threads")
     parser.add_argument("--windows", type=int, nargs="+", default=[512, 512], help="tokens of each window of text")
-    parser.add_argument("--chats", type=int, default=10, help="chats to compare")
+    parser.add_argument("--chats", type=int, default=10, help="chats to compare, not 1")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with TemporaryDirectory() as name:

@@ -19,7 +19,7 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize, fp8_values, take_rows
 from quire.weights.quants import to_float32
 from quire.weights.row_order import in_halves, rows_in_halves
-from quire.weights.tensors import check_tensors
+from quire.weights.tensors import Place, Stripe, check_tensors
 from tests.weights.layouts import (
     FP8_VALUES,
     LAYOUTS,
@@ -38,7 +38,19 @@ from tests.weights.layouts import (
     quantize_arrays,
     write_quantized,
 )
-from tests.weights.makers import EXPERTS, HIDDEN, config, llama_arrays, moe_arrays, moe_config, set_scales
+from tests.weights.makers import (
+    EXPERTS,
+    HIDDEN,
+    config,
+    llama_arrays,
+    make_gguf,
+    moe_arrays,
+    moe_config,
+    moe_keys,
+    moe_tensors,
+    set_scales,
+    tiny_gguf,
+)
 from tests.weights.test_safetensors import own_name
 
 Floats = NDArray[np.float32]
@@ -180,6 +192,14 @@ def test_queries_and_gates_alternate_by_head() -> None:
     assert take_rows(matrix, np.arange(100, 300)).scales.shape == (200, 1)
 
 
+@pytest.mark.parametrize("stripe", [None, Stripe(0, 2, 4), Stripe(1, 2, 4)])
+def test_rows_of_a_place_are_those_that_its_bytes_hold(stripe: Stripe | None) -> None:
+    held = np.arange(64, dtype=np.uint8)  # of a matrix with one byte per row
+    num_rows = 64 if stripe is None else 32
+    place = Place(TensorInfo("x", TensorType.INT8, (num_rows, 1), num_rows), "y", 0, stripe)
+    assert (place.choose(held) == held[place.rows(64)]).all()
+
+
 def test_rotated_rows_move_as_bytes_do(tmp_path: Path) -> None:
     write_quantized(tmp_path / "m", LAYOUTS["ct w4 g32"], config(**WIDE), wide_arrays())
     spec = open_checkpoint(tmp_path / "m").spec
@@ -240,6 +260,19 @@ def test_other_gguf_types_are_not_packed(kind: str) -> None:
     block = BLOCKS[TensorType(kind)]
     data = np.zeros((2, 512 // block.num_elements * block.num_bytes), np.uint8)
     assert pack_blocks(RawTensor(TensorInfo("x", TensorType(kind), (2, 512), data.nbytes), data)) is None
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_a_gguf_file_has_the_same_rows_in_both_forms(has_experts: bool, tmp_path: Path) -> None:
+    """Rows of queries and keys are moved in GGUF files of Llama, and experts are stacked."""
+    made = make_gguf(moe_keys(), list(moe_tensors().items())) if has_experts else tiny_gguf()
+    (tmp_path / "x.gguf").write_bytes(made)
+    checkpoint = open_checkpoint(tmp_path / "x.gguf")
+    packed = {name: checkpoint.read_packed(name) for name in checkpoint.tensors}
+    found = {name: matrix for name, matrix in packed.items() if matrix is not None}
+    assert {checkpoint.tensors[name].type for name in found} == {TensorType.Q4_0, TensorType.Q8_0}
+    for name, matrix in found.items():
+        assert (dequantize(matrix) == to_float32(checkpoint.read(name))).all()
 
 
 # Configs
