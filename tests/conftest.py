@@ -51,6 +51,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # CPU seconds of slow test files, including their child processes. Approximate values are enough.
 SLOW_FILES_S = {
+    "weights/test_quantizing.py": 40,
+    "weights/test_quantized_models.py": 25,
+    "weights/test_packed.py": 15,
     "sim/test_worlds.py": 90,
     "server/test_chaos.py": 60,
     "test_docs.py": 53,

@@ -39,6 +39,24 @@ def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
             assert word in outcome.stdout, outcome.stdout
 
 
+def test_the_benchmark_of_formats_runs(tiny_model: Path) -> None:
+    command = [
+        sys.executable,
+        str(FOLDER / "formats.py"),
+        "--model",
+        str(tiny_model),
+        "--windows",
+        "64",
+        "--chats",
+        "2",
+    ]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    names = [line.split()[0] for line in outcome.stdout.splitlines()[1:6]]
+    assert names == ["fp8", "fp8-channel", "w4a16", "w4a16-asym", "w8a16"]  # 96 inputs: only groups of 32
+    assert "w4a16, groups of 64: --group-size 64 does not divide the 96 inputs" in outcome.stderr
+
+
 @pytest.mark.usefixtures("default_model")  # its tokenizer is used
 def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
     options = ["--quick", "--models", "qwen3-0.6b", "--rounds", "1", "--out", str(tmp_path)]

@@ -11,6 +11,7 @@ from quire.weights.gguf import BLOCKS
 
 # Of one weight in a file.
 FILE_BITS: dict[str, float] = {kind: 8 * block.num_bytes / block.num_elements for kind, block in BLOCKS.items()}
+PACKED_BITS = {"FP8": 8.125, "INT8": 8.25, "INT4": 4.5}  # of quantised safetensors: most have groups of 64 to 128
 MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
 MLX_FILE_BITS = {MLX_4BIT: 4.5}
 CPU_BITS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"), 5.0)  # in memory, native backend (docs/cpu.md)

@@ -40,6 +40,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "pull": "Download a model; without a name, the default one.",
         "show": "Show the facts of a model.",
         "rm": "Delete a downloaded model.",
+        "quantize": "Write a copy of a model with weights of fewer bits.",
         "cache": "Show, check and clear the prefix cache on disk.",
         "doctor": "Check this machine: what runs, and what is missing.",
     },

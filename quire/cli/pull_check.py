@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.backend_fit import find_backend_problem, needs_mlx
-from quire.cli.machine_fit import FILE_BITS, Fit, Memory, fit, fit_mlx, read_memory
+from quire.cli.machine_fit import FILE_BITS, PACKED_BITS, Fit, Memory, fit, fit_mlx, read_memory
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
 from quire.weights.families import GGUF_ARCHITECTURES
-from quire.weights.fields import show
+from quire.weights.fields import Fields, show
 from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
 from quire.weights.other import read_spec
+from quire.weights.quantization import read_quantization
 from quire.weights.spec import ModelSpec
 
 # Types in names of GGUF files: `Q4_K_M` is a mixture, mostly of Q4_K.
@@ -49,10 +50,23 @@ class Download:
     def type(self) -> str | None:
         """The type of most weights; None: not known."""
         if self.name.gguf is None:
+            if (packed := self._packed_type()) is not None:
+                return packed
             dtype = str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
             return SAFETENSORS_TYPES.get(dtype.removeprefix("torch."))
         found = _TYPE.search(next(iter(self.files), ""))
         return None if found is None else _MIXTURES.get(found[1].upper(), found[1].upper())
+
+    def _packed_type(self) -> str | None:
+        """The type of quantised weights; None: they are not quantised, or in a way that is not known."""
+        try:
+            quantization = read_quantization(Fields("config.json", self.config))
+        except QuireError:
+            return None
+        if quantization is None or not quantization.schemes:
+            return None
+        scheme = quantization.schemes[0]
+        return "FP8" if scheme.is_float else f"INT{scheme.bits}"
 
     def spec(self) -> ModelSpec:
         """The spec of a folder of safetensors. Raises QuireError."""
@@ -74,8 +88,9 @@ class Download:
     @property
     def weights(self) -> dict[str, int]:
         num_bytes = self.weight_bytes
-        kind = self.type if self.type in FILE_BITS else "BF16" if self.name.gguf is None else "Q4_K"
-        return {kind: int(num_bytes * 8 / FILE_BITS[kind])}
+        bits = FILE_BITS | PACKED_BITS
+        kind = self.type if self.type in bits else "BF16" if self.name.gguf is None else "Q4_K"
+        return {kind: int(num_bytes * 8 / bits[kind])}
 
 
 def look_up(name: HubName) -> Download:

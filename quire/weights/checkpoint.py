@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from quire.weights.packed import PackedMatrix
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
 if TYPE_CHECKING:
@@ -41,13 +42,20 @@ class TensorType(StrEnum):
     TQ1_0 = "TQ1_0"
     TQ2_0 = "TQ2_0"
     MXFP4 = "MXFP4"
+    # PACKED_TYPES: `Checkpoint.read` returns F32 for these.
+    FP8 = "FP8"
+    INT8 = "INT8"
+    INT4 = "INT4"
+
+
+PACKED_TYPES = (TensorType.FP8, TensorType.INT8, TensorType.INT4)  # of safetensors with scales beside the codes
 
 
 class TensorInfo(NamedTuple):
     name: str  # quire's name, see `quire.weights.tensors`: layers.0.q_proj.weight
     type: TensorType
     shape: tuple[int, ...]  # rows first
-    num_bytes: int  # in the file
+    num_bytes: int  # in the file, with scales
 
 
 class RawTensor(NamedTuple):
@@ -74,6 +82,9 @@ class Checkpoint(Protocol):
     tensors: Mapping[str, TensorInfo]
 
     def read(self, name: str) -> RawTensor: ...
+
+    def read_packed(self, name: str) -> PackedMatrix | None:
+        """Return a matrix of few bits with its codes unchanged; None: it is stored in another type, use `read`."""
 
     def tokenizer_files(self) -> TokenizerFiles: ...
 

@@ -16,6 +16,7 @@ from quire.errors import UnsupportedModel
 from quire.weights import gemma4
 from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
+from quire.weights.quantization import read_quantization
 from quire.weights.recurrence import lfm2_ffn_size, lfm2_values, read_recurrent
 from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_THETA, scaled_rope
 from quire.weights.spec import (
@@ -49,8 +50,7 @@ _NULLS = (
 )  # fmt: skip
 _TEXT_TYPES = {"ministral3": ("mistral",)}  # further values of text_config.model_type
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Fields of config.json that say that the weights are quantised, and the field in them that says how. MLX writes both.
-QUANTIZED = {"quantization": "bits", "quantization_config": "quant_method"}
+QUANTIZED = ("quantization", "quantization_config")  # fields that say that weights are quantised. MLX writes both
 MAX_NAME_LENGTH = 100
 _ARCHITECTURE = re.compile(rf"[\w.-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
 
@@ -361,7 +361,7 @@ def find_architecture(config: Fields) -> str:
 
 
 def refuse_quantized(config: Fields) -> None:
-    """Raise if the weights are quantised. Multimodal models may say so beside their language model's sizes.
+    """Raise if the weights are quantised in a way that quire does not read: by MLX, or by an unknown method.
 
     The experts of gpt-oss are published in MXFP4, which quire reads.
     """
@@ -370,13 +370,13 @@ def refuse_quantized(config: Fields) -> None:
     inner = config.get("text_config")
     nested = Fields(config.source, inner, "text_config.") if isinstance(inner, dict) else Fields(config.source, {})
     for fields in (config, nested):
-        for name, method in QUANTIZED.items():
-            if value := fields.get(name):
-                value = value.get(method) if isinstance(value, dict) else value
-                raise UnsupportedModel(
-                    f"{config.source}: {fields.prefix}{name} ({method} {show(value)}): quantised safetensors are not "
-                    "supported; use the original model or a GGUF of it"
-                )
+        if value := fields.get("quantization"):
+            value = value.get("bits") if isinstance(value, dict) else value
+            raise UnsupportedModel(
+                f"{config.source}: {fields.prefix}quantization (bits {show(value)}): quantised safetensors are not "
+                "supported if MLX made them; use the original model or a GGUF of it"
+            )
+    read_quantization(config)
 
 
 def has_packed_experts(config: Fields) -> bool:

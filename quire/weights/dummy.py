@@ -16,6 +16,7 @@ from quire.weights.config import DTYPES, has_packed_experts
 from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
 from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
+from quire.weights.packed import PackedMatrix
 from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
 
@@ -48,6 +49,9 @@ class DummyCheckpoint:
         }
 
     def read(self, name: str) -> RawTensor:
+        raise ModelFileError(f"{self.path}: {name} cannot be read: with load_format = dummy there are no weights")
+
+    def read_packed(self, name: str) -> PackedMatrix | None:
         raise ModelFileError(f"{self.path}: {name} cannot be read: with load_format = dummy there are no weights")
 
     def tokenizer_files(self) -> TokenizerFiles:

@@ -11,10 +11,11 @@ from typing import Any
 
 from quire.errors import ModelFileError
 from quire.weights.checkpoint import TokenizerFiles
-from quire.weights.config import name_architecture, read_generation
+from quire.weights.config import has_packed_experts, name_architecture, read_generation
 from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.fields import Fields, read_bounded, read_json, show
 from quire.weights.other import find_unsupported, read_spec
+from quire.weights.quantization import read_quantization
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -32,6 +33,9 @@ class ModelFolder:
         self.architecture = name_architecture(fields)
         self.unsupported = find_unsupported(fields)  # why quire's own equations do not run it; empty: they may
         self.family = None if self.unsupported else BY_ARCHITECTURE[self.architecture]  # None: quire has no equations
+        # None: the weights are plain, or quire does not read them. MXFP4 is a layout of one family.
+        is_packed = self.family is not None and not has_packed_experts(fields)
+        self.quantization = read_quantization(fields) if is_packed else None
         self.is_multimodal = self.family is not None and self.architecture in self.family.nested
         self._generation = self._json("generation_config.json")
 

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.fields import show
+from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
 from quire.weights.names import gguf_layer, gguf_targets, is_left_over
+from quire.weights.packed import PackedMatrix
 from quire.weights.recurrence import restore_a_log
 from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
@@ -242,7 +244,7 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
 
 def _refusal(number: int) -> str:
     """Say that a tensor type is not read, and what to do."""
-    can = ", ".join(TensorType)
+    can = ", ".join(BLOCKS)
     name = _OTHER_TYPES.get(number, f"number {number}")
     return f"has type {name}, which is not supported; choose or convert to a file with these types only: {can}"
 
@@ -377,6 +379,9 @@ class GgufCheckpoint:
         if name.endswith(".a_log"):
             return restore_a_log(raw, str(self.path))
         return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw
+
+    def read_packed(self, name: str) -> PackedMatrix | None:
+        return pack_blocks(self.read(name))
 
     def tokenizer_files(self) -> TokenizerFiles:
         words = {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.ggml.")}

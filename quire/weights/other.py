@@ -67,6 +67,10 @@ def find_unsupported(config: Fields) -> str:
     try:
         find_architecture(config)
         refuse_other_layers(config)
+    except UnsupportedModel as error:
+        how = _quantization(config)
+        return f"{error}; its weights are quantised ({how})" if how else str(error)
+    try:
         refuse_quantized(config)
     except UnsupportedModel as error:
         return str(error)

@@ -1,20 +1,26 @@
 """A matrix of few bits per weight, in one layout for all file formats.
 
 Files pack weights in many ways. Readers convert them to a `PackedMatrix` when they load a matrix, without loss, so that
-backends have a few kinds of codes instead of one kernel per file format.
+backends have a few kinds of codes instead of one kernel per file format. numpy is imported where it is used: listing a
+model's tensors does not need it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# O outputs, I inputs
+# O outputs, I inputs, R rows of a chunk, G groups in a row
+
+CHUNK_ELEMENTS = 1 << 20  # decoded at once
+INT4_ZERO = 8  # of INT4 without zeros
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class CodeType(StrEnum):
@@ -51,3 +57,127 @@ class PackedMatrix:
         """Memory that it takes, with scales and zeros of 16 bits."""
         num_scales = self.scales.size * (1 if self.zeros is None else 2)
         return self.codes.nbytes + 2 * num_scales + (0 if self.order is None else self.order.nbytes)
+
+
+# Decoding
+
+
+def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
+    """Return the weights [O, I], with column j for input j."""
+    import numpy as np
+
+    num_rows, num_columns = matrix.shape
+    out = np.empty(matrix.shape, np.float32)
+    step = max(1, CHUNK_ELEMENTS // num_columns)
+    with np.errstate(all="ignore"):  # a scale in the file may be infinite or NaN
+        for start in range(0, num_rows, step):
+            rows = slice(start, min(start + step, num_rows))
+            out[rows] = _decode_rows(matrix, rows)
+    return out
+
+
+def _decode_rows(matrix: PackedMatrix, rows: slice) -> NDArray[np.float32]:
+    import numpy as np
+
+    values = decode(matrix.type, matrix.codes[rows])  # [R, I]
+    scale_rows = np.arange(rows.start, rows.stop) // matrix.group[0]
+    zeros = matrix.zeros
+    if zeros is not None:
+        values -= _spread(zeros[scale_rows], matrix)
+    elif matrix.type is CodeType.INT4:
+        values -= INT4_ZERO
+    values *= _spread(matrix.scales[scale_rows], matrix)
+    if matrix.order is None:
+        return values
+    ordered = np.empty_like(values)
+    ordered[:, matrix.order] = values
+    return ordered
+
+
+def _spread(by_group: NDArray[np.float32], matrix: PackedMatrix) -> NDArray[np.float32]:
+    """Return values [R, G] of groups as values that can be combined with [R, I]."""
+    import numpy as np
+
+    if by_group.shape[1] == 1:
+        return by_group
+    return np.repeat(by_group, matrix.group[1], axis=1)[:, : matrix.shape[1]]
+
+
+def decode(kind: CodeType, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the values of rows of codes, before zeros and scales."""
+    import numpy as np
+
+    if kind is CodeType.INT8:
+        return codes.view(np.int8).astype(np.float32)
+    if kind is CodeType.FP8:
+        return fp8_values()[codes]
+    return _pair_values(kind)[codes].reshape(len(codes), -1)
+
+
+@cache
+def fp8_values() -> NDArray[np.float32]:
+    """Return the value of each code of e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, two NaN."""
+    import numpy as np
+
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    normal = np.ldexp(1 + mantissas / 8, exponents - 7)
+    values = np.where(exponents == 0, np.ldexp(mantissas / 8, -6), normal)
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes < 128, values, -values).astype(np.float32)
+
+
+@cache
+def _pair_values(kind: CodeType) -> NDArray[np.float32]:
+    """Return the two values of each byte [256, 2]."""
+    import numpy as np
+
+    table = np.array(E2M1 if kind is CodeType.FP4 else range(16), np.float32)
+    codes = np.arange(256)
+    return np.stack((table[codes & 15], table[codes >> 4]), axis=1)
+
+
+# Changing the order of rows and columns
+
+
+def take_rows(matrix: PackedMatrix, rows: NDArray[np.int64]) -> PackedMatrix:
+    """Return the matrix of some rows, in the given order.
+
+    Blocks of several rows keep one scale if they are taken as a whole; otherwise each row gets its own.
+    """
+    import numpy as np
+
+    height = matrix.group[0]
+    starts = rows[::height]
+    whole = np.repeat(starts, height)[: len(rows)] + np.arange(len(rows)) % height
+    if (starts % height == 0).all() and (rows == whole).all():
+        scale_rows, group = starts // height, matrix.group
+    else:
+        scale_rows, group = rows // height, (1, matrix.group[1])
+    return replace(
+        matrix,
+        shape=(len(rows), matrix.shape[1]),
+        codes=matrix.codes[rows],
+        scales=matrix.scales[scale_rows],
+        zeros=None if matrix.zeros is None else matrix.zeros[scale_rows],
+        group=group,
+    )
+
+
+def pack_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return codes of 4 bits [O, I] as bytes [O, I / 2]."""
+    import numpy as np
+
+    return codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
+
+
+def unpack_pairs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return bytes [O, I / 2] as codes of 4 bits [O, I]."""
+    import numpy as np
+
+    return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
+
+
+def without_default(kind: CodeType, zeros: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    """Return zeros, or None if all are those that a matrix without zeros has."""
+    return None if (zeros == (INT4_ZERO if kind is CodeType.INT4 else 0)).all() else zeros

@@ -7,6 +7,7 @@ nothing is copied. Only files of the folder itself are opened, whatever names an
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -18,17 +19,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights import gpt_oss
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.families import Family
 from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
+from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import most_common_type
 from quire.weights.names import find_skipped, is_left_over, transformers_targets
-from quire.weights.row_order import in_halves
-from quire.weights.tensors import Place, place_tensors
+from quire.weights.packed import PackedMatrix, dequantize, take_rows
+from quire.weights.packed_tensors import (
+    PART_BYTES,
+    PackedTensor,
+    Part,
+    find_packed,
+    is_kv_scale,
+    is_part,
+    is_unused,
+    read_matrix,
+)
+from quire.weights.row_order import in_halves, rows_in_halves
+from quire.weights.tensors import Place, expected_tensors, place_tensors
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
@@ -56,6 +72,14 @@ class _FileTensor(NamedTuple):
     offset: int  # from the start of the file
 
 
+class _FilePart(NamedTuple):
+    """A tensor that belongs to a quantised matrix."""
+
+    part: Part
+    shard: _Shard
+    offset: int  # from the start of the file
+
+
 class SafetensorsCheckpoint:
     """A `Checkpoint` in safetensors."""
 
@@ -65,6 +89,8 @@ class SafetensorsCheckpoint:
         self._shards: list[_Shard] = []
         self._file_tensors: dict[str, _FileTensor] = {}
         self._experts: dict[str, gpt_oss.ExpertPart] = {}
+        self._parts: dict[str, _FilePart] = {}
+        self._packed: dict[str, PackedTensor] = {}
         self._skipped: set[str] = set()  # parts of the model
         try:
             if self._folder.unsupported:
@@ -73,6 +99,7 @@ class SafetensorsCheckpoint:
                 for shard, name in self._listed():
                     self._add(shard, name)
             found = {name: one.info for name, one in self._file_tensors.items()}
+            found |= self._find_packed()
             self.spec = replace(self._folder.spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
             self._places = self._find_places(found)
             if self.spec.is_tied and self._has_own_head():  # the rule of transformers
@@ -96,19 +123,71 @@ class SafetensorsCheckpoint:
             return gpt_oss.read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
         place = self._places[name]
         info = place.info
+        if (tensor := self._packed.get(place.file_name)) is not None:
+            return _plain(info, self._read_matrix(place, tensor))
         flat = place.choose(self._read_bytes(place.file_name, place.offset, place.num_file_bytes))
         data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
         raw = RawTensor(info, data)
         family = self._folder.family
         return in_halves(raw, self.spec, str(self.path)) if family and family.is_interleaved else raw
 
+    def read_packed(self, name: str) -> PackedMatrix | None:
+        if name in self._experts:
+            return pack_blocks(self.read(name))
+        place = self._places[name]
+        tensor = self._packed.get(place.file_name)
+        return None if tensor is None else self._read_matrix(place, tensor)
+
+    @property
+    def family(self) -> Family:
+        """The family of a model that quire has equations for."""
+        assert self._folder.family is not None
+        return self._folder.family
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The contents of config.json."""
+        return self._folder.config
+
+    def file_tensors(self) -> dict[str, list[TensorInfo]]:
+        """Return all tensors under their names in the files, by file, also those that quire does not use."""
+        found: dict[str, list[TensorInfo]] = {}
+        for shard in self._shards:
+            tensors = [_read_entry(shard, name) for name in shard.header]
+            found[shard.path.name] = [one.info for one in sorted(tensors, key=lambda one: one.offset)]
+        return found
+
+    def read_file_tensor(self, file_name: str) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor under its name in the files."""
+        shard = next(one for one in self._shards if file_name in one.header)
+        tensor = _read_entry(shard, file_name)
+        return self._map(shard, tensor.offset, tensor.info.num_bytes)
+
+    def _read_matrix(self, place: Place, tensor: PackedTensor) -> PackedMatrix:
+        num_rows = tensor.info.shape[-2]
+        matrix = read_matrix(tensor, place.first_row // num_rows, self._read_part, str(self.path))
+        rows = place.rows(num_rows)
+        family = self._folder.family
+        if family and family.is_interleaved:
+            moved = rows_in_halves(place.info, self.spec, str(self.path))
+            rows = rows if moved is None else rows[moved]
+        is_whole = len(rows) == num_rows and bool((rows[1:] > rows[:-1]).all())
+        return matrix if is_whole else take_rows(matrix, rows)
+
     def _read_bytes(self, file_name: str, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        tensor = self._file_tensors[file_name]
+        return self._map(tensor.shard, tensor.offset + offset, num_bytes)
+
+    def _read_part(self, part: Part, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        found = self._parts[part.name]
+        return self._map(found.shard, found.offset + offset, num_bytes)
+
+    def _map(self, shard: _Shard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         import numpy as np
 
-        tensor = self._file_tensors[file_name]
-        if tensor.shard.buffer.closed:
+        if shard.buffer.closed:
             raise ModelFileError(f"{self.path}: is closed")
-        return np.frombuffer(tensor.shard.buffer, np.uint8, num_bytes, tensor.offset + offset)
+        return np.frombuffer(shard.buffer, np.uint8, num_bytes, offset)
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()
@@ -195,13 +274,41 @@ class SafetensorsCheckpoint:
         if family and (part := find_skipped(name, family, is_multimodal=self._folder.is_multimodal)):
             self._skipped.add(part)
             return
-        if name in self._file_tensors:
+        if name in self._file_tensors or name in self._parts:
             raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")
-        self._file_tensors[name] = _read_entry(shard, name)
+        if self._folder.quantization is None or not self._add_part(shard, name):
+            self._file_tensors[name] = _read_entry(shard, name)
+
+    def _add_part(self, shard: _Shard, name: str) -> bool:
+        """Add a tensor that belongs to a quantised matrix. Returns whether it does."""
+        if is_unused(name) or is_kv_scale(name):
+            return True
+        entry = shard.header[name]
+        if not is_part(name, entry.get("dtype") if isinstance(entry, dict) else None):
+            return False
+        dtype, shape, begin, num_bytes = _check_entry(shard, name, PART_BYTES)
+        self._parts[name] = _FilePart(Part(name, dtype, shape, num_bytes), shard, shard.start + begin)
+        return True
+
+    def _find_packed(self) -> dict[str, TensorInfo]:
+        """Find the quantised matrices and return their descriptions by the name of a plain matrix."""
+        quantization = self._folder.quantization
+        if quantization is None:
+            return {}
+        parts = {name: one.part for name, one in self._parts.items()}
+        self._packed = find_packed(parts, quantization, self._read_part, str(self.path))
+        for name in self._packed:
+            if name in self._file_tensors:
+                raise ModelFileError(f"{self.path}: {show(name)} is stored twice, plain and quantised")
+        if quantization.has_kv_scales:
+            log.info("%s: kv_cache_scheme is not used: keys and values keep 16 bits", self.path)
+        return {name: tensor.info for name, tensor in self._packed.items()}
 
     def _has_own_head(self) -> bool:
         """Return whether the file holds a head that differs from the embedding, whatever config.json says."""
         head, embedding = self._places.get("head.weight"), self._places.get("embedding.weight")
+        if head is not None and head.file_name in self._packed:
+            return True
         if head is None or embedding is None or head.info[1:] != embedding.info[1:]:
             return False
         one, other = self._bytes_of(head), self._bytes_of(embedding)
@@ -220,7 +327,21 @@ class SafetensorsCheckpoint:
             self._experts = gpt_oss.find_parts(found, self.spec, str(self.path))
             found = {name: info for name, info in found.items() if not gpt_oss.is_experts(name)}
         targets = transformers_targets(found, family, self._folder.architecture)
-        return place_tensors(found, targets, self.spec, str(self.path))
+        places = place_tensors(found, targets, self.spec, str(self.path))
+        return places if self._folder.quantization is None else self._without_zero_biases(places)
+
+    def _without_zero_biases(self, places: dict[str, Place]) -> dict[str, Place]:
+        """Leave out biases that the model does not have. AutoGPTQ writes one, full of zeros, for every matrix."""
+        expected = expected_tensors(self.spec)
+        extra = [
+            name
+            for name, place in places.items()
+            if name.endswith(".bias")
+            and name not in expected
+            and f"{place.file_name.removesuffix('.bias')}.weight" in self._packed
+            and not any(self._bytes_of(place))
+        ]
+        return {name: place for name, place in places.items() if name not in extra}
 
 
 def _read_index(path: Path, max_tensors: int) -> dict[str, str]:
@@ -269,23 +390,42 @@ def _is_described(entry: Any) -> bool:
 
 def _read_entry(shard: _Shard, name: str) -> _FileTensor:
     """Return one row of the table. The package has validated it; the offsets are checked once more."""
+    entry = shard.header[name]
+    if isinstance(entry, dict) and entry.get("dtype") == "U8" and gpt_oss.is_packed_part(name):
+        _, shape, begin, num_bytes = _check_entry(shard, name, {"U8": 1})
+        return _FileTensor(TensorInfo(name, TensorType.MXFP4, shape, num_bytes), shard, shard.start + begin)
+    dtype, shape, begin, num_bytes = _check_entry(shard, name, {one: PART_BYTES[one] for one in _KNOWN_TYPES})
+    if not shape:
+        raise ModelFileError(f"{shard.path}: tensor {show(name)} has shape (): not whole numbers above 0")
+    return _FileTensor(TensorInfo(name, TensorType(dtype), shape, num_bytes), shard, shard.start + begin)
+
+
+def _check_entry(shard: _Shard, name: str, item_bytes: Mapping[str, int]) -> tuple[str, tuple[int, ...], int, int]:
+    """Return type, shape, first byte and number of bytes of a tensor, whose type must be in `item_bytes`."""
     field = f"{shard.path}: tensor {show(name)}"
     entry = shard.header[name]
     try:
-        value, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelFileError(f"{field} is {show(entry)}: not a type, a shape and two offsets") from None
-    if value == "U8" and gpt_oss.is_packed_part(name):
-        value = TensorType.MXFP4
-    elif value not in _KNOWN_TYPES:
-        can = ", ".join(_KNOWN_TYPES)
-        raise UnsupportedModel(f"{field} has type {show(value)}, which is not supported; these are: {can}")
-    kind = TensorType(value)
-    if not all(isinstance(one, int) for one in (*shape, begin, end)) or not shape or min(shape) < 1:
+    if dtype not in item_bytes:
+        can = ", ".join(item_bytes)
+        raise UnsupportedModel(f"{field} has type {show(dtype)}, which is not supported; these are: {can}")
+    if not all(isinstance(one, int) for one in (*shape, begin, end)) or min(shape, default=1) < 1:
         raise ModelFileError(f"{field} has shape {show(shape)} at {show((begin, end))}: not whole numbers above 0")
-    num_bytes = _ITEM_BYTES[kind]
+    num_bytes = item_bytes[dtype]
     for dim in shape:
         num_bytes *= dim
     if not 0 <= begin <= end <= len(shard.buffer) - shard.start or end - begin != num_bytes:
         raise ModelFileError(f"{field} has {num_bytes} bytes at {begin} to {end}: not in the file")
-    return _FileTensor(TensorInfo(name, kind, shape, num_bytes), shard, shard.start + begin)
+    return dtype, shape, begin, num_bytes
+
+
+def _plain(info: TensorInfo, matrix: PackedMatrix) -> RawTensor:
+    """Return a packed matrix as float32."""
+    import numpy as np
+
+    floats = dequantize(matrix).reshape(info.shape)
+    data = floats.view(np.uint8)
+    data.flags.writeable = False
+    return RawTensor(info._replace(type=TensorType.F32, num_bytes=floats.nbytes), data)

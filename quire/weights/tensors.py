@@ -49,6 +49,7 @@ class Place(NamedTuple):
     file_name: str  # of the file's tensor that holds it
     offset: int  # bytes, from the start of that tensor
     stripe: Stripe | None = None  # None: the tensor is a range of bytes
+    first_row: int = 0  # of that tensor; of a stack [N, rows, columns], counted through all N
 
     @property
     def num_file_bytes(self) -> int:
@@ -62,6 +63,16 @@ class Place(NamedTuple):
         chosen = held.reshape(self.stripe.num_heads, self.stripe.num_parts, -1)[:, self.stripe.place].reshape(-1)
         chosen.flags.writeable = False
         return chosen
+
+    def rows(self, num_file_rows: int) -> NDArray[np.int64]:
+        """Return the tensor's rows in a matrix of the file that has `num_file_rows` rows."""
+        import numpy as np
+
+        if self.stripe is None:
+            first = self.first_row % num_file_rows
+            return np.arange(first, first + self.info.shape[0])
+        rows = np.arange(num_file_rows).reshape(self.stripe.num_heads, self.stripe.num_parts, -1)
+        return rows[:, self.stripe.place].reshape(-1)
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -269,14 +280,13 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spe
         return _stripes(info, target, shapes, spec)
     if target.is_stack and not _has_experts(target.names[0], num_stacked, expected):
         return None
-    row_bytes = info.num_bytes // (num_stacked * whole[0])
-    places, offset = [], 0
+    num_rows = num_stacked * whole[0]
+    places, first_row = [], 0
     for expert in range(num_stacked):
         for name, shape in zip(target.names, shapes, strict=True):
-            num_bytes = shape[0] * row_bytes
-            part = TensorInfo(name.format(expert), info.type, shape, num_bytes)
-            places.append(Place(part, info.name, offset))
-            offset += num_bytes
+            part = TensorInfo(name.format(expert), info.type, shape, info.num_bytes * shape[0] // num_rows)
+            places.append(Place(part, info.name, info.num_bytes * first_row // num_rows, first_row=first_row))
+            first_row += shape[0]
     return places
 
 

@@ -220,10 +220,19 @@ def test_a_gpu_holds_16_bits_and_a_cpu_5(folder: dict[str, bytes]) -> None:
     assert find_context(large) == config["max_position_embeddings"]
 
 
-def test_quantised_safetensors_are_refused(folder: dict[str, bytes]) -> None:
-    config = {**json.loads(folder["config.json"]), "quantization_config": {"quant_method": "awq"}}
-    found = download("org/name", {"config.json": 1, "model.safetensors": GB}, config=config)
-    assert "quantised safetensors are not supported" in find_problems(found, MEMORY, 100 * GB)[0]
+def test_quantised_safetensors(folder: dict[str, bytes]) -> None:
+    """A file of 4 bits has nearly four times the weights of one of 16 bits. Unknown methods are refused."""
+    plain = json.loads(folder["config.json"])
+
+    def look(**method: object) -> Download:
+        config = {**plain, "quantization_config": method} if method else plain
+        return download("org/name", {"config.json": 1, "model.safetensors": GB}, config=config)
+
+    assert "quantised safetensors are not supported" in find_problems(look(quant_method="hqq"), MEMORY, 100 * GB)[0]
+    four = look(quant_method="awq", bits=4, group_size=128)
+    assert find_problems(four, MEMORY, 100 * GB) == []
+    assert four.weights == {"INT4": int(GB * 8 / 4.5)}
+    assert look(quant_method="fp8", weight_block_size=[128, 128]).weights == {"FP8": int(GB * 8 / 8.125)}
 
 
 # quire rm

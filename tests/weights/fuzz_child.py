@@ -29,14 +29,17 @@ from quire.weights.checkpoint import RawTensor
 from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.gguf import FILE_TYPES, map_file, read_header
 from quire.weights.opening import open_checkpoint
+from quire.weights.packed import dequantize
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
 from tests.backends.native.matrices import Packed
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
+from tests.weights.layouts import LAYOUTS, Stored, mixed_safetensors, quantize_arrays
 from tests.weights.makers import (
     LAYERS,
     config,
     experts_gguf,
+    llama_arrays,
     make_gguf,
     moe_arrays,
     moe_config,
@@ -201,6 +204,43 @@ def open_dummy(path: Path) -> None:
     check_tensors(checkpoint)
 
 
+QUANTIZED = tuple(
+    LAYOUTS[name]
+    for name in ("fp8 small blocks", "ct fp8 channel", "ct w4 asymmetric", "ct w4 act-order", "awq g32", "gptq 8 bits")
+)
+
+
+def make_quantized_mutant(rng: random.Random, folder: Path) -> Path:
+    """Change the config, the header or the contents of a quantised folder, or leave out one of its tensors."""
+    layout = rng.choice(QUANTIZED)
+    tensors, _ = quantize_arrays(layout, llama_arrays())
+    if rng.random() < 0.3:
+        name = rng.choice([name for name in tensors if "_proj." in name])
+        dtype, array = tensors.pop(name)
+        if rng.random() < 0.7:
+            shape = [rng.choice((1, 2, 3, 64, size)) for size in array.shape][: rng.choice((1, 2, 3))]
+            tensors[name] = Stored(rng.choice((dtype, dtype, "I8", "U8")), np.resize(array, shape))
+            if array.itemsize > 1 and tensors[name].dtype in ("I8", "U8"):
+                tensors[name] = Stored(tensors[name].dtype, np.zeros(shape, np.uint8))
+    settings = config(quantization_config=layout.config)
+    if rng.random() < 0.4:
+        settings["quantization_config"] = mutate_value(rng, layout.config)
+    (folder / "config.json").write_text(json.dumps(settings))
+    data = mixed_safetensors(tensors)
+    (folder / "model.safetensors").write_bytes(mutate_bytes(rng, data, 8000) if rng.random() < 0.3 else data)
+    return folder
+
+
+def read_packed_too(path: Path) -> None:
+    """Read all matrices in both forms."""
+    open_and_read_all(path)
+    checkpoint = open_checkpoint(path)
+    for name in checkpoint.tensors:
+        packed = checkpoint.read_packed(name)
+        assert packed is None or dequantize(packed).shape == checkpoint.tensors[name].shape
+    checkpoint.close()
+
+
 def make_other_mutant(rng: random.Random, folder: Path) -> Path:
     return _mutate_folder(rng, folder, rng.choice(OTHERS))
 
@@ -287,13 +327,14 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 TARGETS: list[Target] = [
-    Target("gguf", make_gguf_mutant, open_and_read_all),
+    Target("gguf", make_gguf_mutant, read_packed_too),
     Target("gguf of experts", make_experts_mutant, open_all_tensors),
     Target("safetensors", make_folder_mutant, open_and_read_all),
     Target("gguf of a mixture of experts", make_moe_gguf_mutant, open_and_read_all),
     Target("safetensors of a mixture of experts", make_moe_mutant, open_and_read_all),
     Target("config.json of all families", make_family_mutant, open_dummy),
     Target("safetensors of mlx-lm", make_other_mutant, open_other),
+    Target("quantised safetensors", make_quantized_mutant, read_packed_too),
     Target("tokenizer.json", make_tokenizer_mutant, open_tokenizer),
     Target("GGUF vocabulary", make_vocabulary_mutant, open_vocabulary),
 ]

@@ -70,7 +70,7 @@ def test_a_known_architecture_stays_as_it_is() -> None:
         ({"quantization": {**QUANTIZATION, "mode": "affine"}}, "4 bits, groups of 64"),
         ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "mxfp4"),
         ({"quantization": {**QUANTIZATION, "lm_head": {"bits": 6, "group_size": 64}}}, "4 bits, groups of 64"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "hqq"),
         ({"quantization_config": {"something": 1}}, "quantised"),
     ],
 )

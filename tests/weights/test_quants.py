@@ -18,7 +18,7 @@ from quire.weights.gguf import BLOCKS
 from quire.weights.quants import to_float32
 from tests.weights.makers import set_scales
 
-QUANTISED = [kind for kind in TensorType if BLOCKS[kind].num_elements > 1]
+QUANTISED = [kind for kind, block in BLOCKS.items() if block.num_elements > 1]
 # Types whose codes are places in tables of vectors. gguf decodes them; here, known blocks are decoded.
 VECTORS = [kind for kind in QUANTISED if kind.startswith(("IQ1", "IQ2", "IQ3"))]
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -24,9 +24,9 @@ from quire.backends.base import BackendOptions, Progress
 from quire.backends.mlx.evaluation import evaluate, file_errors, flat_parameters, num_bytes
 from quire.backends.mlx.gguf_model import PLAIN_TYPES, load_tensors
 from quire.backends.mlx.quantization import dtype_name, main_layout, quantize_layers
-from quire.backends.mlx.spec_model import apply_spec, config_from_spec, file_norm_shift, known_spec
+from quire.backends.mlx.spec_model import MODEL_TYPES, apply_spec, config_from_spec, file_norm_shift, known_spec
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import PACKED_TYPES, Checkpoint
 from quire.weights.config import MAX_LAYERS
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.families import BY_ARCHITECTURE
@@ -64,7 +64,7 @@ def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progre
     """
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
-    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint):
+    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint) or _is_packed(checkpoint):
         return load_from_tensors(checkpoint, options, progress)
     with file_errors(checkpoint.path):
         if isinstance(checkpoint, DummyCheckpoint):
@@ -92,6 +92,16 @@ def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
     spec = checkpoint.spec
     is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
     return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+
+
+def _is_packed(checkpoint: Checkpoint) -> bool:
+    """Whether a folder of a family that the spec can describe has quantised weights that quire reads.
+
+    mlx-lm reads some of these layouts, but neither FP8 nor groups of other sizes than 32 of compressed-tensors.
+    """
+    spec = checkpoint.spec
+    is_known = spec.family in MODEL_TYPES and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+    return is_known and any(info.type in PACKED_TYPES for info in checkpoint.tensors.values())
 
 
 def _has_experts(model: Module) -> bool:

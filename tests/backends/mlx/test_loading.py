@@ -36,6 +36,7 @@ from tests.backends.mlx.converting import write_mlx_folder
 from tests.backends.torch.families import FAMILIES, MINISTRAL_ROPE, SIZES, Reference
 from tests.backends.torch.families import logprobs as reference_logprobs
 from tests.backends.torch.rig import Rig, same_rows
+from tests.weights.layouts import LAYOUTS, write_quantized
 from tests.weights.makers import (
     FFN,
     HIDDEN,
@@ -146,6 +147,7 @@ class WithNormsAsInGguf:
         self._checkpoint = checkpoint
         self.path, self.tensors, self.generation = checkpoint.path, checkpoint.tensors, checkpoint.generation
         self.spec = replace(checkpoint.spec, norm_offset=0.0)
+        self.read_packed = checkpoint.read_packed
         self.tokenizer_files, self.close = checkpoint.tokenizer_files, checkpoint.close
 
     def read(self, name: str) -> RawTensor:
@@ -485,13 +487,42 @@ def test_awq_weights(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "awq", config(quantization_config=method))
     mx.save_safetensors(str(folder / "model.safetensors"), packed, {"format": "pt"})
     loaded = load(folder)
-    assert loaded.description == "4 bits (affine, groups of 32)"
+    assert loaded.description == "INT4 as 4 bits (affine, groups of 32)"
     rounded = {
         name: one if "proj" in name else one.astype(np.float16).astype(np.float32) for name, one in plain.items()
     }
     expected = load(write_folder(tmp_path / "plain", arrays=rounded))
     tokens = [one % 64 for one in TOKENS]
     assert float((logprobs(loaded.model, tokens) - logprobs(expected.model, tokens)).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "description"),
+    [
+        ("ct w4 asymmetric", "INT4 as 4 bits (affine, groups of 32)"),
+        ("ct w4 g64", "INT4 as 4 bits (affine, groups of 64)"),
+        ("gptq act-order", "INT4 as 8 bits (affine, groups of 32)"),
+        ("fp8 small blocks", "FP8 as 8 bits (affine, groups of 32)"),
+        ("ct w8 g64", "INT8 as 8 bits (affine, groups of 32)"),
+    ],
+)
+def test_quantised_safetensors(name: str, description: str, tmp_path: Path) -> None:
+    """4-bit codes stay as they are; codes of 8 bits are rounded again."""
+    arrays = {key: array / 8 for key, array in llama_arrays().items()}
+    for i in range(2):  # 96 is not a multiple of 64
+        for key in ("gate_proj", "up_proj"):
+            rows = f"model.layers.{i}.mlp.{key}.weight"
+            arrays[rows] = np.concatenate((arrays[rows], arrays[rows][:32]))
+        down = f"model.layers.{i}.mlp.down_proj.weight"
+        arrays[down] = np.concatenate((arrays[down], arrays[down][:, :32]), axis=1)
+    settings = config(intermediate_size=128, model_type="llama")
+    weights = write_quantized(tmp_path / "packed", LAYOUTS[name], settings, arrays)
+    expected = load(write_folder(tmp_path / "plain", settings, weights))
+    loaded = load(tmp_path / "packed")
+    assert loaded.description == description
+    tokens = [one % 64 for one in TOKENS]
+    difference = float((logprobs(loaded.model, tokens) - logprobs(expected.model, tokens)).abs().max())
+    assert difference < (BOUND if " 4 bits" in description else 0.05)
 
 
 # Errors

@@ -340,7 +340,7 @@ def test_dummy_weights_are_the_same_each_time(tmp_path: Path) -> None:
     checkpoint.close()
 
 
-@pytest.mark.parametrize("type", [type for type in TensorType if BLOCKS[type].num_elements > 1])
+@pytest.mark.parametrize("type", [type for type, block in BLOCKS.items() if block.num_elements > 1])
 def test_a_gguf_file_of_every_type(type: TensorType, tmp_path: Path) -> None:
     from tests.weights.makers import Tensor, llama_keys, llama_tensors, make_gguf
     from tests.weights.test_quants import random_blocks

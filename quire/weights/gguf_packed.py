@@ -1,0 +1,135 @@
+"""Blocks of GGUF as a `PackedMatrix`, for the types that have equal groups of 4- or 8-bit codes.
+
+The value of a weight is that of llama.cpp, up to the rounding of float32. A type with a minimum m per group,
+w = d * code + m, has a zero of -m / d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.weights.checkpoint import RawTensor, TensorType
+from quire.weights.packed import CodeType, PackedMatrix, pack_pairs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# B blocks of a tensor, S groups in a block
+
+
+class _Decoded(NamedTuple):
+    codes: NDArray[np.uint8]  # [B, weights of a block], one code per byte
+    scales: NDArray[np.float32]  # [B, S]
+    minima: NDArray[np.float32] | None = None  # [B, S], added after scaling
+
+
+def pack_blocks(raw: RawTensor) -> PackedMatrix | None:
+    """Return a matrix of GGUF blocks; None: its type has no such form."""
+    import numpy as np
+
+    layout = _LAYOUTS.get(raw.info.type)
+    if layout is None or len(raw.info.shape) != 2:
+        return None
+    rows, columns = raw.info.shape
+    blocks = np.ascontiguousarray(raw.data).reshape(-1, layout.block_bytes)
+    with np.errstate(all="ignore"):  # a scale in the file may be infinite or NaN
+        codes, scales, minima = layout.decode(blocks)
+        zeros = None
+        if minima is not None:
+            codes, scales, zeros = _with_zeros(codes, scales, minima)
+    codes = codes.reshape(rows, columns)
+    return PackedMatrix(
+        layout.type,
+        (rows, columns),
+        pack_pairs(codes) if layout.type.bits == 4 else codes,
+        scales.reshape(rows, -1),
+        (1, layout.group),
+        None if zeros is None else zeros.reshape(rows, -1),
+    )
+
+
+def _with_zeros(
+    codes: NDArray[np.uint8], scales: NDArray[np.float32], minima: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+    """Return codes, scales and zeros. A group with scale 0 has equal weights: (0 - -1) * minimum."""
+    import numpy as np
+
+    is_flat = scales == 0
+    zeros = np.where(is_flat, np.float32(-1), -minima / scales)
+    groups = codes.reshape(*scales.shape, -1)
+    return np.where(is_flat[..., None], np.uint8(0), groups), np.where(is_flat, minima, scales), zeros
+
+
+def _half(blocks: NDArray[np.uint8], first: int) -> NDArray[np.float32]:
+    """Return the float16 at a byte of each block, [B, 1]."""
+    import numpy as np
+
+    return np.ascontiguousarray(blocks[:, first : first + 2]).view("<f2").astype(np.float32)
+
+
+def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return codes of 4 bits. The low half of byte i is weight i; the high halves follow after all low ones."""
+    import numpy as np
+
+    return np.concatenate((packed & 15, packed >> 4), axis=-1)
+
+
+def _q8_0(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(blocks[:, 2:], _half(blocks, 0))
+
+
+def _q4_0(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q4_k(blocks: NDArray[np.uint8]) -> _Decoded:
+    """Eight groups of 32, with factors of 6 bits for scale and minimum in bytes 4 to 15."""
+    import numpy as np
+
+    packed = blocks[:, 4:16]
+    first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    factors = np.concatenate((first & 63, high & 15 | first >> 6 << 4), axis=1)
+    offsets = np.concatenate((second & 63, high >> 4 | second >> 6 << 4), axis=1)
+    codes = _halves(blocks[:, 16:].reshape(-1, 4, 32))  # 64 weights in 32 bytes
+    return _Decoded(codes.reshape(len(blocks), -1), _half(blocks, 0) * factors, -(_half(blocks, 2) * offsets))
+
+
+def _q6_k(blocks: NDArray[np.uint8]) -> _Decoded:
+    """Sixteen groups of 16: 128 bytes of low 4 bits, 64 of high 2 bits, 16 signed factors, a scale."""
+    import numpy as np
+
+    low = blocks[:, :128].reshape(-1, 2, 2, 32)  # for each 128 weights: bytes of the weights 0 to 63
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = np.concatenate((low & 15, low >> 4), axis=2) | high << 4  # [B, 2, 4, 32]
+    signed = codes.view(np.int8) - np.int8(32)
+    factors = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return _Decoded(signed.view(np.uint8).reshape(len(blocks), -1), _half(blocks, 208) * factors)
+
+
+def _mxfp4(blocks: NDArray[np.uint8]) -> _Decoded:
+    import numpy as np
+
+    return _Decoded(_halves(blocks[:, 1:]), np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127))
+
+
+class _Layout(NamedTuple):
+    type: CodeType
+    block_bytes: int
+    group: int
+    decode: Callable[[NDArray[np.uint8]], _Decoded]
+
+
+_LAYOUTS = {
+    TensorType.Q8_0: _Layout(CodeType.INT8, 34, 32, _q8_0),
+    TensorType.Q4_0: _Layout(CodeType.INT4, 18, 32, _q4_0),
+    TensorType.Q4_1: _Layout(CodeType.INT4, 20, 32, _q4_1),
+    TensorType.Q4_K: _Layout(CodeType.INT4, 144, 32, _q4_k),
+    TensorType.Q6_K: _Layout(CodeType.INT8, 210, 16, _q6_k),
+    TensorType.MXFP4: _Layout(CodeType.FP4, 17, 32, _mxfp4),
+}

@@ -1,0 +1,390 @@
+"""Writes a quantised copy of a folder of safetensors, in the layout of compressed-tensors (`quire quantize`).
+
+One tensor is in memory at a time. The copy is written into a temporary folder, which is renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from quire.errors import InvalidRequest, ModelFileError
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
+from quire.weights.config import DTYPES
+from quire.weights.folder import member
+from quire.weights.names import transformers_targets
+from quire.weights.packed import PackedMatrix
+from quire.weights.quants import to_float32
+from quire.weights.rounding import round_asymmetric, round_fp8, round_symmetric
+from quire.weights.safetensors import INDEX, SafetensorsCheckpoint
+from quire.weights.spec import DeltaNetSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# O outputs, I inputs, G groups in a row
+
+Progress = Callable[[int, int], None]  # bytes done, bytes of all
+
+GROUP_SIZES = (32, 64, 128)
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.md", "*.model", "LICENSE*")
+_BLOCK = 128  # rows and columns of a block of FP8
+# The last part of quire's names of the matrices that are quantised.
+_QUANTIZED = (
+    "q_proj", "k_proj", "v_proj", "q_gate", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj", "out_proj",
+)  # fmt: skip
+_STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A kind of quantised weights."""
+
+    bits: int
+    is_float: bool = False
+    is_symmetric: bool = True
+    is_grouped: bool = True  # groups of a row; False: blocks or rows
+    group: tuple[int, int] = (1, 0)
+
+
+FORMATS = {
+    "fp8": Format(8, is_float=True, is_grouped=False, group=(_BLOCK, _BLOCK)),
+    "fp8-channel": Format(8, is_float=True, is_grouped=False),
+    "w4a16": Format(4),
+    "w4a16-asym": Format(4, is_symmetric=False),
+    "w8a16": Format(8),
+}
+
+
+class Report(NamedTuple):
+    num_matrices: int  # quantised
+    num_bytes: int  # of all weights written
+    num_source_bytes: int
+
+
+def quantize_folder(source: Path, target: Path, name: str, group_size: int, progress: Progress | None = None) -> Report:
+    """Write a quantised copy of `source` to `target`, which must not exist."""
+    if target.exists() or target.is_symlink():
+        raise InvalidRequest(f"{target}: exists already; quire does not overwrite it")
+    if name not in FORMATS or group_size not in GROUP_SIZES:
+        raise InvalidRequest(f"{name = }, {group_size = }: not one of {', '.join(FORMATS)} and of {GROUP_SIZES}")
+    checkpoint = _open(source)
+    try:
+        writer = _Writer(checkpoint, FORMATS[name], group_size, progress)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            report = writer.write(folder)
+            folder.chmod(0o755)
+            folder.rename(target)  # fails if a folder with files has appeared there
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return report
+    finally:
+        checkpoint.close()
+
+
+def _open(source: Path) -> SafetensorsCheckpoint:
+    if not (source / "config.json").is_file():
+        raise InvalidRequest(
+            f"{source}: is not a folder with config.json and safetensors; other files, such as GGUF, lack the tensor "
+            "names that the copy needs: use the original model"
+        )
+    checkpoint = SafetensorsCheckpoint(source)
+    spec = checkpoint.spec
+    problem = spec.unsupported
+    if not problem and spec.quantization not in DTYPES:
+        problem = f"{source}: its weights are quantised already, to {spec.quantization}: use the original model"
+    if problem:
+        checkpoint.close()
+        raise InvalidRequest(problem)
+    return checkpoint
+
+
+class _Output(NamedTuple):
+    """A tensor to write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class _Matrix(NamedTuple):
+    """Rows of a tensor of the source that become one quantised matrix."""
+
+    module: str  # name of the matrix without .weight
+    source: TensorInfo
+    first_row: int  # counted through a stack
+    shape: tuple[int, int]
+
+
+class _Writer:
+    def __init__(
+        self, checkpoint: SafetensorsCheckpoint, form: Format, group_size: int, progress: Progress | None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._format = form
+        self._group_size = group_size
+        self._progress = progress
+        files = checkpoint.file_tensors()
+        self._num_source_bytes = sum(info.num_bytes for infos in files.values() for info in infos)
+        self._files = files
+        names = [info.name for infos in files.values() for info in infos]
+        self._matrices = self._choose(names)
+        self._num_done = 0
+        self._num_written = 0
+
+    def write(self, folder: Path) -> Report:
+        weight_map: dict[str, str] = {}
+        for file, infos in self._files.items():
+            outputs = [output for info in infos for output in self._outputs(info)]
+            weight_map |= dict.fromkeys((output.name for output in outputs), file)
+            with (folder / file).open("wb") as stream:
+                _write_header(stream, outputs)
+                for info in infos:
+                    self._write_tensor(stream, info)
+            self._num_written += sum(output.num_bytes for output in outputs)
+        if len(self._files) > 1:
+            index = {"metadata": {"total_size": self._num_written}, "weight_map": weight_map}
+            (folder / INDEX).write_text(json.dumps(index, indent=2))
+        self._copy_files(folder)
+        num_matrices = sum(map(len, self._matrices.values()))
+        return Report(num_matrices, self._num_written, self._num_source_bytes)
+
+    # Which tensors
+
+    def _choose(self, names: list[str]) -> dict[str, list[_Matrix]]:
+        """Return the matrices that each tensor of the source becomes. Tensors that are not here are copied."""
+        family = self._checkpoint.family
+        targets = transformers_targets(names, family, self._checkpoint.spec.architecture)
+        infos = {info.name: info for tensors in self._files.values() for info in tensors}
+        chosen: dict[str, list[_Matrix]] = {}
+        for name, target in targets.items():
+            ends = [own.removesuffix(".weight").rpartition(".")[2] for own in target.names]
+            info = infos[name]
+            is_matrix = all(own.endswith(".weight") for own in target.names) and set(ends) <= {*_QUANTIZED}
+            if not is_matrix or (self._format.bits == 4 and self._is_state_output(target.names[0])):
+                continue
+            if matrices := _split(info, is_stack=target.is_stack):
+                chosen[name] = matrices
+        if not chosen:
+            raise InvalidRequest(f"{self._checkpoint.path}: holds no matrix that can be quantised")
+        self._check_groups(chosen)
+        return chosen
+
+    def _is_state_output(self, name: str) -> bool:
+        """Return whether a matrix follows the state of a delta net. Published results with 4 bits for it are poor."""
+        parts = name.split(".")
+        spec = self._checkpoint.spec
+        is_delta_net = parts[1].isdecimal() and isinstance(spec.layers[int(parts[1])].mixer, DeltaNetSpec)
+        return is_delta_net and parts[2] == "out_proj"
+
+    def _check_groups(self, chosen: Mapping[str, list[_Matrix]]) -> None:
+        if not self._format.is_grouped:
+            return
+        widths = {matrix.shape[1] for matrices in chosen.values() for matrix in matrices}
+        fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
+        if self._group_size not in fitting:
+            width = next(width for width in sorted(widths) if width % self._group_size)
+            can = f"use {' or '.join(map(str, fitting))}" if fitting else "no group size does: use an FP8 format"
+            raise InvalidRequest(
+                f"--group-size {self._group_size} does not divide the {width} inputs of some matrices: {can}"
+            )
+
+    # What is written
+
+    def _outputs(self, info: TensorInfo) -> Iterator[_Output]:
+        if info.name not in self._matrices:
+            yield _Output(info.name, info.type, info.shape, info.num_bytes)
+            return
+        for matrix in self._matrices[info.name]:
+            rows, columns = matrix.shape
+            scale_type = "F32" if self._format.group[0] > 1 else info.type
+            for ending, dtype, shape in self._parts(rows, columns, scale_type):
+                num_items = 1
+                for size in shape:
+                    num_items *= size
+                yield _Output(f"{matrix.module}.{ending}", dtype, shape, num_items * _ITEM_BYTES[dtype])
+
+    def _parts(self, rows: int, columns: int, scale_type: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        form = self._format
+        if form.is_float:
+            height, width = form.group[0], form.group[1] or columns
+            scales = (-(-rows // height), -(-columns // width))
+            return [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", scale_type, scales)]
+        groups = columns // self._group_size
+        parts: list[tuple[str, str, tuple[int, ...]]] = [
+            ("weight_packed", "I32", (rows, columns * form.bits // 32)),
+            ("weight_scale", scale_type, (rows, groups)),
+            ("weight_shape", "I64", (2,)),
+        ]
+        if not form.is_symmetric:
+            parts.append(("weight_zero_point", "I32", (-(-rows * form.bits // 32), groups)))
+        return parts
+
+    def _write_tensor(self, stream: BinaryIO, info: TensorInfo) -> None:
+        data = self._checkpoint.read_file_tensor(info.name)
+        if info.name not in self._matrices:
+            stream.write(data.data)
+        for matrix in self._matrices.get(info.name, ()):
+            row_bytes = matrix.shape[1] * _ITEM_BYTES[info.type]
+            rows = data[matrix.first_row * row_bytes : (matrix.first_row + matrix.shape[0]) * row_bytes]
+            raw = RawTensor(TensorInfo(info.name, info.type, matrix.shape, len(rows)), rows)
+            for part in self._encode(info, to_float32(raw)):
+                stream.write(part)
+        self._num_done += info.num_bytes
+        if self._progress is not None:
+            self._progress(self._num_done, self._num_source_bytes)
+
+    def _encode(self, info: TensorInfo, weights: NDArray[np.float32]) -> Iterator[bytes]:
+        """Yield the bytes of a quantised matrix in the order of `_parts`."""
+        import numpy as np
+
+        if not np.isfinite(weights).all():
+            raise ModelFileError(f"{self._checkpoint.path}: tensor {info.name} has weights that are not finite")
+        form = self._format
+        scale_type = "F32" if form.group[0] > 1 else info.type
+        matrix = self._round(weights, lambda scales: _decoded(_encoded(scales, scale_type), scale_type))
+        is_bytes = form.bits == 8 and not form.is_float
+        yield (matrix.codes ^ np.uint8(128) if is_bytes else matrix.codes).tobytes()
+        yield _encoded(matrix.scales, scale_type).tobytes()
+        if form.is_float:
+            return
+        yield np.array(weights.shape, "<i8").tobytes()
+        if matrix.zeros is not None:
+            yield _pack_rows(matrix.zeros.astype(np.uint8)).tobytes()
+
+    def _round(self, weights: NDArray[np.float32], store: Any) -> PackedMatrix:
+        form = self._format
+        if form.is_float:
+            return round_fp8(weights, form.group, store)
+        if form.is_symmetric:
+            return round_symmetric(weights, form.bits, self._group_size, store)
+        return round_asymmetric(weights, self._group_size, store)
+
+    # Other files
+
+    def _copy_files(self, folder: Path) -> None:
+        source = self._checkpoint.path
+        names = {path.name for pattern in _COPIED for path in source.glob(pattern)} - {"config.json", INDEX}
+        for name in sorted(names):
+            if (source / name).is_file():
+                shutil.copyfile(member(source, name), folder / name)
+        config = {**self._checkpoint.config, "quantization_config": self._quantization_config()}
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+    def _quantization_config(self) -> dict[str, Any]:
+        form = self._format
+        weights: dict[str, Any] = {
+            "num_bits": form.bits,
+            "type": "float" if form.is_float else "int",
+            "symmetric": form.is_symmetric,
+            "dynamic": False,
+            "strategy": "group" if form.is_grouped else "block" if form.group[0] > 1 else "channel",
+            "group_size": self._group_size if form.is_grouped else None,
+            "block_structure": list(form.group) if form.group[0] > 1 else None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized" if form.is_float else "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": weights,
+                    "input_activations": None,
+                    "output_activations": None,
+                }
+            },
+            "ignore": self._ignored(),
+            "kv_cache_scheme": None,
+        }
+
+    def _ignored(self) -> list[str]:
+        """Return the modules with a matrix that is not quantised. Readers of the config need them by name."""
+        kept = [
+            info.name.removesuffix(".weight")
+            for infos in self._files.values()
+            for info in infos
+            if len(info.shape) == 2 and info.name.endswith(".weight") and info.name not in self._matrices
+        ]
+        return sorted({*(name for name in kept if "embed_tokens" not in name), "lm_head"})
+
+
+def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
+    """Return the matrices of a tensor. A stack becomes a matrix per expert, under the names that files of FP8 use."""
+    if not is_stack:
+        return [_Matrix(info.name.removesuffix(".weight"), info, 0, _pair(info.shape))] if len(info.shape) == 2 else []
+    stack = _STACK.fullmatch(info.name)
+    if stack is None or len(info.shape) != 3:
+        return []
+    count, rows, columns = info.shape
+    names = ("gate_proj", "up_proj") if stack[2] == "gate_up" else ("down_proj",)
+    height = rows // len(names)
+    return [
+        _Matrix(f"{stack[1]}.{expert}.{name}", info, expert * rows + place * height, (height, columns))
+        for expert in range(count)
+        for place, name in enumerate(names)
+    ]
+
+
+def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], shape[1]
+
+
+# Bytes
+
+_ITEM_BYTES = {"F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
+
+
+def _write_header(stream: BinaryIO, outputs: list[_Output]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for output in outputs:
+        offsets = [at, at + output.num_bytes]
+        header[output.name] = {"dtype": str(output.dtype), "shape": list(output.shape), "data_offsets": offsets}
+        at += output.num_bytes
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)
+    stream.write(struct.pack("<Q", len(data)) + data)
+
+
+def _encoded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    import numpy as np
+
+    if dtype == TensorType.F32:
+        return values.astype("<f4")
+    if dtype == TensorType.F16:
+        return np.clip(values, 2.0**-24, 65504).astype("<f2")  # a scale of 0 could not be divided by
+    bits = values.astype("<f4").view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
+def _decoded(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    import numpy as np
+
+    if dtype == TensorType.BF16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _pack_rows(codes: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return codes of 4 bits [O, G] as words [O / 8, G], the first row in the lowest bits."""
+    import numpy as np
+
+    padded = np.zeros((-(-len(codes) // 8) * 8, codes.shape[1]), np.uint32)
+    padded[: len(codes)] = codes
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+    words: NDArray[np.uint32] = (padded.reshape(-1, 8, codes.shape[1]) << shifts).sum(1, dtype=np.uint32)
+    return words

@@ -1,0 +1,195 @@
+"""`quire quantize`: what it writes, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, GenerationParams
+from quire.errors import InvalidRequest, ModelFileError
+from quire.weights.opening import open_checkpoint
+from quire.weights.packed import dequantize, fp8_values
+from quire.weights.quantizing import FORMATS, quantize_folder
+from quire.weights.rounding import round_asymmetric, round_fp8, round_symmetric, to_fp8
+from quire.weights.tensors import check_tensors
+from tests.cli.runs import quire
+from tests.weights.layouts import Stored, mixed_safetensors
+from tests.weights.makers import config, llama_arrays, moe_arrays, moe_config, tiny_gguf, write_folder
+from tests.weights.plain_folder import read_all, write_plain_folder
+
+# Root mean square of the error, relative to that of the weights, for normal weights in groups of 32: bounds.
+ERRORS = {"fp8": 0.03, "fp8-channel": 0.03, "w4a16": 0.12, "w4a16-asym": 0.11, "w8a16": 0.007}
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    return float(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
+
+
+# Rounding
+
+
+def test_the_nearest_codes_of_fp8() -> None:
+    values = fp8_values()
+    finite = values[np.isfinite(values)]
+    assert (values[to_fp8(finite)] == finite).all()
+    rng = np.random.default_rng(0)
+    given = (rng.standard_normal(10_000) * 2.0 ** rng.integers(-12, 9, 10_000)).astype(np.float32)
+    given = np.clip(given, -448, 448)
+    distances = np.abs(given[:, None] - finite[None]).min(1)
+    assert (np.abs(values[to_fp8(given)] - given) == distances).all()
+    middles = np.array([17 / 8 * 0.5, 19 / 8 * 0.5, 1e9, -1e9], np.float32)  # between two codes; beyond all
+    assert values[to_fp8(middles)].tolist() == [1.0, 1.25, 448.0, -448.0]
+
+
+def test_groups_of_zeros_and_of_one_sign() -> None:
+    weights = np.zeros((8, 64), np.float32)
+    weights[1] = np.linspace(1, 2, 64)
+    for matrix in (
+        round_symmetric(weights, 4, 32, lambda one: one),
+        round_symmetric(weights, 8, 32, lambda one: one),
+        round_asymmetric(weights, 32, lambda one: one),
+        round_fp8(weights, (4, 32), lambda one: one),
+    ):
+        found = dequantize(matrix)
+        assert (found[2:] == 0).all()
+        assert np.abs(found[1] - weights[1]).max() < 0.15
+
+
+# Folders
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_copy_is_close_to_its_source(name: str, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", num_shards=2)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.bin").write_bytes(b"x")
+    steps: list[tuple[int, int]] = []
+    report = quantize_folder(source, tmp_path / "made", name, 32, lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (report.num_source_bytes, report.num_source_bytes)
+    assert report.num_matrices == 14
+    assert {path.name for path in (tmp_path / "made").iterdir()} == {
+        "config.json", "tokenizer.json", "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    assert not list(tmp_path.glob(".made*"))
+    checkpoint = open_checkpoint(tmp_path / "made")
+    check_tensors(checkpoint)
+    before, after = read_all(source), read_all(tmp_path / "made")
+    for own, expected in before.items():
+        if own.endswith("proj.weight"):
+            assert checkpoint.tensors[own].type == ("FP8" if "fp8" in name else "INT4" if "w4" in name else "INT8")
+            assert relative_error(after[own], expected) < ERRORS[name], own
+        else:
+            assert (after[own] == expected).all()
+
+
+def test_experts_and_routers(tmp_path: Path) -> None:
+    """Stacks of experts become one matrix for each expert; routers stay as they are."""
+    for is_stacked in (False, True):
+        source = write_folder(tmp_path / f"source{is_stacked}", moe_config(), moe_arrays(is_stacked=is_stacked))
+        made = tmp_path / f"made{is_stacked}"
+        assert quantize_folder(source, made, "w4a16", 32).num_matrices == 2 * (4 + 4 * 3)
+        before, after = read_all(source), read_all(made)
+        check_tensors(open_checkpoint(made))
+        for own, expected in before.items():
+            assert relative_error(after[own], expected) < ERRORS["w4a16"]
+        assert (after["layers.0.router.weight"] == before["layers.0.router.weight"]).all()
+        ignored = json.loads((made / "config.json").read_text())["quantization_config"]["ignore"]
+        assert ignored == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("F16", "<f2"), ("BF16", "<u2")])
+def test_scales_have_the_type_of_the_weights(dtype: str, bits: str, tmp_path: Path) -> None:
+    def encode(array: Any) -> Any:
+        return array.astype("<f2") if dtype == "F16" else (array.view(np.uint32) >> 16).astype(bits)
+
+    arrays = {name: encode(array) for name, array in llama_arrays().items()}
+    source = write_folder(tmp_path / "source", arrays=arrays, dtype=dtype)
+    for name in FORMATS:
+        quantize_folder(source, tmp_path / name, name, 32)
+        after = read_all(tmp_path / name)
+        for own, expected in read_all(source).items():
+            assert relative_error(after[own], expected) < ERRORS[name]
+
+
+# Refusals
+
+
+def test_sources_and_targets_that_are_refused(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "x.gguf").write_bytes(tiny_gguf())
+    with pytest.raises(InvalidRequest, match="exists already"):
+        quantize_folder(source, tmp_path / "there", "fp8", 128)
+    with pytest.raises(InvalidRequest, match=r"x\.gguf: is not a folder with config.json and safetensors"):
+        quantize_folder(tmp_path / "x.gguf", tmp_path / "made", "fp8", 128)
+    with pytest.raises(InvalidRequest, match="--group-size 128 does not divide the 64 inputs of some matrices: use 32"):
+        quantize_folder(source, tmp_path / "made", "w4a16", 128)
+    quantize_folder(source, tmp_path / "fp8", "fp8", 128)
+    with pytest.raises(InvalidRequest, match="quantised already, to FP8"):
+        quantize_folder(tmp_path / "fp8", tmp_path / "made", "w4a16", 32)
+    other = write_folder(tmp_path / "other", config("MambaForCausalLM"))
+    with pytest.raises(InvalidRequest, match="no equations for 'MambaForCausalLM'"):
+        quantize_folder(other, tmp_path / "made", "fp8", 128)
+    assert not (tmp_path / "made").exists()
+
+
+def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:
+    arrays = llama_arrays()
+    arrays["model.layers.1.mlp.down_proj.weight"][3, 3] = np.nan
+    source = write_folder(tmp_path / "source", arrays=arrays)
+    with pytest.raises(ModelFileError, match=r"layers.1.mlp.down_proj.weight has weights that are not finite"):
+        quantize_folder(source, tmp_path / "made", "fp8", 128)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    outcome = quire("quantize", str(source), str(tmp_path / "made"), "--format", "w8a16", "--group-size", "32")
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert "14 matrices quantised to w8a16, " in outcome.stdout
+    for arguments, message in (
+        (["--format", "w3"], "--format w3: not one of fp8, fp8-channel, w4a16, w4a16-asym, w8a16"),
+        (["--group-size", "16"], "--group-size 16: not one of 32, 64, 128"),
+    ):
+        refused = quire("quantize", str(source), str(tmp_path / "again"), *arguments)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+    assert "exists already" in quire("quantize", str(source), str(tmp_path / "made")).stderr
+
+
+# The default model
+
+
+@pytest.fixture(scope="module")
+def plain(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plain_folder(tmp_path_factory.mktemp("smollm2") / "plain", default_model)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("fp8", "native"), ("w4a16-asym", "native"), ("w8a16", "torch")])
+def test_the_default_model_still_answers(name: str, backend: str, plain: Path, tmp_path: Path) -> None:
+    quantize_folder(plain, tmp_path / "made", name, 32)
+    with LLM(tmp_path / "made", backend=backend, device="cpu", num_blocks=32) as llm:
+        (answer,) = llm.chat("What is the capital of France?", GenerationParams(temperature=0.0, max_tokens=16))
+    assert "Paris" in answer.text
+
+
+def test_unused_tensors_are_copied(tmp_path: Path) -> None:
+    """Parts that quire does not run, such as a vision tower, stay in the copy."""
+    text = config(num_hidden_layers=2, head_dim=16, model_type="gemma3_text")
+    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    arrays = {f"model.language_model.{name.removeprefix('model.')}": one for name, one in llama_arrays().items()}
+    arrays["model.vision_tower.x.weight"] = np.ones((3, 5), np.float32)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(settings))
+    stored = {name: Stored("F32", one) for name, one in arrays.items()}
+    (source / "model.safetensors").write_bytes(mixed_safetensors(stored))
+    quantize_folder(source, tmp_path / "made", "fp8-channel", 32)
+    data = (tmp_path / "made" / "model.safetensors").read_bytes()
+    assert b"model.vision_tower.x.weight" in data
+    assert b"model.language_model.layers.0.mlp.up_proj.weight_scale" in data
