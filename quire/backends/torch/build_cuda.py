@@ -22,6 +22,7 @@ from quire.backends.torch.kernel_compilation import (
     first_calls,
     later_calls,
     launch,
+    packed_calls,
     routed_calls,
     state_calls,
 )
@@ -63,6 +64,7 @@ def start_compiling(
     first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)))
     first += state_calls(spec, dtype)
     format = packed_format(checkpoint, options.quantize)
+    first += packed_calls(spec, dtype, format)
     return Compiling(first, later_calls(spec, dtype, block_size, format), target)
 
 

@@ -41,6 +41,8 @@ from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
 from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
+from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
+from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Linear
@@ -475,6 +477,18 @@ def _matrices(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat |
     )
 
 
+def packed_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> Calls:
+    """Return launches, with shapes only, of the products of many rows with packed matrices."""
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+    calls: Calls = []
+    for linear in (*linears, *backs, *(linear for linear, _ in gated_linears)):
+        if isinstance(linear, PackedLinear):
+            for num_rows in (64, 256, 1024):
+                x = torch.empty(num_rows, linear.packed.shape[1], dtype=dtype, device="meta")
+                calls.append(partial(linear, x))
+    return calls
+
+
 def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> Calls:
     """Return the products of few rows."""
     calls: Calls = []
@@ -482,12 +496,15 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFor
 
     def add(num_rows: int, linear: Linear, call: Callable[..., object], *arguments: object) -> None:
         weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
-        has_kernel = isinstance(weight, PackedWeight) or is_single(num_rows, weight) or is_small(num_rows, weight)
+        if isinstance(weight, PackedWeight):
+            has_kernel = num_rows <= MAX_PACKED_ROWS or not is_fp8(weight)
+        else:
+            has_kernel = is_single(num_rows, weight) or is_small(num_rows, weight)
         if has_kernel:
             x = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
             calls.append(partial(call, x, *arguments, is_graph=True))
 
-    for num_rows in (1, 2, 4, 16, 32, 64):
+    for num_rows in (1, 2, 4, 16, 32, 64, 128):
         for linear, activation in gated_linears:
             add(num_rows, linear, linear.gated, activation)
         for linear in linears:

@@ -354,7 +354,9 @@ class _Loader:
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
-            if not isinstance(self._checkpoint, DummyCheckpoint):
+            if (packed := read_packed(self._checkpoint, [name])) is not None:  # a matrix that has no packed product
+                out[first : first + shape[0]].copy_(decoded(packed[0]))
+            elif not isinstance(self._checkpoint, DummyCheckpoint):
                 out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
             first += shape[0]
             self._report(self._checkpoint.tensors[name].num_bytes)

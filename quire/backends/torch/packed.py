@@ -194,7 +194,7 @@ def format_of(matrices: Sequence[PackedMatrix]) -> PackedFormat | None:
     is_aligned = len(group_rows) == 1 and all(one.shape[0] % one.group[0] == 0 for one in matrices)
     if len(matrices) == 1 and first.group[0] < first.shape[0]:
         is_aligned = True
-    rows = first.group[0] if is_aligned else 1
+    rows = first.group[0] if is_aligned and columns != {0} else 1  # the library's FP8 has a scale per output
     format = PackedFormat(first.type, rows, columns.pop(), first.zeros is not None, first.order is not None)
     return format if format.fits(first.shape[1]) and all(_is_exact(one) for one in matrices) else None
 

@@ -27,6 +27,7 @@ from quire.backends.torch.kernel_compilation import (
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
+from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, scatter_pieces
 from quire.backends.torch.kernels.sampling import count
 from quire.backends.torch.packed import PackedFormat, PackedWeight
@@ -78,6 +79,10 @@ def of_packed() -> Calls:
                 x = torch.empty(num_rows, 512, dtype=dtype, device="meta")
                 calls.append(partial(linear.gated, x, Activation.SILU, is_graph=True))
                 calls.append(partial(linear.project_back, x, is_graph=True))
+            calls += [partial(linear, torch.empty(count, 512, dtype=dtype, device="meta")) for count in (64, 1024)]
+            if not is_fp8(linear.packed):
+                x = torch.empty(128, 512, dtype=dtype, device="meta")
+                calls.append(partial(linear.project, x, is_graph=True))
     return calls
 
 

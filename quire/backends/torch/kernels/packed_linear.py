@@ -28,7 +28,8 @@ from quire.weights.spec import Activation
 
 # I inputs, O outputs, F = O / 2 outputs of a gated product
 
-MAX_ROWS = 64  # of the products here
+MAX_ROWS = 64  # of products in parts, and of those of FP8: more rows have FP8 tensor cores
+TILE_ROWS = (16, 32, 64, 128)
 ROW_COUNTS = (1, 2)  # of `packed_row_product`
 STEP = 128  # columns of a step of `_packed_tiles`
 SPLIT_OUTPUTS = 8192  # up to this number, products to the hidden size are in parts: there are too few tiles
@@ -411,6 +412,8 @@ def row_strip(num_outputs: int, num_bytes: int) -> Strip:
 @cache
 def tile_shape(num_outputs: int, rows: int, *, is_split: bool, is_gated: bool) -> Tile:
     """Return the tile with enough programs to fill the card. To be measured on the device."""
+    if rows > 64:
+        return Tile(outputs=128, num_warps=8, num_stages=3)
     is_wide = is_split or is_gated or num_outputs > 8192
     return Tile(outputs=64 if is_wide else 32, num_warps=4, num_stages=5 if rows <= 32 else 4)
 
@@ -482,7 +485,7 @@ def _launch_tiles(
 ) -> None:
     num_rows, num_inputs = x.shape
     format = weight.format
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    rows = next((size for size in TILE_ROWS if num_rows <= size), TILE_ROWS[-1])
     tile = tile or tile_shape(len(weight), rows, is_split=num_parts > 1, is_gated=activation is not None)
     num_tiles = -(-num_rows // rows) * -(-len(weight) // tile.outputs)
     _packed_tiles[(num_tiles, num_parts)](
