@@ -35,7 +35,7 @@ from quire.weights.spec import Activation
 
 ROWS = (1, 2, 4, 16, 64, 256, 512, 2048)
 L2_BYTES = 256 << 20  # copies of a matrix take this much, several times the cache
-MAX_ERROR = {1: 4e-3, 65: 5e-2}  # relative, by the least number of rows: more rows are multiplied in FP8
+MAX_ERROR = {1: 6e-3, 65: 5e-2}  # relative, by the least number of rows: more rows are multiplied in FP8
 FORMATS = {
     "fp8": PackedFormat(CodeType.FP8, 1, 0),
     "fp8-blocks": PackedFormat(CodeType.FP8, 128, 128),
@@ -146,10 +146,10 @@ def copies(num_bytes: int) -> int:
     return max(-(-L2_BYTES // num_bytes), 2)
 
 
-def compile_ahead(formats: list[str], rows: list[int]) -> None:
+def compile_ahead(matrices: list[str], formats: list[str], rows: list[int]) -> None:
     """Compile in child processes, as a server does."""
     calls: list[Callable[[], object]] = []
-    for matrix in LLAMA.values():
+    for matrix in (LLAMA[one] for one in matrices):
         for name in formats:
             weight = PackedWeight.empty(matrix.outputs, matrix.inputs, FORMATS[name], torch.bfloat16, "meta")
             for count in rows:
@@ -159,8 +159,8 @@ def compile_ahead(formats: list[str], rows: list[int]) -> None:
     Compiling(calls, [], GPUTarget("cuda", 10 * major + minor, 32)).wait()
 
 
-def measure(formats: list[str], rows: list[int], *, is_sweep: bool) -> Iterator[Line]:
-    for name, matrix in LLAMA.items():
+def measure(matrices: list[str], formats: list[str], rows: list[int], *, is_sweep: bool) -> Iterator[Line]:
+    for name, matrix in ((one, LLAMA[one]) for one in matrices):
         weights = [
             torch.randn(matrix.outputs, matrix.inputs, device="cuda").div_(matrix.inputs**0.5).bfloat16()
             for _ in range(copies(2 * matrix.outputs * matrix.inputs))
@@ -202,7 +202,7 @@ def sweep(num_rows: int, run: Callable[[], float]) -> Iterator[tuple[str, float]
 
 
 def summary(lines: list[Line], formats: list[str], rows: list[int]) -> Iterator[str]:
-    """Yield the time of all products of a step of Llama-3-8B, without the head."""
+    """Yield the time of these products in a step of Llama-3-8B, without the head."""
     for format in formats:
         cells = []
         for count in rows:
@@ -216,15 +216,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default="fp8,fp8-blocks,int4", help=f"some of {','.join(FORMATS)}")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--matrices", default=",".join(LLAMA))
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     formats, rows = args.formats.split(","), [int(one) for one in args.rows.split(",")]
+    matrices = args.matrices.split(",")
     started_s = time.perf_counter()
-    compile_ahead(formats, rows)
+    compile_ahead(matrices, formats, rows)
     print(f"compiled in {time.perf_counter() - started_s:.1f} s", flush=True)
     with torch.inference_mode():
         lines = []
-        for line in measure(formats, rows, is_sweep=args.sweep):
+        for line in measure(matrices, formats, rows, is_sweep=args.sweep):
             lines.append(line)
             if args.sweep:
                 print(line, flush=True)

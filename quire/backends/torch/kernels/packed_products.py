@@ -182,7 +182,7 @@ def fp8_product(rows: Fp8Rows, weight: PackedWeight, bias: Tensor | None, tile: 
     num_rows, num_inputs = rows.codes.shape
     format = weight.format
     tile = tile or fp8_tile(num_rows, len(weight))
-    out = torch.empty((num_rows, len(weight)), dtype=weight.dtype, device=rows.codes.device)
+    out = rows.scales.new_empty((num_rows, len(weight)), dtype=weight.dtype)
     num_programs = -(-num_rows // tile.rows) * -(-len(weight) // tile.outputs)
     _fp8_product[(num_programs,)](
         rows.codes, rows.scales, weight.codes, weight.scales, bias, out, num_rows, IN=num_inputs, OUT=len(weight),
@@ -224,7 +224,7 @@ def expanded(weight: PackedWeight) -> Tensor:
     """Return the decoded matrix [O, I], with its columns in the order of the codes."""
     num_outputs, num_inputs = weight.shape
     format = weight.format
-    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.codes.device)
+    out = weight.scales.new_empty(weight.shape, dtype=weight.dtype)
     num_bytes = weight.codes.shape[1]
     width = min(int(triton.next_power_of_2(num_bytes)), 1024)
     rows = EXPANDED_BYTES // width
