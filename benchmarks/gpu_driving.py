@@ -29,6 +29,7 @@ class Settings:
     kv_bytes: int | None = None
     dtype: str = "bfloat16"
     num_layers: int | None = None  # the first layers of the shape
+    quantize: int | None = None  # bits
 
     def config(self, scale: Scale, **changes: object) -> EngineConfig:
         config = EngineConfig(
@@ -40,6 +41,7 @@ class Settings:
             max_num_batched_tokens=self.step_tokens,
             max_chunk_tokens=self.chunk_tokens,
             kv_memory=self.kv_bytes,
+            quantize=self.quantize,
         )
         return replace(config, **changes)  # type: ignore[arg-type]
 

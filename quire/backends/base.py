@@ -27,7 +27,7 @@ class BackendOptions:
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"  # for backends with low-precision arithmetic: fast, balanced or exact
-    quantize: int | None = None  # bits per weight; on MLX, for weights that the file stores in 16 or 32 bits
+    quantize: int | None = None  # bits per weight, for weights that the file stores in 16 or 32 bits
     threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None

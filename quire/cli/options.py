@@ -50,7 +50,8 @@ BackendOption = Annotated[
 ]
 PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
 QuantizeOption = Annotated[
-    int | None, typer.Option(help="On MLX: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits.")
+    int | None,
+    typer.Option(help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."),
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")

@@ -42,6 +42,7 @@ BACKENDS: dict[str, str] = {
 log = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda", "metal")
+QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
 LIMITS = {
     "block_size": 1024,
     "max_num_seqs": 4096,
@@ -88,7 +89,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"
-    quantize: int | None = None  # MLX: quantise 16-bit weights to this many bits when they are loaded
+    quantize: int | None = None  # MLX and torch: quantise 16-bit weights to this many bits when they are loaded
     load_format: str = "auto"
     threads: int | None = None
     block_size: int = BLOCK_SIZE
@@ -273,9 +274,9 @@ def make_bare_engine(runner: Runner, num_tokens: int) -> Engine:
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
-    if config.quantize is not None and (name := choose_backend(config, checkpoint.spec)) not in ("mlx", "fake"):
+    if config.quantize is not None and (name := choose_backend(config, checkpoint.spec)) not in QUANTIZING:
         raise InvalidRequest(
-            f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx can"
+            f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx and torch can"
         )
     backend = import_backend(config, checkpoint.spec)
     if notice := skip_notice(checkpoint.spec):

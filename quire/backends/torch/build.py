@@ -16,6 +16,7 @@ from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import DecoderModel
+from quire.backends.torch.packed_linear import PackedLinear
 from quire.backends.torch.runner import TorchRunner
 from quire.backends.torch.state_store import StateStore
 from quire.errors import InvalidRequest, UnsupportedModel, install_command
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
+    _check_quantize(options.quantize, checkpoint)
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
@@ -44,7 +46,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         if device.type == "cuda" and _has_triton():
             from quire.backends.torch import build_cuda  # imports Triton, which is not always installed
 
-            compiling = build_cuda.start_compiling(spec, dtype, options.block_size, device)
+            compiling = build_cuda.start_compiling(checkpoint, dtype, options, device)
             try:
                 if _works():  # takes a second or two the first time
                     return build_cuda.make_cuda_runner(
@@ -61,7 +63,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
                 compiling.cancel()
                 raise
             compiling.cancel()
-        model = load_model(checkpoint, dtype, device, max_model_len, progress)
+        model = load_model(checkpoint, dtype, device, max_model_len, progress, quantize_bits=options.quantize)
         request = memory_request(
             model, options, dtype, max_model_len, max_num_seqs, DEFAULT_MAX_CHUNK, has_overlap=device.type != "cpu"
         )
@@ -79,6 +81,16 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         max_chunk_tokens=memory.max_chunk_tokens,
         states=states,
     )
+
+
+def _check_quantize(bits: int | None, checkpoint: Checkpoint) -> None:
+    if bits is None:
+        return
+    spec = checkpoint.spec
+    if spec.quantization not in DTYPES_IN_FILES:
+        raise InvalidRequest(f"quantize = {bits}: {checkpoint.path} is quantised already, to {spec.quantization}")
+    if spec.family == OTHER:
+        raise InvalidRequest(f"quantize = {bits}: models that run with transformers are not quantised")
 
 
 def memory_request(
@@ -117,11 +129,13 @@ def load_model(
     max_model_len: int,
     progress: Progress | None,
     linear: type[Linear] = Linear,
+    packed_linear: type[PackedLinear] = PackedLinear,
+    quantize_bits: int | None = None,
 ) -> Model:
     """Load a model of quire's own equations; of others, those of transformers."""
     spec = checkpoint.spec
     if spec.family != OTHER:
-        weights = load_weights(checkpoint, dtype, device, progress, linear)
+        weights = load_weights(checkpoint, dtype, device, progress, linear, packed_linear, quantize_bits)
         return DecoderModel(spec, weights, max_model_len)
     if spec.quantization not in DTYPES_IN_FILES:
         refuse_unsupported(spec)

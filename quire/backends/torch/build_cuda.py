@@ -15,16 +15,19 @@ from quire.backends.kv_division import KVMemory
 from quire.backends.torch.build import load_model, make_stores, memory_request
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
+from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
 from quire.backends.torch.kernel_compilation import (
     Compiling,
     first_calls,
     later_calls,
     launch,
+    packed_calls,
     routed_calls,
     state_calls,
 )
 from quire.backends.torch.kernels.delta_net import is_supported
+from quire.backends.torch.loading import packed_format
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
@@ -48,8 +51,11 @@ GRAPH_BYTES = 4 << 20  # driver memory per captured graph, beside the memory its
 log = logging.getLogger(__name__)
 
 
-def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Compiling:
+def start_compiling(
+    checkpoint: Checkpoint, dtype: torch.dtype, options: BackendOptions, device: torch.device
+) -> Compiling:
     """Start compiling in child processes: the kernels that every step needs, then the others."""
+    spec, block_size = checkpoint.spec, options.block_size
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, 32)  # the same as Triton's driver reports once it runs
     if spec.family == OTHER:  # the shapes of its kernels are known only when it is loaded
@@ -57,7 +63,9 @@ def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device
     first = first_calls(spec, dtype, block_size, torch.device("meta"))
     first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)))
     first += state_calls(spec, dtype)
-    return Compiling(first, later_calls(spec, dtype, block_size), target)
+    format = packed_format(checkpoint, options.quantize)
+    first += packed_calls(spec, dtype, format)
+    return Compiling(first, later_calls(spec, dtype, block_size, format), target)
 
 
 def make_cuda_runner(
@@ -73,7 +81,9 @@ def make_cuda_runner(
 ) -> CudaRunner:
     clock = [time.monotonic()]
     _refuse_delta_nets(checkpoint.spec)
-    model = load_model(checkpoint, dtype, device, max_model_len, progress, FusedLinear)
+    model = load_model(
+        checkpoint, dtype, device, max_model_len, progress, FusedLinear, FusedPackedLinear, options.quantize
+    )
     clock.append(time.monotonic())
     compiling.wait_first()
     clock.append(time.monotonic())

@@ -188,7 +188,7 @@ class CudaRunner:
         return RunnerFacts(
             backend=f"torch {torch.__version__}",
             device=f"{device} ({torch.cuda.get_device_name(device)})" if self._is_cuda else "cpu, interpreted",
-            dtype=str(self.store.dtype).removeprefix("torch."),
+            dtype=", ".join((str(self.store.dtype).removeprefix("torch."), *self.model.packed_types)),
             num_threads=1,
             weight_bytes=self.model.num_bytes,
             **memory_facts(self.store, self.states),

@@ -31,6 +31,8 @@ from triton.backends.nvidia.driver import CudaLauncher
 from quire.backends import kv_division
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
+from quire.backends.torch.fused_linear import FusedLinear
+from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
@@ -38,21 +40,16 @@ from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported, projected_size
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
 from quire.backends.torch.kernels.experts import expert_calls
-from quire.backends.torch.kernels.linear import (
-    PARTS,
-    THIN,
-    gated_row_product,
-    gated_tile_product,
-    is_single,
-    is_small,
-    product_in_parts,
-    row_product,
-    tile_product,
-)
+from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
+from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
+from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
+from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
 from quire.backends.torch.mxfp4 import PackedStack
+from quire.backends.torch.packed import PackedFormat, PackedWeight
+from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.checkpoint import TensorType
 from quire.weights.spec import (
     Activation,
@@ -378,13 +375,18 @@ def state_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     return calls
 
 
-def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
-    """Return launches, with shapes only, of the kernels for graphs of few rows and for rarer requests."""
+def later_calls(
+    spec: ModelSpec, dtype: torch.dtype, block_size: int, packed_format: PackedFormat | None = None
+) -> Calls:
+    """Return launches, with shapes only, of the kernels for graphs of few rows and for rarer requests.
+
+    `packed_format`: of the matrices that are packed.
+    """
 
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
-    calls = _product_calls(spec, dtype)
+    calls = _product_calls(spec, dtype, packed_format)
     calls += _norm_calls(spec, dtype)
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
@@ -424,70 +426,89 @@ def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
 
 
 class _Matrices(NamedTuple):
-    """Each kind of matrix of a model once, with its bias."""
+    """Each kind of matrix of a model once."""
 
-    linears: list[tuple[Tensor, Tensor | None]]  # of products with the hidden state
-    backs: list[tuple[Tensor, Tensor | None]]  # of products to the hidden size
-    gated: list[tuple[Tensor, Tensor | None, Activation]]
+    linears: list[Linear]  # of products with the hidden state
+    backs: list[Linear]  # of products to the hidden size
+    gated: list[tuple[Linear, Activation]]
 
 
-def _matrices(spec: ModelSpec, dtype: torch.dtype) -> _Matrices:
-    def meta(num_outputs: int, num_inputs: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight = torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta")
-        return weight, weight.new_empty(num_outputs) if has_bias else None
+def _matrices(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> _Matrices:
+    def meta(num_outputs: int, num_inputs: int, has_bias: bool, may_be_packed: bool = True) -> Linear:
+        bias = torch.empty(num_outputs, dtype=dtype, device="meta") if has_bias else None
+        if packed_format is not None and may_be_packed and packed_format.fits(num_inputs):
+            packed = PackedWeight.empty(num_outputs, num_inputs, packed_format, dtype, "meta")
+            return FusedPackedLinear(packed, bias)
+        return FusedLinear(torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta"), bias)
 
     hidden = spec.hidden_size
-    inner: dict[tuple[int, bool], None] = {}  # outputs of the products with the hidden state
-    back: dict[tuple[int, bool], None] = {}  # inputs of those to the hidden size
+    inner: dict[tuple[int, bool, bool], None] = {}  # outputs of the products with the hidden state
+    back: dict[tuple[int, bool, bool], None] = {}  # inputs of those to the hidden size
     gates: dict[tuple[int, bool, Activation], None] = {}
     for layer in spec.layers:
         mlp, mixer = layer.mlp, layer.mixer
         if isinstance(mixer, AttentionSpec):
-            inner[qkv_rows(mixer), mixer.has_qkv_bias] = None
-            back[mixer.q_size, mixer.has_output_bias] = None
+            inner[qkv_rows(mixer), mixer.has_qkv_bias, True] = None
+            back[mixer.q_size, mixer.has_output_bias, True] = None
         elif isinstance(mixer, DeltaNetSpec):
-            inner[projected_size(mixer), False] = None
-            back[mixer.value_size, False] = None
+            inner[projected_size(mixer), False, True] = None
+            back[mixer.value_size, False, True] = None
         else:
-            inner[3 * hidden, mixer.has_bias] = None
-            back[hidden, mixer.has_bias] = None
+            inner[3 * hidden, mixer.has_bias, True] = None
+            back[hidden, mixer.has_bias, True] = None
         if isinstance(mlp, MlpSpec):
-            back[mlp.size, mlp.has_bias] = None
+            back[mlp.size, mlp.has_bias, True] = None
             gates[mlp.size, mlp.has_bias, mlp.activation] = None
         if (experts := layer.experts) is not None:
-            inner[experts.num_experts, experts.has_router_bias] = None
+            inner[experts.num_experts, experts.has_router_bias, False] = None
             if experts.shared_size:
-                inner[1, False] = None  # its gate
-                back[experts.shared_size, False] = None
+                inner[1, False, False] = None  # its gate
+                back[experts.shared_size, False, True] = None
                 gates[experts.shared_size, False, experts.activation] = None
         if layer.ple_size:
-            inner[layer.ple_size, False] = None
-            back[layer.ple_size, False] = None
+            inner[layer.ple_size, False, False] = None
+            back[layer.ple_size, False, False] = None
     if spec.ple_size:
-        inner[spec.num_layers * spec.ple_size, False] = None
+        inner[spec.num_layers * spec.ple_size, False, False] = None
     return _Matrices(
-        [meta(size, hidden, has_bias) for size, has_bias in inner],
-        [meta(hidden, size, has_bias) for size, has_bias in back],
-        [(*meta(2 * size, hidden, has_bias), activation) for size, has_bias, activation in gates],
+        [meta(size, hidden, *flags) for size, *flags in inner],
+        [meta(hidden, size, *flags) for size, *flags in back],
+        [(meta(2 * size, hidden, has_bias), activation) for size, has_bias, activation in gates],
     )
 
 
-def _product_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+def packed_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> Calls:
+    """Return launches, with shapes only, of the products of many rows with packed matrices."""
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+    calls: Calls = []
+    for linear in (*linears, *backs, *(linear for linear, _ in gated_linears)):
+        if isinstance(linear, PackedLinear):
+            for num_rows in (64, 256, 1024):
+                x = torch.empty(num_rows, linear.packed.shape[1], dtype=dtype, device="meta")
+                calls.append(partial(linear, x))
+    return calls
+
+
+def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> Calls:
     """Return the products of few rows."""
     calls: Calls = []
-    linears, backs, gated_linears = _matrices(spec, dtype)
-    for num_rows in (1, 2, 4, 16, 32, 64):
-        for weight, bias, activation in gated_linears:
-            x = weight.new_empty(num_rows, weight.shape[1])
-            if is_single(num_rows, weight):
-                calls.append(partial(gated_row_product, x, weight, bias, activation))
-            elif is_small(num_rows, weight):
-                calls.append(partial(gated_tile_product, x, weight, bias, activation))
-        for index, (weight, bias) in enumerate(linears + backs):
-            x = weight.new_empty(num_rows, weight.shape[1])
-            if is_single(num_rows, weight):
-                calls.append(partial(row_product, x, weight, bias))
-            elif is_small(num_rows, weight):
-                is_split = index >= len(linears) and len(weight) <= THIN
-                calls.append(partial(product_in_parts if is_split else tile_product, x, weight, bias))
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+
+    def add(num_rows: int, linear: Linear, call: Callable[..., object], *arguments: object) -> None:
+        weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
+        if isinstance(weight, PackedWeight):
+            has_kernel = num_rows <= MAX_PACKED_ROWS or not is_fp8(weight)
+        else:
+            has_kernel = is_single(num_rows, weight) or is_small(num_rows, weight)
+        if has_kernel:
+            x = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
+            calls.append(partial(call, x, *arguments, is_graph=True))
+
+    for num_rows in (1, 2, 4, 16, 32, 64, 128):
+        for linear, activation in gated_linears:
+            add(num_rows, linear, linear.gated, activation)
+        for linear in linears:
+            add(num_rows, linear, linear.project)
+        for linear in backs:
+            add(num_rows, linear, linear.project_back)
     return calls

@@ -6,7 +6,9 @@ checkpoint's contents are checked before anything is allocated.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,11 @@ from quire.backends.base import Progress
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
+from quire.backends.torch.packed import QUANTIZED, PackedFormat, decoded, format_of, pack, quantize
+from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
+from quire.weights.packed import PackedMatrix
 from quire.weights.quants import to_float32
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, ShortConvSpec
 from quire.weights.tensors import check_tensors, expected_tensors, is_norm, layer_tensors, norm_offset
@@ -28,8 +33,13 @@ DUMMY_SEED = 0
 DUMMY_FACTOR = 0.875  # not 1, which needs fewer operations
 DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
 
+NOT_QUANTIZED = ("router", "shared_gate", "head", "ple_gate", "ple_proj", "ple_model_proj")  # small, or sensitive
+PROBED = ("q_proj", "down_proj", "in_proj_qkv", "in_proj")  # matrices that show the format of a file
+
 _FACTORS = ("output_scale.weight", "expert_scales.weight")
 _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,7 @@ class ModelWeights:
     layers: list[LayerWeights]
     num_bytes: int
     ple: PleWeights | None = None
+    packed_types: tuple[str, ...] = ()  # of the packed matrices: fp8, int4
 
 
 def load_weights(
@@ -112,10 +123,15 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
     linear: type[Linear] = Linear,
+    packed_linear: type[PackedLinear] = PackedLinear,
+    quantize_bits: int | None = None,
 ) -> ModelWeights:
-    """Load a model whose matrices are of class `linear`."""
+    """Load a model whose matrices are of class `linear`, and of `packed_linear` where they are packed.
+
+    `quantize_bits`: quantise the matrices of the layers that the file stores in 16 or 32 bits.
+    """
     check_tensors(checkpoint)
-    loader = _Loader(checkpoint, dtype, device, progress, linear)
+    loader = _Loader(checkpoint, dtype, device, progress, linear, packed_linear, quantize_bits)
     spec = checkpoint.spec
     embedding = loader.matrix("embedding.weight")
     layers = [_load_layer(loader, layer, f"layers.{i}.", spec.hidden_size) for i, layer in enumerate(spec.layers)]
@@ -128,7 +144,8 @@ def load_weights(
             loader.linear(["ple_model_proj"], has_bias=False),
             loader.norm("ple_model_norm.weight"),
         )
-    return ModelWeights(embedding, head, norm, layers, _num_bytes(checkpoint, dtype), ple)
+    num_bytes = _num_bytes(checkpoint, dtype) - loader.num_saved
+    return ModelWeights(embedding, head, norm, layers, num_bytes, ple, tuple(sorted(loader.packed_types)))
 
 
 def qkv_rows(attention: AttentionSpec) -> int:
@@ -234,11 +251,17 @@ class _Loader:
         device: torch.device,
         progress: Progress | None,
         linear: type[Linear],
+        packed_linear: type[PackedLinear],
+        quantize_bits: int | None,
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._linear = linear
+        self._packed_linear = packed_linear
+        self._quantized = None if quantize_bits is None else QUANTIZED[quantize_bits]
+        self.num_saved = 0  # bytes, by packed matrices
+        self.packed_types: set[str] = set()
         self._random = torch.Generator(device).manual_seed(DUMMY_SEED)
         self._progress = progress
         self._num_done = 0
@@ -246,8 +269,36 @@ class _Loader:
 
     def linear(self, names: list[str], *, has_bias: bool) -> Linear:
         """Load matrices with the same input, stacked along their outputs."""
+        bias = self._stack([f"{name}.bias" for name in names]) if has_bias else None
+        matrices = read_packed(self._checkpoint, [f"{name}.weight" for name in names])
+        if matrices is not None:
+            return self._from_packed(names, matrices, bias)
         weight = self._stack([f"{name}.weight" for name in names])
-        return self._linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
+        if self._quantized is not None and is_quantized(names[0]) and self._quantized.fits(weight.shape[1]):
+            return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
+        return self._linear(weight, bias)
+
+    def _from_packed(self, names: list[str], matrices: list[PackedMatrix], bias: Tensor | None) -> Linear:
+        """Keep matrices as they are packed in the file, or decode them if the kernels do not know their format."""
+        self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in names))
+        if (format := format_of(matrices)) is not None:
+            packed = pack(matrices, format, self._dtype, self._device)
+            return self._kept_packed(self._packed_linear(packed, bias))
+        kinds = ", ".join(sorted({f"{one.type} in groups of {one.group}" for one in matrices}))
+        log.warning("%s: decoded to %s, because no kernel computes with %s", names[0], self._dtype, kinds)
+        num_outputs = sum(one.shape[0] for one in matrices)
+        weight = torch.empty((num_outputs, matrices[0].shape[1]), dtype=self._dtype, device=self._device)
+        first = 0
+        for one in matrices:
+            weight[first : first + one.shape[0]] = decoded(one).to(self._device)
+            first += one.shape[0]
+        return self._linear(weight, bias)
+
+    def _kept_packed(self, linear: PackedLinear) -> Linear:
+        packed = linear.packed
+        self.num_saved += math.prod(packed.shape) * self._dtype.itemsize - packed.nbytes
+        self.packed_types.add(packed.format.type)
+        return linear
 
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
@@ -303,7 +354,9 @@ class _Loader:
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
-            if not isinstance(self._checkpoint, DummyCheckpoint):
+            if (packed := read_packed(self._checkpoint, [name])) is not None:  # a matrix that has no packed product
+                out[first : first + shape[0]].copy_(decoded(packed[0]))
+            elif not isinstance(self._checkpoint, DummyCheckpoint):
                 out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
             first += shape[0]
             self._report(self._checkpoint.tensors[name].num_bytes)
@@ -323,6 +376,31 @@ class _Loader:
         self._num_done += num_bytes
         if self._progress is not None:
             self._progress(min(self._num_done, self._num_bytes), self._num_bytes)  # some tensors are read twice
+
+
+def read_packed(checkpoint: Checkpoint, names: list[str]) -> list[PackedMatrix] | None:
+    """Read matrices that the file stores packed, all of them or none."""
+    read: Callable[[str], PackedMatrix | None] | None = getattr(checkpoint, "read_packed", None)
+    if read is None:
+        return None
+    found = [one for name in names if (one := read(name)) is not None]
+    return found if len(found) == len(names) else None
+
+
+def is_quantized(name: str) -> bool:
+    """Return whether `--quantize` applies to a matrix, named without `.weight`."""
+    return name.rsplit(".", 1)[-1] not in NOT_QUANTIZED
+
+
+def packed_format(checkpoint: Checkpoint, quantize_bits: int | None) -> PackedFormat | None:
+    """Return the format of a model's packed matrices, or None. It is that of one of them, and may not be all's."""
+    if quantize_bits is not None:
+        return QUANTIZED[quantize_bits]
+    for name in expected_tensors(checkpoint.spec):
+        if name.removesuffix(".weight").rsplit(".", 1)[-1] in PROBED:
+            matrices = read_packed(checkpoint, [name])
+            return None if matrices is None else format_of(matrices)
+    return None
 
 
 def _num_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

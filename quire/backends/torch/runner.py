@@ -96,7 +96,7 @@ class TorchRunner:
         return RunnerFacts(
             backend=f"torch {torch.__version__}",
             device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
-            dtype=dtype,
+            dtype=", ".join((dtype, *self.model.packed_types)),
             num_threads=torch.get_num_threads() if is_cpu else 1,
             weight_bytes=self.model.num_bytes,
             **memory_facts(self.store, self.states),

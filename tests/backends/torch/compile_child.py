@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
+from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.kernel_compilation import (
     Calls,
     _compile,
@@ -26,14 +27,26 @@ from quire.backends.torch.kernel_compilation import (
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
+from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, scatter_pieces
 from quire.backends.torch.kernels.sampling import count
+from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.weights.opening import open_checkpoint
-from quire.weights.spec import DeltaNetSpec
+from quire.weights.packed import CodeType
+from quire.weights.spec import Activation, DeltaNetSpec
 
 BLOCK_SIZE = 32
 MAX_ROWS = 8192
 TARGET = GPUTarget("cuda", 90, 32)
+FORMATS = {
+    "fp8": PackedFormat(CodeType.FP8, 1, 0),
+    "fp8 in blocks": PackedFormat(CodeType.FP8, 128, 128),
+    "int8": PackedFormat(CodeType.INT8, 1, 32),
+    "int4": PackedFormat(CodeType.INT4, 1, 128),
+    "int4 with zeros": PackedFormat(CodeType.INT4, 1, 128, has_zeros=True),
+    "int4 in small groups": PackedFormat(CodeType.INT4, 1, 32, has_zeros=True),
+    "fp4": PackedFormat(CodeType.FP4, 1, 16),
+}
 
 
 def launcher(_source: object, _metadata: object) -> None:
@@ -54,6 +67,23 @@ def of_states() -> Calls:
     calls += delta_net_calls(DeltaNetSpec(2, 6, 16, 32, 4), torch.bfloat16)  # smaller than products of 16 bits need
     out = torch.empty(2, 2048, dtype=torch.bfloat16, device="meta")
     return [*calls, partial(gate_output, out, out)]
+
+
+def of_packed() -> Calls:
+    """Return products with packed matrices of every format."""
+    calls: Calls = []
+    for format in FORMATS.values():
+        for dtype in (torch.bfloat16, torch.float16):
+            linear = FusedPackedLinear(PackedWeight.empty(1024, 512, format, dtype, "meta"))
+            for num_rows in (1, 16, 64):
+                x = torch.empty(num_rows, 512, dtype=dtype, device="meta")
+                calls.append(partial(linear.gated, x, Activation.SILU, is_graph=True))
+                calls.append(partial(linear.project_back, x, is_graph=True))
+            calls += [partial(linear, torch.empty(count, 512, dtype=dtype, device="meta")) for count in (64, 1024)]
+            if not is_fp8(linear.packed):
+                x = torch.empty(128, 512, dtype=dtype, device="meta")
+                calls.append(partial(linear.project, x, is_graph=True))
+    return calls
 
 
 def of_pieces() -> Calls:
@@ -92,6 +122,7 @@ def main() -> int:
         calls += state_calls(spec, torch.bfloat16)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
+    calls += of_packed()
     calls += of_states()
     calls += of_pieces()
     judge = Judge()

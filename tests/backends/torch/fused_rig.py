@@ -10,6 +10,7 @@ import torch
 
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
+from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel
@@ -32,11 +33,19 @@ def fused_runner(
     load_format: str = "auto",
     dtype: torch.dtype = torch.float32,
     max_graph_tokens: int = 0,
+    quantize_bits: int | None = None,
 ) -> CudaRunner:
     checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, dtype, device, linear=FusedLinear)
+        weights = load_weights(
+            checkpoint,
+            dtype,
+            device,
+            linear=FusedLinear,
+            packed_linear=FusedPackedLinear,
+            quantize_bits=quantize_bits,
+        )
         model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
         kv_spec = model.kv_spec
         store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_blocks if kv_spec.window else 0)

@@ -19,8 +19,16 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from quire.backends.torch.kernel_compilation import LATER_NICE, Compiling, first_calls, later_calls, routed_calls
+from quire.backends.torch.kernel_compilation import (
+    LATER_NICE,
+    Compiling,
+    first_calls,
+    later_calls,
+    packed_calls,
+    routed_calls,
+)
 from quire.backends.torch.kernels.blocks import copy_blocks
+from quire.backends.torch.packed import QUANTIZED
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 
@@ -154,6 +162,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     sampling = {"_change", "_count", "_edit", "_find_floors", "_measure", "_pick", "_weigh"}
     blocks = {"_copy_blocks", "_update_tables", "_move_pieces"}
     layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
+    layers |= {"_packed_rows", "_packed_tiles", "_quantize_rows", "_fp8_product", "_expand_packed"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
     experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}
     states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
@@ -191,26 +200,30 @@ class Launches:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # in bf16, on a CPU without instructions for it
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "bits"),
     [
-        *((name, dtype) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
-        *((one, torch.float32) for one in VARIANTS),
+        *((name, dtype, None) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
+        *((one, torch.float32, None) for one in VARIANTS),
+        *((name, torch.float32, bits) for name in CONFIGS for bits in QUANTIZED),
     ],
 )
 def test_kernels_of_steps_are_compiled_in_advance(
-    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form that is not in the lists would be compiled in a request's first step, or while a graph is captured."""
-    rig = FusedRig(write_config(name, tmp_path), max_num_seqs=8, load_format="dummy", dtype=dtype)
-    spec = rig.runner.model.spec
+    folder = write_config(name, tmp_path)
+    rig = FusedRig(folder, max_num_seqs=8, load_format="dummy", dtype=dtype, quantize_bits=bits)
+    spec, format = rig.runner.model.spec, None if bits is None else QUANTIZED[bits]
     with monkeypatch.context() as patch, torch.inference_mode():
         ahead = Launches(patch, is_run=False)
         for call in first_calls(spec, dtype, 32, torch.device("cpu")):
             call()
         for call in routed_calls(spec, dtype, 512):
             call()
+        for call in packed_calls(spec, dtype, format):
+            call()
         first = set(ahead.forms)
-        for call in later_calls(spec, dtype, 32):
+        for call in later_calls(spec, dtype, 32, format):
             call()
     launches = Launches(monkeypatch, is_run=True)
     rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))
@@ -219,18 +232,20 @@ def test_kernels_of_steps_are_compiled_in_advance(
     unused = {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
     routed = {"_route", "_sort", "_count", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
     routed |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}
+    unused |= {"_fp8_product"}  # tiles for more rows
     assert others <= (unused | routed if spec.has_experts else unused)  # other numbers of rows have other tiles
     launches.is_run = False
     with torch.inference_mode():
         while rig.runner._graphs.prepare():
             pass
     assert launches.forms <= ahead.forms
-    products = {form for form in ahead.forms if form[0] in ("_row_product", "_tile_product") and of_few_rows(form)}
+    names = ("_row_product", "_tile_product", "_packed_rows", "_packed_tiles")
+    products = {form for form in ahead.forms if form[0] in names and of_few_rows(form)}
     assert products <= launches.forms  # and none is compiled without being used
 
 
 def of_few_rows(form: tuple[object, ...]) -> bool:
-    return ("ROWS", 32) not in form and ("ROWS", 64) not in form  # larger graphs than these were captured
+    return not {("ROWS", 32), ("ROWS", 64), ("ROWS", 128)} & {*form}  # larger graphs than these were captured
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")

@@ -17,6 +17,7 @@ class Model(Protocol):
     kv_spec: KVSpec
     device: torch.device
     num_bytes: int  # of the weights
+    packed_types: tuple[str, ...]  # of the packed matrices: fp8, int4
     num_layer_weights: int  # that take part in the products of one token, without embedding and head
     is_capturable: bool  # a pass never waits for the device, so CUDA graphs of it can be captured
 

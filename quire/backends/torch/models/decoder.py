@@ -109,6 +109,7 @@ class DecoderModel:
         self.norm = RMSNorm(weights.norm, spec.norm_eps)
         self.device = weights.embedding.device
         self.num_bytes = weights.num_bytes
+        self.packed_types = weights.packed_types
         self.num_layer_weights = layer_weights(spec)
         self.is_capturable = not any(
             isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_sigmoid for layer in spec.layers

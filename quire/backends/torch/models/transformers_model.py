@@ -86,6 +86,7 @@ class TransformersModel:
         first: Tensor = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.packed_types: tuple[str, ...] = ()
         self.num_layer_weights = _count_layer_weights(model)
         self.is_capturable = True
         self.spec = replace(spec, vocab_size=vocab_size, hidden_size=body.hidden_size)

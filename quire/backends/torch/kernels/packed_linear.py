@@ -1,0 +1,502 @@
+"""Matrix products of few rows with packed weights, which are decoded in registers: a step reads fewer bytes.
+
+`_packed_rows` is for one or two input rows: as `_row_product`, a program reads a few whole rows of the matrix, with
+wide loads. Sixteen neighbouring codes of a row, which one thread loads, are summed before they are multiplied by their
+scale. `_packed_tiles` is for up to 64 rows: it multiplies the codes as bf16 or fp16, in which they are exact, with
+tensor cores. The scale of a group of at least a step's columns multiplies the sum, and that of a smaller group the
+codes.
+
+4-bit codes are in blocks of 32 weights: byte j holds weights j and j + 16 (`PackedWeight`). A tile of bytes is
+therefore two tiles of weights, each multiplied by its own tile of inputs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.backends.torch.kernels.chaining import can_launch_early, is_early, let_next_start, wait_for_inputs
+from quire.backends.torch.kernels.linear import PARTS, _activated, _store_row
+from quire.backends.torch.packed import PackedWeight
+from quire.weights.packed import CodeType
+from quire.weights.spec import Activation
+
+# I inputs, O outputs, F = O / 2 outputs of a gated product
+
+MAX_ROWS = 64  # of products in parts, and of those of FP8: more rows have FP8 tensor cores
+TILE_ROWS = (16, 32, 64, 128)
+ROW_COUNTS = (1, 2)  # of `packed_row_product`
+STEP = 128  # columns of a step of `_packed_tiles`
+SPLIT_OUTPUTS = 8192  # up to this number, products to the hidden size are in parts: there are too few tiles
+KINDS = {CodeType.FP8: 0, CodeType.INT8: 1, CodeType.INT4: 2, CodeType.FP4: 3}
+HAS_ASSEMBLER = not triton.knobs.runtime.interpret  # the interpreter has none
+
+_FP8 = tl.constexpr(0)  # see KINDS
+_INT4 = tl.constexpr(2)  # 4 bits from here on
+_FP4 = tl.constexpr(3)
+
+
+class Strip(NamedTuple):
+    """The part of the matrix that a program of `_packed_rows` reads at a time."""
+
+    outputs: int
+    num_bytes: int
+    num_warps: int
+
+
+class Tile(NamedTuple):
+    """The shape of a program of `_packed_tiles`."""
+
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _e2m1(code):
+    """Return the weights of codes in the upper four bits of 32: moved to a float32, a code is the weight / 2 ** 126."""
+    bits = (code & 0x80000000) | ((code >> 6) & 0x01C00000)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
+
+
+@triton.jit
+def _wide_nibbles(codes, HAS_ASSEMBLER: tl.constexpr):
+    """Return 128 plus the low and 2048 plus the high halves of bytes, in fp32.
+
+    A half that is moved into the mantissa of such a number is added to it: half the instructions of a conversion. The
+    caller subtracts the same multiples of the inputs.
+    """
+    if HAS_ASSEMBLER:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 left, right, first, last;
+            shl.b32 left, $8, 8;
+            shr.b32 right, $8, 8;
+            shl.b32 first, $8, 16;
+            shr.b32 last, $8, 16;
+            lop3.b32 $0, first, 0x000F0000, 0x43000000, 0xEA;
+            lop3.b32 $1, left, 0x000F0000, 0x43000000, 0xEA;
+            lop3.b32 $2, $8, 0x000F0000, 0x43000000, 0xEA;
+            lop3.b32 $3, right, 0x000F0000, 0x43000000, 0xEA;
+            lop3.b32 $4, left, 0x0000F000, 0x45000000, 0xEA;
+            lop3.b32 $5, $8, 0x0000F000, 0x45000000, 0xEA;
+            lop3.b32 $6, right, 0x0000F000, 0x45000000, 0xEA;
+            lop3.b32 $7, last, 0x0000F000, 0x45000000, 0xEA;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low, high = (codes & 15).to(tl.float32) + 128.0, (codes >> 4).to(tl.float32) + 2048.0
+    return low, high
+
+
+@triton.jit
+def _byte_values(codes, KIND: tl.constexpr):
+    """Return the values of codes of 8 bits in fp32."""
+    if KIND == _FP8:
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _load_inputs(at, i, COUNT: tl.constexpr, IS_WHOLE: tl.constexpr):
+    value = tl.load(at) if IS_WHOLE else tl.load(at, mask=i < COUNT, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _chunk_sums(value, R: tl.constexpr, BYTES: tl.constexpr):
+    """Sum chunks of 16, which are in one thread: [R, BYTES / 16]."""
+    return tl.sum(value.reshape((R, BYTES // 16, 16)), 2)
+
+
+@triton.jit
+def _row_sums(
+    x, low, high, byte, zero,
+    KIND: tl.constexpr, COUNT: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [R, BYTES / 16] of codes times one row of inputs, less zeros [R, BYTES / 16] or a number."""
+    if KIND < _INT4:
+        total = _chunk_sums(low * _load_inputs(x + byte, byte, COUNT, IS_WHOLE)[None, :], R, BYTES)
+    else:
+        x_at = x + byte // 16 * 32 + byte % 16
+        first = _load_inputs(x_at, byte, COUNT, IS_WHOLE)[None, :]
+        second = _load_inputs(x_at + 16, byte, COUNT, IS_WHOLE)[None, :]
+        total = _chunk_sums(low * first, R, BYTES) + _chunk_sums(high * second, R, BYTES)
+        if KIND == _INT4:
+            total -= _chunk_sums(first, 1, BYTES) * (128.0 + zero) + _chunk_sums(second, 1, BYTES) * (2048.0 + zero)
+    return total
+
+
+@triton.jit
+def _load_group(at, row, column, GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """Load scales or zeros [rows, columns] of the groups of some rows and columns of the matrix."""
+    group = tl.minimum(column // GROUP, GROUPS - 1)  # columns past the end are masked elsewhere
+    return tl.load(at + (row // GROUP_ROWS)[:, None] * GROUPS + group[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _spread(scale, R: tl.constexpr, BYTES: tl.constexpr):
+    """Repeat scales of chunks for each of their bytes: [R, BYTES]."""
+    return tl.broadcast_to(scale[:, :, None], (R, BYTES // 16, 16)).reshape((R, BYTES))
+
+
+@triton.jit
+def _load_codes(at, byte, COUNT: tl.constexpr, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        codes = tl.load(at + byte[None, :], eviction_policy="evict_first")
+    else:
+        codes = tl.load(at + byte[None, :], mask=(byte < COUNT)[None, :], other=0, eviction_policy="evict_first")
+    return codes
+
+
+@triton.jit
+def _scaled_sums(
+    x, code, scales, zeros, row, offset,
+    IN: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, HAS_ASSEMBLER: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [R, BYTES / 16] of codes [R, BYTES] from byte `offset` on, for one or two rows of inputs."""
+    columns: tl.constexpr = 16 * IN // COUNT  # of a chunk
+    is_whole: tl.constexpr = COUNT % BYTES == 0
+    groups: tl.constexpr = IN // GROUP if GROUP else 1
+    byte = offset + tl.arange(0, BYTES)
+    column = (offset // 16 + tl.arange(0, BYTES // 16)) * columns
+    zero = 8.0
+    if zeros is not None:
+        zero = _load_group(zeros, row, column, GROUP, groups, GROUP_ROWS)
+    scale = 1.0
+    if GROUP:
+        scale = _load_group(scales, row, column, GROUP, groups, GROUP_ROWS)
+    if KIND == _INT4:
+        low, high = _wide_nibbles(code, HAS_ASSEMBLER)
+    elif KIND == _FP4:
+        wide = code.to(tl.uint32)
+        low, high = _e2m1(wide << 28), _e2m1(wide << 24)
+        if GROUP == 16:  # the halves of a block have scales of their own
+            low *= _spread(scale, R, BYTES)
+            high *= _spread(_load_group(scales, row, column + 16, GROUP, groups, GROUP_ROWS), R, BYTES)
+            scale = 1.0
+    else:
+        low = _byte_values(code, KIND)
+        high = low
+    first = scale * _row_sums(x, low, high, byte, zero, KIND, COUNT, R, BYTES, is_whole)
+    second = first
+    if ROWS > 1:
+        second = scale * _row_sums(x + IN, low, high, byte, zero, KIND, COUNT, R, BYTES, is_whole)
+    return first, second
+
+
+@triton.jit
+def _packed_rows(
+    x, codes, scales, zeros, bias, out,
+    IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, HAS_ASSEMBLER: tl.constexpr,
+):  # fmt: skip
+    # GROUP is the number of columns of a scale; 0: all.
+    let_next_start()
+    count: tl.constexpr = IN // 2 if KIND >= _INT4 else IN  # bytes of a row
+    is_whole: tl.constexpr = count % BYTES == 0
+    o = tl.arange(0, OUTPUTS)
+    if IS_GATED:  # each gate next to its up
+        row = tl.program_id(0) * (OUTPUTS // 2) + o // 2
+        is_in = row < OUT // 2
+        row = tl.where(is_in, row, 0) + (o % 2) * (OUT // 2)
+    else:
+        row = tl.program_id(0) * OUTPUTS + o
+        is_in = row < OUT
+        row = tl.where(is_in, row, 0)
+    start = (codes + row.to(tl.int64) * count)[:, None]
+    code = _load_codes(start, tl.arange(0, BYTES), count, is_whole)
+    wait_for_inputs()
+    total, second = _scaled_sums(
+        x, code, scales, zeros, row, 0, IN, count, ROWS, OUTPUTS, BYTES, KIND, GROUP_ROWS, GROUP, HAS_ASSEMBLER
+    )  # fmt: skip
+    for offset in range(BYTES, count, BYTES):
+        code = _load_codes(start, offset + tl.arange(0, BYTES), count, is_whole)
+        one, other = _scaled_sums(
+            x, code, scales, zeros, row, offset,
+            IN, count, ROWS, OUTPUTS, BYTES, KIND, GROUP_ROWS, GROUP, HAS_ASSEMBLER,
+        )  # fmt: skip
+        total += one
+        second += other
+    if not GROUP:
+        scale = tl.load(scales + row // GROUP_ROWS)[:, None]
+        total *= scale
+        second *= scale
+    _store_row(total, row, is_in, bias, out, OUT, OUTPUTS, IS_GATED, IS_SILU)
+    if ROWS > 1:
+        width: tl.constexpr = OUT // 2 if IS_GATED else OUT
+        _store_row(second, row, is_in, bias, out + width, OUT, OUTPUTS, IS_GATED, IS_SILU)
+
+
+@triton.jit
+def _paired_nibbles(codes, offset):
+    """Return the low and high halves of bytes in bf16, plus offset - 128, two in each instruction."""
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, v, one;
+        mov.b32 one, 0x3F803F80;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        lop3.b32 v, a, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, v, one, $5;
+        lop3.b32 v, b, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $1, v, one, $6;
+        shr.b32 a, a, 4;
+        shr.b32 b, b, 4;
+        lop3.b32 v, a, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $2, v, one, $5;
+        lop3.b32 v, b, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $3, v, one, $6;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r", [codes, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _decoded(codes, zero, dtype: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr,
+             IN_PAIRS: tl.constexpr):  # fmt: skip
+    """Return the two tiles of values of a tile of bytes [R, BYTES], which are the same for codes of 8 bits.
+
+    `zero` is None, or [R, BYTES] fp32. Codes and whole zeros are exact in 16 bits.
+    """
+    if KIND == _INT4 and IN_PAIRS:
+        offset = tl.full((R, BYTES), -136.0, tl.bfloat16) if zero is None else (-128.0 - zero).to(tl.bfloat16)
+        low, high = _paired_nibbles(codes, offset)
+    elif KIND == _INT4:
+        less = 8.0 if zero is None else zero
+        low, high = ((codes & 15).to(tl.float32) - less).to(dtype), ((codes >> 4).to(tl.float32) - less).to(dtype)
+    elif KIND == _FP4:
+        wide = codes.to(tl.uint32)
+        low, high = _e2m1(wide << 28).to(dtype), _e2m1(wide << 24).to(dtype)
+    elif KIND == _FP8:
+        low = codes.to(tl.float8e4nv, bitcast=True)
+        # By way of fp32: the instruction from fp16 to bf16, which the compiler would use, is slow.
+        low = low.to(tl.float16) if dtype == tl.float16 else low.to(tl.float32).to(dtype)
+        high = low
+    else:
+        low = codes.to(tl.int8, bitcast=True).to(dtype)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _load_tile(
+    c_at, scales, zeros, row, column, is_in, dtype: tl.constexpr,
+    IN: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IN_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Load and decode 128 columns from `column` on, multiplied by their scales if groups are smaller than that."""
+    per_byte: tl.constexpr = 128 // BYTES
+    groups: tl.constexpr = IN // GROUP if GROUP else 1
+    chunk = column + tl.arange(0, BYTES // 16) * (16 * per_byte)
+    if IN % 128 == 0:
+        codes = tl.load(c_at + column // per_byte)
+    else:
+        codes = tl.load(c_at + column // per_byte, mask=is_in, other=0)
+    zero = None
+    if zeros is not None:
+        zero = _spread(_load_group(zeros, row, chunk, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES)
+    low, high = _decoded(codes, zero, dtype, KIND, OUTPUTS, BYTES, IN_PAIRS)
+    if GROUP > 0 and GROUP < 128:
+        low *= _spread(_load_group(scales, row, chunk, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES).to(dtype)
+        if KIND >= _INT4:
+            high *= _spread(_load_group(scales, row, chunk + 16, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _load_rows(at, is_row, is_in, IS_WHOLE: tl.constexpr):
+    return tl.load(at, mask=is_row, other=0.0) if IS_WHOLE else tl.load(at, mask=is_row & is_in, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _packed_tiles(
+    x, codes, scales, zeros, bias, out, num_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr,
+    KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IN_PAIRS: tl.constexpr,
+):  # fmt: skip
+    # The weights are the left operand: tensor cores read it from registers, in which the weights are decoded.
+    # A program sums SPAN columns, 128 in each step.
+    let_next_start()
+    per_byte: tl.constexpr = 2 if KIND >= _INT4 else 1
+    step: tl.constexpr = 128 // per_byte  # bytes
+    is_whole: tl.constexpr = IN % 128 == 0
+    groups: tl.constexpr = IN // GROUP if GROUP else 1
+    dtype: tl.constexpr = x.dtype.element_ty
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    tile, strip, part = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles, tl.program_id(1)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    o = tl.arange(0, OUTPUTS)
+    if IS_GATED:  # each gate next to its up
+        row = (strip * (OUTPUTS // 2) + o // 2) % (OUT // 2) + (o % 2) * (OUT // 2)
+    else:
+        row = (strip * OUTPUTS + o) % OUT  # rows past the end wrap around and are not stored
+    byte = tl.arange(0, step)
+    place = byte // 16 * 32 + byte % 16 if per_byte == 2 else byte  # of the byte's first weight
+    is_row = (t < num_rows)[:, None]
+    x_at = x + t[:, None].to(tl.int64) * IN + place[None, :]
+    c_at = codes + row[:, None].to(tl.int64) * (IN // per_byte) + byte[None, :]
+    first = part * SPAN
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    scale = tl.zeros((OUTPUTS,), tl.float32)
+    s_at = scales + row // GROUP_ROWS * groups
+    if GROUP == 128:
+        scale += tl.load(s_at + first // 128)
+    wait_for_inputs()
+    for column in range(first, tl.minimum(first + SPAN, IN), 128):
+        is_in = (column + place < IN)[None, :]
+        a = _load_rows(x_at + column, is_row, is_in, is_whole)
+        low, high = _load_tile(
+            c_at, scales, zeros, row, column, is_in, dtype, IN, OUTPUTS, step, KIND, GROUP_ROWS, GROUP, IN_PAIRS
+        )  # fmt: skip
+        if GROUP == 128:  # the scale of the next step is loaded early
+            following = tl.load(s_at + tl.minimum(column // 128 + 1, groups - 1)).to(tl.float32)
+            product = tl.dot(low, a.T, input_precision="ieee")
+        else:
+            following = scale
+            product = tl.dot(low, a.T, total, input_precision="ieee")
+        if per_byte == 2:
+            a = _load_rows(x_at + 16 + column, is_row, is_in, is_whole)
+            product = tl.dot(high, a.T, product, input_precision="ieee")
+        total = total + product * scale[:, None] if GROUP == 128 else product
+        scale = following
+    if GROUP == 0:
+        total *= tl.load(scales + row // GROUP_ROWS)[:, None]
+    _store_tile(total, t, row, strip, part, num_rows, bias, out, OUT, ROWS, OUTPUTS, IS_GATED, IS_SILU)
+
+
+@triton.jit
+def _store_tile(
+    total, t, row, strip, part, num_rows, bias, out,
+    OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    """Store the sums [OUTPUTS, ROWS] of a tile, with the bias in the first part."""
+    if bias is not None:
+        if part == 0:
+            total += tl.load(bias + row).to(tl.float32)[:, None]
+    dtype: tl.constexpr = out.dtype.element_ty
+    is_row = (t < num_rows)[None, :]
+    if IS_GATED:
+        rounded = total.to(dtype).to(tl.float32)  # as when stored
+        gate, up = tl.split(tl.permute(tl.reshape(rounded, (OUTPUTS // 2, 2, ROWS)), (0, 2, 1)))
+        column = strip * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        value = (_activated(gate, IS_SILU) * up).to(dtype)
+        is_in = is_row & (column < OUT // 2)[:, None]
+        tl.store(out + t[None, :] * (OUT // 2) + column[:, None], value, mask=is_in)
+    else:
+        column = strip * OUTPUTS + tl.arange(0, OUTPUTS)
+        is_in = is_row & (column < OUT)[:, None]
+        tl.store(out + (part * num_rows + t[None, :]) * OUT + column[:, None], total.to(dtype), mask=is_in)
+
+
+@cache
+def row_strip(num_outputs: int, num_bytes: int) -> Strip:
+    """Return the strip for rows of so many bytes. To be measured on the device."""
+    if num_outputs > 4096 or num_bytes <= 1024:
+        return Strip(outputs=4, num_bytes=1024, num_warps=2)
+    return Strip(outputs=4 if num_outputs > 2048 else 2, num_bytes=2048, num_warps=4)
+
+
+@cache
+def tile_shape(num_outputs: int, rows: int, *, is_split: bool, is_gated: bool) -> Tile:
+    """Return the tile with enough programs to fill the card. To be measured on the device."""
+    if rows > 64:
+        return Tile(outputs=128, num_warps=8, num_stages=3)
+    is_wide = is_split or is_gated or num_outputs > 8192
+    return Tile(outputs=64 if is_wide else 32, num_warps=4, num_stages=5 if rows <= 32 else 4)
+
+
+def packed_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply x [1 or 2, I] by weight [O, I] transposed: [T, O]."""
+    out = x.new_empty((len(x), len(weight)))
+    _launch_rows(x, weight, bias, out, activation=None)
+    return out
+
+
+def packed_gated_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation) -> Tensor:
+    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first. T is 1 or 2."""
+    out = x.new_empty((len(x), len(weight) // 2))
+    _launch_rows(x, weight, bias, out, activation=activation)
+    return out
+
+
+def _launch_rows(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    activation: Activation | None,
+    strip: Strip | None = None,
+) -> None:
+    num_outputs, num_inputs = weight.shape
+    format = weight.format
+    strip = strip or row_strip(num_outputs, weight.codes.shape[1])
+    _packed_rows[(-(-num_outputs // strip.outputs),)](
+        x, weight.codes, weight.scales, weight.zeros, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x),
+        OUTPUTS=strip.outputs, BYTES=strip.num_bytes, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
+        GROUP=format.group_columns, IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
+        HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=strip.num_warps, launch_pdl=can_launch_early(),
+    )  # fmt: skip
+
+
+def packed_tile_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply x [T, I] by weight [O, I] transposed: [T, O]."""
+    out = x.new_empty((len(x), len(weight)))
+    _launch_tiles(x, weight, bias, out, num_parts=1)
+    return out
+
+
+def packed_product_in_parts(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Like `packed_tile_product` for a matrix of few outputs, but return fp32 partial sums [PARTS, T, O]."""
+    out = x.new_empty((PARTS, len(x), len(weight)), dtype=torch.float32)
+    _launch_tiles(x, weight, bias, out, num_parts=PARTS)
+    return out
+
+
+def packed_gated_tile_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation) -> Tensor:
+    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first."""
+    out = x.new_empty((len(x), len(weight) // 2))
+    _launch_tiles(x, weight, bias, out, num_parts=1, activation=activation)
+    return out
+
+
+def _launch_tiles(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    num_parts: int,
+    activation: Activation | None = None,
+    tile: Tile | None = None,
+) -> None:
+    num_rows, num_inputs = x.shape
+    format = weight.format
+    rows = next((size for size in TILE_ROWS if num_rows <= size), TILE_ROWS[-1])
+    tile = tile or tile_shape(len(weight), rows, is_split=num_parts > 1, is_gated=activation is not None)
+    num_tiles = -(-num_rows // rows) * -(-len(weight) // tile.outputs)
+    _packed_tiles[(num_tiles, num_parts)](
+        x, weight.codes, weight.scales, weight.zeros, bias, out, num_rows, IN=num_inputs, OUT=len(weight), ROWS=rows,
+        OUTPUTS=tile.outputs, SPAN=-(-num_inputs // (STEP * num_parts)) * STEP, KIND=KINDS[format.type],
+        GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=activation is not None,
+        IS_SILU=activation is Activation.SILU, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early(rows),
+    )  # fmt: skip
+
+
+def can_split(num_outputs: int, num_inputs: int) -> bool:
+    """Return whether a product to the hidden size is computed in parts: every part has a step."""
+    return num_outputs <= SPLIT_OUTPUTS and num_inputs > (PARTS - 1) * -(-num_inputs // (STEP * PARTS)) * STEP

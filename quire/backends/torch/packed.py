@@ -1,0 +1,286 @@
+"""Packed matrices on the device: codes of 4 or 8 bits, with a scale for every rectangle of weights.
+
+The layout is the one that the kernels read. `PackedMatrix`, the layout of files, becomes this one without loss, apart
+from the rounding of scales of small groups to 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.weights.packed import CodeType, PackedMatrix
+from quire.weights.quants import E2M1_CODES
+
+# O outputs, I inputs, G groups along the inputs
+
+PAIRED = 32  # weights of a 4-bit block: byte j of a block holds weight j and, in its high half, weight j + 16
+LARGE_GROUP = 512  # weights: scales of larger groups are fp32, because they are few
+GROUP_COLUMNS = (16, 32, 64, 128)  # that the kernels know; a scale for whole rows is the other kind
+MAX_SCALE = 65504.0  # of fp16
+NO_ZERO = 8.0  # of 4-bit integers without zeros
+E4M3_MAX = 448.0
+MAX_INT4 = 7.0  # of codes without zeros
+MIN_SCALE = 1e-7  # not zero in fp16
+CHUNK_WEIGHTS = 1 << 24  # decoded at a time by the plain product
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """What kernels are compiled for, besides the shape. `group_columns` is 0 for one scale per row of scales."""
+
+    type: CodeType
+    group_rows: int
+    group_columns: int
+    has_zeros: bool = False
+    has_order: bool = False
+
+    @property
+    def codes_per_byte(self) -> int:
+        return 8 // self.type.bits
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        is_small = 0 < self.group_rows * self.group_columns <= LARGE_GROUP
+        return torch.float16 if is_small else torch.float32
+
+    def num_groups(self, num_inputs: int) -> int:
+        return -(-num_inputs // self.group_columns) if self.group_columns else 1
+
+    def fits(self, num_inputs: int) -> bool:
+        """Return whether the kernels can compute with matrices of this format."""
+        if self.type.bits == 4 and num_inputs % PAIRED:
+            return False
+        if self.type is CodeType.INT4 and self.group_columns == 16:  # less than a block
+            return False
+        return self.group_columns == 0 or (self.group_columns in GROUP_COLUMNS and num_inputs % self.group_columns == 0)
+
+
+FP8_PER_OUTPUT = PackedFormat(CodeType.FP8, 1, 0)
+INT4_IN_GROUPS = PackedFormat(CodeType.INT4, 1, 128)
+QUANTIZED = {8: FP8_PER_OUTPUT, 4: INT4_IN_GROUPS}  # `--quantize`, by bits
+
+
+class PackedWeight:
+    """A matrix [O, I]: weight = (code - zero) * scale, as in `PackedMatrix`."""
+
+    __slots__ = ("codes", "dtype", "format", "order", "scales", "shape", "zeros")
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        order: Tensor | None,
+        format: PackedFormat,
+        dtype: torch.dtype,
+    ) -> None:
+        num_outputs, num_bytes = codes.shape
+        self.shape = torch.Size((num_outputs, num_bytes * format.codes_per_byte))
+        expected = (-(-num_outputs // format.group_rows), format.num_groups(self.shape[1]))
+        if scales.shape != expected:
+            raise ValueError(f"scales of {tuple(scales.shape) = } do not match {tuple(self.shape) = } in {format}")
+        self.codes = codes  # [O, I] uint8, or [O, I / 2] in blocks of PAIRED weights
+        self.scales = scales  # [ceil(O / group rows), G] fp16 or fp32
+        self.zeros = zeros  # the same shape, uint8
+        self.order = order  # [I] int64
+        self.format = format
+        self.dtype = dtype  # of decoded weights
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def empty(
+        cls, num_outputs: int, num_inputs: int, format: PackedFormat, dtype: torch.dtype, device: str | torch.device
+    ) -> PackedWeight:
+        codes = torch.empty((num_outputs, num_inputs // format.codes_per_byte), dtype=torch.uint8, device=device)
+        shape = (-(-num_outputs // format.group_rows), format.num_groups(num_inputs))
+        scales = torch.empty(shape, dtype=format.scale_dtype, device=device)
+        zeros = torch.empty(shape, dtype=torch.uint8, device=device) if format.has_zeros else None
+        order = torch.arange(num_inputs, device=device) if format.has_order else None
+        return cls(codes, scales, zeros, order, format, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.scales, self.zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def decode(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Return rows [first, last) in `dtype`. Their columns are in the order of the codes."""
+        last = len(self) if last is None else last
+        rows, columns = self.format.group_rows, self.format.group_columns or self.shape[1]
+        values = _values(self.codes[first:last], self.format.type)
+        index = torch.arange(first, last, device=self.codes.device) // rows
+        scales = self.scales[index].float().repeat_interleave(columns, 1)[:, : self.shape[1]]
+        if self.zeros is not None:
+            values -= self.zeros[index].float().repeat_interleave(columns, 1)[:, : self.shape[1]]
+        elif self.format.type is CodeType.INT4:
+            values -= NO_ZERO
+        return values.mul_(scales).to(self.dtype)
+
+    def dense(self) -> Tensor:
+        """Return the matrix [O, I] in `dtype`, with its columns in the order of the inputs."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        for first, last in self.chunks():
+            rows = self.decode(first, last)
+            if self.order is None:
+                out[first:last] = rows
+            else:
+                out[first:last, self.order] = rows
+        return out
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Cut the rows such that a decoded chunk takes little memory."""
+        step = max(CHUNK_WEIGHTS // self.shape[1], 1)
+        return [(first, min(first + step, len(self))) for first in range(0, len(self), step)]
+
+    def invent(self, random: torch.Generator, std: float) -> None:
+        """Fill with random weights of about this standard deviation."""
+        if self.format.type is CodeType.FP8:
+            for first, last in self.chunks():
+                shape = (last - first, self.shape[1])
+                noise = torch.randn(shape, generator=random, device=self.codes.device).mul_(E4M3_MAX / 8)
+                self.codes[first:last] = _to_e4m3(noise)
+            self.scales.fill_(std * 8 / E4M3_MAX)
+            return
+        self.codes.random_(0, 256, generator=random)
+        spread = {CodeType.INT8: 74.0, CodeType.INT4: 4.6, CodeType.FP4: 2.8}[self.format.type]
+        self.scales.fill_(std / spread)
+        if self.zeros is not None:
+            self.zeros.random_(6, 11, generator=random)
+
+
+def _values(codes: Tensor, kind: CodeType) -> Tensor:
+    """Return the values [rows, I] fp32 of codes, without scales and zeros."""
+    if kind is CodeType.FP8:
+        return codes.view(torch.float8_e4m3fn).float()
+    if kind is CodeType.INT8:
+        return codes.view(torch.int8).float()
+    blocks = codes.view(len(codes), -1, 1, PAIRED // 2)
+    halves = torch.cat((blocks & 15, blocks >> 4), 2).view(len(codes), -1)
+    if kind is CodeType.INT4:
+        return halves.float()
+    table = torch.tensor(E2M1_CODES, dtype=torch.float32, device=codes.device) / 2
+    return table[halves.int()]
+
+
+def _to_e4m3(values: Tensor) -> Tensor:
+    return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """Convert 4-bit codes from the order of files (neighbours share a byte) to blocks of PAIRED."""
+    halves = torch.stack((codes & 15, codes >> 4), 2).view(len(codes), -1, 2, PAIRED // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(len(codes), -1)
+
+
+def format_of(matrices: Sequence[PackedMatrix]) -> PackedFormat | None:
+    """Return the format of matrices stacked along their outputs, or None if there is no common one.
+
+    Blocks of several rows become scales of single rows where a matrix ends within a block.
+    """
+    first = matrices[0]
+    columns = {0 if one.group[1] >= one.shape[1] else one.group[1] for one in matrices}
+    if len({one.type for one in matrices}) > 1 or len(columns) > 1 or len({one.zeros is None for one in matrices}) > 1:
+        return None
+    if any(not _same(one.order, first.order) for one in matrices):
+        return None
+    group_rows = {one.group[0] for one in matrices}
+    is_aligned = len(group_rows) == 1 and all(one.shape[0] % one.group[0] == 0 for one in matrices)
+    if len(matrices) == 1 and first.group[0] < first.shape[0]:
+        is_aligned = True
+    rows = first.group[0] if is_aligned and columns != {0} else 1  # the library's FP8 has a scale per output
+    format = PackedFormat(first.type, rows, columns.pop(), first.zeros is not None, first.order is not None)
+    return format if format.fits(first.shape[1]) and all(_is_exact(one) for one in matrices) else None
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _is_exact(matrix: PackedMatrix) -> bool:
+    """Return whether the kernels' 16-bit scales and whole zeros can express this matrix."""
+    if matrix.zeros is not None:
+        is_whole = (matrix.zeros == np.rint(matrix.zeros)) & (matrix.zeros >= 0) & (matrix.zeros <= 16)
+        if matrix.type is not CodeType.INT4 or not is_whole.all():
+            return False
+    return bool(np.abs(matrix.scales).max(initial=0) < MAX_SCALE)
+
+
+def pack(
+    matrices: Sequence[PackedMatrix], format: PackedFormat, dtype: torch.dtype, device: torch.device
+) -> PackedWeight:
+    """Stack matrices of a common format along their outputs and copy them to the device."""
+    num_outputs, num_inputs = sum(one.shape[0] for one in matrices), matrices[0].shape[1]
+    whole = PackedWeight.empty(num_outputs, num_inputs, format, dtype, device)
+    first = scale_row = 0
+    for one in matrices:
+        codes = torch.from_numpy(np.ascontiguousarray(one.codes)).to(device)
+        whole.codes[first : first + len(codes)] = _paired(codes) if one.type.bits == 4 else codes
+        num_scales = -(-one.shape[0] // format.group_rows)
+        rows = slice(scale_row, scale_row + num_scales)
+        whole.scales[rows] = _scale_rows(one, one.scales, format).to(device)
+        if one.zeros is not None and whole.zeros is not None:
+            whole.zeros[rows] = _scale_rows(one, one.zeros, format).to(device, torch.uint8)
+        first += one.shape[0]
+        scale_row += num_scales
+    if whole.order is not None and (order := matrices[0].order) is not None:
+        whole.order.copy_(torch.from_numpy(order))
+    return whole
+
+
+def _scale_rows(matrix: PackedMatrix, values: np.ndarray, format: PackedFormat) -> Tensor:
+    """Return scales or zeros of a matrix with `format.group_rows` outputs per row."""
+    scales = torch.from_numpy(np.ascontiguousarray(values))
+    if matrix.group[0] == format.group_rows:
+        return scales
+    return scales.repeat_interleave(matrix.group[0], 0)[: matrix.shape[0]]
+
+
+def decoded(matrix: PackedMatrix) -> Tensor:
+    """Return a matrix of any format [O, I] fp32, in the order of the inputs, on the CPU."""
+    codes = torch.from_numpy(np.ascontiguousarray(matrix.codes))
+    if matrix.type.bits == 4:
+        halves = torch.stack((codes & 15, codes >> 4), 2).view(matrix.shape)
+        table = torch.tensor(E2M1_CODES, dtype=torch.float32) / 2
+        values = halves.float() if matrix.type is CodeType.INT4 else table[halves.int()]
+    else:
+        values = _values(codes, matrix.type)
+    rows, columns = matrix.group
+
+    def spread(values: np.ndarray) -> Tensor:
+        whole = torch.from_numpy(np.ascontiguousarray(values))
+        whole = whole.repeat_interleave(rows, 0)[: matrix.shape[0]]
+        return whole.repeat_interleave(columns, 1)[:, : matrix.shape[1]]
+
+    zero = NO_ZERO if matrix.type is CodeType.INT4 else 0.0
+    values = (values - (zero if matrix.zeros is None else spread(matrix.zeros))) * spread(matrix.scales)
+    if matrix.order is None:
+        return values
+    out = torch.empty_like(values)
+    out[:, torch.from_numpy(matrix.order).long()] = values
+    return out
+
+
+def quantize(weight: Tensor, format: PackedFormat) -> PackedWeight:
+    """Quantise a matrix [O, I] of 16 or 32 bits by rounding to the nearest code. `format` is one of QUANTIZED."""
+    num_outputs, num_inputs = weight.shape
+    whole = PackedWeight.empty(num_outputs, num_inputs, format, weight.dtype, weight.device)
+    groups = format.num_groups(num_inputs)
+    most = E4M3_MAX if format.type is CodeType.FP8 else MAX_INT4
+    for first, last in whole.chunks():
+        rows = weight[first:last].float().view(last - first, groups, -1)
+        scales = rows.abs().amax(2).div_(most).clamp_(min=MIN_SCALE).to(format.scale_dtype)
+        rows = (rows / scales[:, :, None].float()).view(last - first, -1)
+        if format.type is CodeType.FP8:
+            whole.codes[first:last] = _to_e4m3(rows)
+        else:
+            codes = rows.round_().add_(NO_ZERO).clamp_(0, 15).byte()
+            whole.codes[first:last] = _paired(codes[:, ::2] | (codes[:, 1::2] << 4))
+        whole.scales[first:last] = scales
+    return whole

@@ -1,0 +1,239 @@
+"""Packed matrices: conversion from the layout of files, quantising, and loading a model with them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.base import BackendOptions
+from quire.backends.torch.build import make_runner
+from quire.backends.torch.loading import AttentionWeights, MlpWeights, load_weights, packed_format, weight_bytes
+from quire.backends.torch.packed import (
+    FP8_PER_OUTPUT,
+    INT4_IN_GROUPS,
+    PackedFormat,
+    PackedWeight,
+    decoded,
+    format_of,
+    pack,
+    quantize,
+)
+from quire.backends.torch.packed_linear import PackedLinear
+from quire.errors import InvalidRequest
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.dummy import DummyCheckpoint
+from quire.weights.opening import open_checkpoint
+from quire.weights.packed import CodeType, PackedMatrix
+from tests.backends.torch.test_compiling import write_config
+
+# O outputs, I inputs
+
+FP32 = torch.float32
+CPU = torch.device("cpu")
+
+
+def random_matrix(
+    kind: CodeType,
+    shape: tuple[int, int],
+    group: tuple[int, int],
+    *,
+    has_zeros: bool = False,
+    order: np.ndarray | None = None,
+    seed: int = 0,
+) -> PackedMatrix:
+    rng = np.random.default_rng(seed)
+    num_scales = -(-shape[0] // group[0]), -(-shape[1] // group[1])
+    codes = rng.integers(0, 256, (shape[0], shape[1] * kind.bits // 8), dtype=np.uint8)
+    if kind is CodeType.FP8:
+        codes[codes & 0x7F == 0x7F] = 0  # NaN
+    scales = rng.uniform(0.5, 1.5, num_scales).astype(np.float16).astype(np.float32) * 0.0625
+    zeros = rng.integers(0, 16, num_scales).astype(np.float32) if has_zeros else None
+    return PackedMatrix(kind, shape, codes, scales, group, zeros, order)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "group", "has_zeros"),
+    [
+        (CodeType.FP8, (256, 384), (128, 128), False),
+        (CodeType.FP8, (100, 96), (1, 96), False),
+        (CodeType.FP8, (100, 96), (100, 96), False),
+        (CodeType.FP8, (200, 256), (128, 128), False),
+        (CodeType.INT8, (9, 64), (1, 32), False),
+        (CodeType.INT4, (9, 256), (1, 128), False),
+        (CodeType.INT4, (9, 96), (1, 32), True),
+        (CodeType.FP4, (9, 96), (1, 16), False),
+    ],
+)
+def test_packing_keeps_every_weight(
+    kind: CodeType, shape: tuple[int, int], group: tuple[int, int], has_zeros: bool
+) -> None:
+    matrices = [random_matrix(kind, shape, group, has_zeros=has_zeros, seed=seed) for seed in range(2)]
+    for some in (matrices[:1], matrices):
+        format = format_of(some)
+        assert format is not None
+        packed = pack(some, format, FP32, CPU)
+        assert torch.equal(packed.dense(), torch.cat([decoded(one) for one in some]))
+        assert packed.nbytes <= packed.shape.numel() * 1.6
+
+
+def test_inputs_are_gathered_in_the_order_of_the_codes() -> None:
+    order = np.random.default_rng(1).permutation(128).astype(np.int32)
+    matrix = random_matrix(CodeType.INT4, (6, 128), (1, 32), has_zeros=True, order=order)
+    plain = random_matrix(CodeType.INT4, (6, 128), (1, 32), has_zeros=True)
+    assert torch.equal(decoded(matrix)[:, torch.from_numpy(order).long()], decoded(plain))
+    format = format_of([matrix, matrix])
+    assert format is not None
+    linear = PackedLinear(pack([matrix, matrix], format, FP32, CPU))
+    x = torch.randn(3, 128)
+    whole = torch.cat((decoded(matrix), decoded(matrix)))
+    torch.testing.assert_close(linear(x), x @ whole.t())
+    assert torch.equal(linear.packed.dense(), whole)
+    assert format_of([matrix, plain]) is None
+
+
+def test_formats_without_kernels() -> None:
+    int4 = random_matrix(CodeType.INT4, (4, 128), (1, 64))
+    assert format_of([int4, random_matrix(CodeType.FP8, (4, 128), (1, 128))]) is None
+    assert format_of([int4, random_matrix(CodeType.INT4, (4, 128), (1, 32))]) is None
+    assert format_of([random_matrix(CodeType.INT4, (4, 96), (1, 24))]) is None  # a group that no kernel knows
+    assert format_of([random_matrix(CodeType.INT4, (4, 48), (1, 48))]) is None  # not whole blocks
+    zeros = np.full((4, 2), 7.5, np.float32)
+    half = PackedMatrix(CodeType.INT4, int4.shape, int4.codes, int4.scales, int4.group, zeros)
+    assert format_of([half]) is None
+    large = PackedMatrix(CodeType.INT4, int4.shape, int4.codes, int4.scales * 1e8, int4.group)
+    assert format_of([large]) is None
+
+
+@pytest.mark.parametrize(("format", "error"), [(FP8_PER_OUTPUT, 0.04), (INT4_IN_GROUPS, 0.12)])
+def test_quantising(format: PackedFormat, error: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(70, 384)
+    weight[3] = 0
+    packed = quantize(weight, format)
+    difference = packed.dense() - weight
+    assert float(difference.norm() / weight.norm()) < error
+    assert bool((packed.dense()[3] == 0).all())
+    worst = weight.abs().view(70, packed.scales.shape[1], -1).amax(2) * (1 / 15 if format is FP8_PER_OUTPUT else 1 / 13)
+    assert bool((difference.abs().view(70, packed.scales.shape[1], -1).amax(2) <= worst + 1e-6).all())
+
+
+def test_the_plain_product_is_that_of_the_decoded_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.backends.torch.packed.CHUNK_WEIGHTS", 1000)  # several chunks
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(40, 256), INT4_IN_GROUPS)
+    bias = torch.randn(40)
+    linear = PackedLinear(weight, bias)
+    x, out = torch.randn(5, 256), torch.full((5, 40), 7.0)
+    want = x @ weight.dense().t() + bias
+    torch.testing.assert_close(linear(x), want)
+    assert linear(x, out) is out
+    torch.testing.assert_close(out, want)
+    assert (linear.num_outputs, linear.num_bytes) == (40, 40 * 128 + 40 * 2 * 2 + 40 * 4)
+
+
+class PackedCheckpoint:
+    """A checkpoint whose matrices of layers are packed, in memory. The other tensors are invented."""
+
+    def __init__(self, inner: Checkpoint, kind: CodeType, group: int, *, is_odd: bool = False) -> None:
+        self._inner = inner
+        self._kind, self._group, self._is_odd = kind, group, is_odd
+        self.read_names: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def read_packed(self, name: str) -> PackedMatrix | None:
+        if not name.startswith("layers.") or "norm" in name:
+            return None
+        self.read_names.append(name)
+        shape = self._inner.tensors[name].shape
+        kind = CodeType.FP8 if self._is_odd and "k_proj" in name else self._kind
+        return random_matrix(kind, (shape[0], shape[1]), (1, self._group), seed=len(name))
+
+
+class PackedDummy(PackedCheckpoint, DummyCheckpoint):
+    """Its other tensors are invented by the loader."""
+
+
+def llama(folder: Path) -> Checkpoint:
+    return open_checkpoint(write_config("qwen3", folder), "dummy")
+
+
+def linears(layer: object) -> list[object]:
+    mixer, mlp = layer.mixer, layer.mlp  # type: ignore[attr-defined]
+    assert isinstance(mixer, AttentionWeights)
+    assert isinstance(mlp, MlpWeights)
+    return [mixer.qkv_proj, mixer.o_proj, mlp.gate_up_proj, mlp.down_proj]
+
+
+def test_packed_matrices_stay_packed(tmp_path: Path) -> None:
+    checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 128)
+    assert packed_format(checkpoint, None) == INT4_IN_GROUPS
+    weights = load_weights(checkpoint, torch.bfloat16, CPU)
+    saved = 0
+    for layer in weights.layers:
+        for linear in linears(layer):
+            assert isinstance(linear, PackedLinear)
+            assert linear.packed.format == INT4_IN_GROUPS
+            saved += linear.packed.shape.numel() * 2 - linear.packed.nbytes
+    assert weights.num_bytes == weight_bytes(checkpoint.spec, torch.bfloat16) - saved
+    assert weights.packed_types == ("int4",)
+    assert isinstance(weights.head.weight, Tensor)
+
+
+def test_mixed_matrices_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 128, is_odd=True)
+    with caplog.at_level(logging.WARNING):
+        weights = load_weights(checkpoint, FP32, CPU)
+    qkv, o_proj, *_ = linears(weights.layers[0])
+    assert not isinstance(qkv, PackedLinear)
+    assert isinstance(o_proj, PackedLinear)
+    assert "layers.0.q_proj: decoded to torch.float32" in caplog.text
+    matrices = [checkpoint.read_packed(f"layers.0.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")]
+    want = torch.cat([decoded(one) for one in matrices if one is not None])
+    assert torch.equal(qkv.weight, want)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, "fp8"), (4, "int4")])
+def test_quantising_at_load(bits: int, kind: str, tmp_path: Path) -> None:
+    checkpoint = llama(tmp_path)
+    plain, weights = (load_weights(checkpoint, FP32, CPU, quantize_bits=one) for one in (None, bits))
+    for one, other in zip(plain.layers, weights.layers, strict=True):
+        for dense, packed in zip(linears(one), linears(other), strict=True):
+            assert isinstance(packed, PackedLinear)
+            error = packed.packed.dense() - dense.weight  # type: ignore[attr-defined]
+            assert float(error.norm() / dense.weight.norm()) < 0.13  # type: ignore[attr-defined]
+    assert torch.equal(plain.head.weight, weights.head.weight)
+    assert plain.num_bytes > 1.5 * weights.num_bytes
+    assert weights.packed_types == (kind,)
+
+
+def test_facts_name_the_format(tmp_path: Path) -> None:
+    options = BackendOptions(device="cpu", quantize=8, num_blocks=8)
+    runner = make_runner(llama(tmp_path), options)
+    assert runner.facts().dtype == "float32, fp8"
+    runner.close()
+
+
+def test_packed_files_are_not_quantised_again(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_config("gpt_oss", tmp_path), "dummy")
+    with pytest.raises(InvalidRequest, match="quantised already, to MXFP4"):
+        make_runner(checkpoint, BackendOptions(device="cpu", quantize=8))
+
+
+def test_experts_and_routers_are_not_quantised(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_config("qwen3_moe", tmp_path), "dummy")
+    weights = load_weights(checkpoint, FP32, CPU, quantize_bits=8)
+    mlp = weights.layers[0].mlp
+    assert not isinstance(mlp, MlpWeights)
+    assert not isinstance(mlp.router, PackedLinear)
+
+
+def test_shapes_must_match() -> None:
+    with pytest.raises(ValueError, match="do not match"):
+        PackedWeight(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(3, 1), None, None, FP8_PER_OUTPUT, FP32)
