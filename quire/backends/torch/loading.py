@@ -263,6 +263,7 @@ class _Loader:
         self.num_saved = 0  # bytes, by packed matrices
         self.packed_types: set[str] = set()
         self._random = torch.Generator(device).manual_seed(DUMMY_SEED)
+        self._decoded: set[str] = set()  # formats without a kernel, which were logged
         self._progress = progress
         self._num_done = 0
         self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
@@ -285,7 +286,9 @@ class _Loader:
             packed = pack(matrices, format, self._dtype, self._device)
             return self._kept_packed(self._packed_linear(packed, bias))
         kinds = ", ".join(sorted({f"{one.type} in groups of {one.group}" for one in matrices}))
-        log.warning("%s: decoded to %s, because no kernel computes with %s", names[0], self._dtype, kinds)
+        if kinds not in self._decoded:  # once, not for every layer
+            self._decoded.add(kinds)
+            log.info("weights of %s are decoded to %s: no kernel computes with them", kinds, self._dtype)
         num_outputs = sum(one.shape[0] for one in matrices)
         weight = torch.empty((num_outputs, matrices[0].shape[1]), dtype=self._dtype, device=self._device)
         first = 0
