@@ -648,3 +648,19 @@ def test_a_request_that_was_cancelled_is_not_routed_for_ever(tiny_model: Path) -
         assert not client.replicas[0].connection.num_requests
 
     run(tiny_model, work, num_replicas=1)
+
+
+def test_a_full_replica_does_not_keep_others_from_dropping_their_maps(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        def refuse(_: ToWorker) -> None:
+            raise QueueFull("full")
+
+        monkeypatch.setattr(client.replicas[0].connection.process, "send", refuse)
+        client.drop_blocks()
+        while not direct.sent:
+            await asyncio.sleep(0.01)
+        assert direct.sent == [DropBlocks()]
+
+    run(tiny_model, work)
