@@ -124,7 +124,7 @@ class ClusterClient:
         self._accepting: tuple[str, ...] = ()
         self._ids = ids
         self._fingerprint = fingerprint
-        self._routing: set[Generation] = set()
+        self._routing: dict[int, Generation] = {}  # requests that are being routed, by the number of the attempt
         self._pending: dict[int, _Pending] = {}  # those of them that can be ranked
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = asyncio.Event()  # there was a replica
@@ -192,7 +192,7 @@ class ClusterClient:
     async def close(self) -> None:
         """Leave the cluster. Unfinished requests fail; the replicas stay."""
         self._is_closed = True
-        for generation in tuple(self._routing):
+        for generation in tuple(self._routing.values()):
             _fail(generation, LostBeforeStart(CLOSED))
         self._is_ready.set()
         self._note_open()  # wakes requests that wait for a replica
@@ -228,7 +228,7 @@ class ClusterClient:
         From then on the connection is responsible for it: it reports the request to `_move` if the replica ends.
         """
         number = next(self._ids)
-        self._routing.add(generation)
+        self._routing[number] = generation
         try:
             await self._wait_open()
             pending = self._pending[number] = await self._describe(generation)
@@ -242,12 +242,12 @@ class ClusterClient:
                 log.info("a request is sent again: %s", problem)
                 self._count_move(generation)
                 await asyncio.sleep(MOVE_PAUSE_S)
-        except asyncio.CancelledError:
+        except BaseException:  # its caller gives up, also if a replica has got it meanwhile
             self._cancel(generation)
             raise
         finally:
             self._pending.pop(number, None)
-            self._routing.discard(generation)
+            del self._routing[number]
 
     async def _choose(self, number: int) -> str:
         """Let the cluster choose a replica, which is reported to `note_routed`. Returns why none was chosen."""
@@ -364,7 +364,9 @@ class ClusterClient:
         names = frozenset(candidates)
         views = {view.number: view for view in self.replicas if view.replica in names}
         pending = self._pending.get(number)
-        if pending is None or not views:
+        if pending is None:
+            return [*candidates]  # it was cancelled: the call has no effect, but must not be tried for ever
+        if not views:
             return []
         cached: dict[int, int] = {}
         for secret, keys in pending.keys.items():

@@ -1,4 +1,4 @@
-"""Combines what several replicas say of themselves: figures are added, and block maps are put side by side."""
+"""Combines the reports of several replicas: figures are added, and block maps are put side by side."""
 
 from __future__ import annotations
 

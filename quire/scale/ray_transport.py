@@ -50,6 +50,10 @@ class RayTransport:
             await self._call(replica, SEND, [self._front, list(frames)]).get_async()
         except (RayError, RayServeException) as error:
             raise ReplicaGone(_reason(error)) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise ReplicaGone("the call was cancelled") from None
 
     def messages(self, replica: str) -> Batches:
         return joined(lambda is_continued: self._stream(replica, is_continued))
@@ -65,10 +69,9 @@ class RayTransport:
         except (RayError, RayServeException) as error:
             raise ReplicaGone(_reason(error)) from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if _is_cancelled():
                 raise
-            raise ReplicaGone("its stream was cancelled") from None  # by Ray, which reports it like this
+            raise ReplicaGone("its stream was cancelled") from None
         finally:
             if result is not None:
                 result.cancel()
@@ -90,6 +93,12 @@ class RayTransport:
     async def close(self) -> None:
         self._greeting.cancel()
         choosers.pop(self._application, None)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is cancelled. If Ray has cancelled a call, awaiting it raises CancelledError too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _reason(error: Exception) -> str:

@@ -20,7 +20,10 @@ class Chooser(Protocol):
         """Whether the front is connected to a replica, which may be one that accepts no requests any more."""
 
     def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
-        """The replicas for a request, the best first. Those that the front is not connected to are left out."""
+        """The replicas for a request, the best first. Those that the front is not connected to are left out.
+
+        A request that was cancelled may go to any replica.
+        """
 
     def note_routed(self, number: int, replica: str) -> None:
         """A replica has accepted a request, which is to be sent there now."""

@@ -7,6 +7,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from quire.server.config import ModelConfig
 
 with warnings.catch_warnings():  # Ray uses old names of pydantic
     warnings.simplefilter("ignore")
-    from quire.scale import application, deployments, ray_cluster
+    from ray.serve.request_router import RequestRouter
+
+    from quire.scale import application, deployments, ray_cluster, registry
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
+    from quire.scale.request_router import PrefixAwareRouter
 
 
 class Collected(ModelReplica):
@@ -97,3 +101,22 @@ def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:
     file.write_bytes(b"another")
     assert application.model_fingerprint(model) != first
     assert application.model_fingerprint(replace(model, path=tmp_path)) != folder
+
+
+def test_the_router_keeps_replicas_that_are_being_stopped_while_the_front_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = {"a"}
+    chooser: Any = SimpleNamespace(set_replicas=lambda _: None, uses=used.__contains__)
+    monkeypatch.setitem(registry.choosers, "app", chooser)
+    monkeypatch.setitem(registry.routers, "app", None)
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    router: Any = object.__new__(PrefixAwareRouter)
+    router.initialize_state("app")
+    a, b, c = (SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc")
+    router.update_replicas([a, b])
+    router.update_replicas([c])  # a and b are being stopped; b is idle
+    assert [router.find(name) for name in "abc"] == [a, None, c]
+    used.clear()
+    router.update_replicas([c])
+    assert router.find("a") is None
