@@ -220,7 +220,7 @@ def pack(
     whole = PackedWeight.empty(num_outputs, num_inputs, format, dtype, device)
     first = scale_row = 0
     for one in matrices:
-        codes = torch.from_numpy(np.ascontiguousarray(one.codes)).to(device)
+        codes = torch.from_numpy(np.array(one.codes)).to(device)
         whole.codes[first : first + len(codes)] = _paired(codes) if one.type.bits == 4 else codes
         num_scales = -(-one.shape[0] // format.group_rows)
         rows = slice(scale_row, scale_row + num_scales)
@@ -236,7 +236,7 @@ def pack(
 
 def _scale_rows(matrix: PackedMatrix, values: np.ndarray, format: PackedFormat) -> Tensor:
     """Return scales or zeros of a matrix with `format.group_rows` outputs per row."""
-    scales = torch.from_numpy(np.ascontiguousarray(values))
+    scales = torch.from_numpy(np.array(values))
     if matrix.group[0] == format.group_rows:
         return scales
     return scales.repeat_interleave(matrix.group[0], 0)[: matrix.shape[0]]
@@ -244,7 +244,7 @@ def _scale_rows(matrix: PackedMatrix, values: np.ndarray, format: PackedFormat) 
 
 def decoded(matrix: PackedMatrix) -> Tensor:
     """Return a matrix of any format [O, I] fp32, in the order of the inputs, on the CPU."""
-    codes = torch.from_numpy(np.ascontiguousarray(matrix.codes))
+    codes = torch.from_numpy(np.array(matrix.codes))
     if matrix.type.bits == 4:
         halves = torch.stack((codes & 15, codes >> 4), 2).view(matrix.shape)
         table = torch.tensor(E2M1_CODES, dtype=torch.float32) / 2
@@ -254,7 +254,7 @@ def decoded(matrix: PackedMatrix) -> Tensor:
     rows, columns = matrix.group
 
     def spread(values: np.ndarray) -> Tensor:
-        whole = torch.from_numpy(np.ascontiguousarray(values))
+        whole = torch.from_numpy(np.array(values))
         whole = whole.repeat_interleave(rows, 0)[: matrix.shape[0]]
         return whole.repeat_interleave(columns, 1)[:, : matrix.shape[1]]
 
