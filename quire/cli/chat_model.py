@@ -95,7 +95,10 @@ class LocalModel:
         for completion in output.completions:
             if completion.error is not None:
                 raise RequestFailed(completion.error)
-        return AnswerUsage(**asdict(output.usage), cache=self._cache_of(output))
+        usage = output.usage
+        return AnswerUsage(
+            usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cache=self._cache_of(output)
+        )
 
     def _cache_of(self, output: GenerationOutput) -> dict[str, Any] | None:
         """The explanation, with the text of the prompt where the match ended."""
