@@ -161,6 +161,8 @@ class Answers:
             self._predicted[index] = output.predicted
         if sample.finish_reason is not None:  # a stop string ended it; these tokens were in flight
             return Delta(index, "", (), (), sample.finish_reason, None)
+        if sample.parser is not None and len(output.tokens) > 1:
+            return self._push_each(index, output)
         if self.request.hides_answer:
             output = _without_answer(output)
         is_stop = output.finish_reason is FinishReason.STOP and not self.request.include_stop
@@ -189,6 +191,32 @@ class Answers:
         sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
         sample.is_plain = sample.is_simple and reason is None and sample.stream.detokenizer.is_clean
         return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
+
+    def _push_each(self, index: int, output: EngineOutput) -> Delta:
+        """Take the tokens of an output one by one, because a parser may end the answer after any of them."""
+        deltas: list[Delta] = []
+        for place, token in enumerate(output.tokens):
+            is_last = place == len(output.tokens) - 1
+            part = output._replace(
+                tokens=(token,),
+                logprobs=output.logprobs[place : place + 1],
+                prompt_logprobs=None,
+                finish_reason=output.finish_reason if is_last else None,
+                error=output.error if is_last else None,
+            )
+            deltas.append(self.push(index, part))
+            if deltas[-1].finish_reason is not None:
+                break
+        end = deltas[-1]
+        return Delta(
+            index,
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.token_ids),
+            tuple(one for delta in deltas for one in delta.logprobs),
+            end.finish_reason,
+            end.stop,
+            end.error,
+        )
 
     def cancel(self, index: int) -> None:
         """End a sample early. Its text so far is the answer."""

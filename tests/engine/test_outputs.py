@@ -82,6 +82,23 @@ def test_a_parser_can_end_the_turn(tokenizer: Tokenizer) -> None:
     assert not answers.is_finished  # the other sample continues
 
 
+def test_a_parser_ends_the_turn_within_an_output_of_several_tokens(tokenizer: Tokenizer) -> None:
+    """With drafts a step gives several tokens. The answer is the same, whatever comes together."""
+    call = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    tokens = tokenizer.encode_plain(f"{call}\n{call}\n and more", at_start=False)
+    found = []
+    for size in (1, 3, 7, len(tokens)):
+        answers = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, (Tool("get"),)))
+        parts = [output(*tokens[first : first + size]) for first in range(0, len(tokens), size)]
+        while answers.push(0, parts.pop(0)).finish_reason is None:
+            pass
+        sample = answers.samples[0]
+        found.append((sample.token_ids, "".join(sample.text), sample.finish_reason))
+    assert found[0][2] is FinishReason.STOP
+    assert len(found[0][0]) < len(tokens)
+    assert all(one == found[0] for one in found)
+
+
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
     answers = make(tokenizer, stop=("dog!",))
     ids = tokenizer.encode("the dog")

@@ -403,19 +403,25 @@ def _store_tile(
 
 @cache
 def row_strip(num_outputs: int, num_bytes: int) -> Strip:
-    """Return the strip for rows of so many bytes. To be measured on the device."""
-    if num_outputs > 4096 or num_bytes <= 1024:
+    """Return the strip for rows of so many bytes. Measured in docs/performance.md."""
+    if num_bytes <= 1024:
         return Strip(outputs=4, num_bytes=1024, num_warps=2)
-    return Strip(outputs=4 if num_outputs > 2048 else 2, num_bytes=2048, num_warps=4)
+    if num_outputs <= 2048:
+        return Strip(outputs=2, num_bytes=2048, num_warps=4)
+    if num_bytes <= 2048 and num_outputs > 4096:
+        return Strip(outputs=8, num_bytes=1024, num_warps=2)
+    if num_outputs > 8192:
+        return Strip(outputs=4, num_bytes=1024, num_warps=2)
+    return Strip(outputs=8 if num_bytes <= 4096 and num_outputs <= 4096 else 4, num_bytes=2048, num_warps=4)
 
 
 @cache
 def tile_shape(num_outputs: int, rows: int, *, is_split: bool, is_gated: bool) -> Tile:
-    """Return the tile with enough programs to fill the card. To be measured on the device."""
-    if rows > 64:
-        return Tile(outputs=128, num_warps=8, num_stages=3)
+    """Return the tile with enough programs to fill the card. Measured in docs/performance.md."""
+    if rows > 32:
+        return Tile(outputs=128, num_warps=8, num_stages=3 if rows > 64 else 4)
     is_wide = is_split or is_gated or num_outputs > 8192
-    return Tile(outputs=64 if is_wide else 32, num_warps=4, num_stages=5 if rows <= 32 else 4)
+    return Tile(outputs=64 if is_wide else 32, num_warps=4, num_stages=5)
 
 
 def packed_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from quire.weights.packed import CodeType
 
 # T rows, I inputs, O outputs
 
-TILED_ROWS = 256  # up to this number, products other than FP8 decode inside; estimated, to be measured
+TILED_ROWS = 64  # up to this number, products other than FP8 decode inside
 GROUP = 128  # columns of a scale of inputs
 ALIGNMENT = 16  # of both sizes of a matrix, for the library's product in FP8
 EXPANDED_BYTES = 4096  # per program
