@@ -46,13 +46,16 @@ def masks_by_row(rows: Sequence[SeqSlice], masks: TokenMasks | None, vocab_size:
     found = {row: masks[piece.batch_index] for row, piece in enumerate(rows) if piece.batch_index in masks}
     if all(len(mask) <= size for mask in found.values()):
         return found
-    ends = {row: rows[row].start + rows[row].length for row in found}
-    firsts: dict[int, int] = {}
-    for row, end in ends.items():
-        batch_index = rows[row].batch_index
-        firsts[batch_index] = min(end, firsts.get(batch_index, end))
-    offsets = {row: (end - firsts[rows[row].batch_index]) * size for row, end in ends.items()}
-    return {row: mask[offsets[row] : offsets[row] + size] for row, mask in found.items()}
+    of_slice: dict[int, list[int]] = {}  # batch index -> its rows
+    for row in found:
+        of_slice.setdefault(rows[row].batch_index, []).append(row)
+    for group in of_slice.values():
+        if len(group) == 1 or len(found[group[0]]) != size * len(group):
+            continue  # one mask for all rows, or of a wrong size, which the caller refuses
+        group.sort(key=lambda row: rows[row].start + rows[row].length)
+        for number, row in enumerate(group):
+            found[row] = found[row][number * size : (number + 1) * size]
+    return found
 
 
 def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
