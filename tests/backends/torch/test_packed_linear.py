@@ -188,12 +188,12 @@ def test_packed_matrices_stay_packed(tmp_path: Path) -> None:
 
 def test_mixed_matrices_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 128, is_odd=True)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         weights = load_weights(checkpoint, FP32, CPU)
     qkv, o_proj, *_ = linears(weights.layers[0])
     assert not isinstance(qkv, PackedLinear)
     assert isinstance(o_proj, PackedLinear)
-    assert "layers.0.q_proj: decoded to torch.float32" in caplog.text
+    assert caplog.text.count("are decoded to torch.float32: no kernel computes with them") == 1
     matrices = [checkpoint.read_packed(f"layers.0.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")]
     want = torch.cat([decoded(one) for one in matrices if one is not None])
     assert torch.equal(qkv.weight, want)  # type: ignore[attr-defined]
