@@ -396,7 +396,7 @@ class ClusterClient:
             self._router.loads[first.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
 
     def note_routed(self, number: int, replica: str) -> None:
-        """Send a request to the replica that has accepted it.
+        """Send a request to the replica that was chosen for it.
 
         It takes the same way as its cancellation, so that they arrive in this order.
         """

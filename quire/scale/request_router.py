@@ -50,11 +50,13 @@ class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray is not chec
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
-        ranked = self._chooser.rank(pending_request.args[0], list(by_id))
-        return [[by_id[replica]] for replica in ranked if replica in by_id]
+        ranked = [one for one in self._chooser.rank(pending_request.args[0], list(by_id)) if one in by_id]
+        if ranked:  # sent at once: the replica's answer to this call would cost another round trip
+            self._chooser.note_routed(pending_request.args[0], ranked[0])
+        return [[by_id[replica]] for replica in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Called when the replica has accepted the request."""
+        """Called when a replica has accepted the call. No effect if the request was sent when it was chosen."""
         del result
         if self._chooser is not None and pending_request.metadata.call_method == ACCEPT:
             self._chooser.note_routed(pending_request.args[0], replica_id.unique_id)
