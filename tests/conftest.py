@@ -51,6 +51,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # CPU seconds of slow test files, including their child processes. Approximate values are enough.
 SLOW_FILES_S = {
+    "test_drafts.py": 20,
+    "backends/torch/kernels/test_packed_linear.py": 25,
+    "backends/torch/kernels/test_packed_products.py": 20,
     "weights/test_quantizing.py": 40,
     "weights/test_quantized_models.py": 25,
     "weights/test_packed.py": 15,
@@ -136,6 +139,11 @@ SLOW_FILES_S = {
     "cli/test_chat.py": 5,  # this and the following need the default model, or wait most of the time
     "server/test_connections.py": 4,
     "server/test_grafana.py": 3,
+    "scale/test_replica.py": 2,  # this and the following start many processes: not beside the slowest files
+    "scale/test_deployments.py": 2,
+    "scale/test_smg.py": 2,
+    "scale/test_clients.py": 1,
+    "scale/test_deploy.py": 1,
 }
 LINT = "test_types.py"  # slow, but part of `make check`
 FOLDER = Path(__file__).parent
