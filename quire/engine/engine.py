@@ -318,10 +318,10 @@ class Engine:
 
     def _speculate(self, plan: StepPlan, updates: Sequence[TokenUpdate]) -> None:
         """Learn from the drafts of a step, and make new ones."""
-        received = {update.request_id: len(update.tokens) for update in updates if update.tokens}
-        for piece in plan.slices:
-            if piece.num_drafts and piece.request_id in received:
-                self.speculation.learn(piece.request_id, piece.num_drafts, received[piece.request_id])
+        drafted = {piece.request_id: piece.num_drafts for piece in plan.slices if piece.num_drafts}
+        for update in updates if drafted else ():  # in most steps there are none
+            if update.tokens and update.request_id in drafted:
+                self.speculation.learn(update.request_id, drafted[update.request_id], len(update.tokens))
         num_running, cost = len(self.scheduler.running), self.scheduler.policy.ledger.cost
         for update in updates:
             if update.tokens and update.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Deploys quire on Ray Serve: starts or joins a Ray cluster, and runs, shows and stops the application."""
+"""Deploys quire on Ray Serve: runs, shows and stops the applications of a cluster (`ray_cluster.py` joins it)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.weights.packed import CodeType, PackedMatrix
+from quire.weights.packed import CodeType, PackedMatrix, dequantize
 from quire.weights.quants import E2M1_CODES
 
 # O outputs, I inputs, G groups along the inputs
@@ -244,27 +244,7 @@ def _scale_rows(matrix: PackedMatrix, values: np.ndarray, format: PackedFormat) 
 
 def decoded(matrix: PackedMatrix) -> Tensor:
     """Return a matrix of any format [O, I] fp32, in the order of the inputs, on the CPU."""
-    codes = torch.from_numpy(np.array(matrix.codes))
-    if matrix.type.bits == 4:
-        halves = torch.stack((codes & 15, codes >> 4), 2).view(matrix.shape)
-        table = torch.tensor(E2M1_CODES, dtype=torch.float32) / 2
-        values = halves.float() if matrix.type is CodeType.INT4 else table[halves.int()]
-    else:
-        values = _values(codes, matrix.type)
-    rows, columns = matrix.group
-
-    def spread(values: np.ndarray) -> Tensor:
-        whole = torch.from_numpy(np.array(values))
-        whole = whole.repeat_interleave(rows, 0)[: matrix.shape[0]]
-        return whole.repeat_interleave(columns, 1)[:, : matrix.shape[1]]
-
-    zero = NO_ZERO if matrix.type is CodeType.INT4 else 0.0
-    values = (values - (zero if matrix.zeros is None else spread(matrix.zeros))) * spread(matrix.scales)
-    if matrix.order is None:
-        return values
-    out = torch.empty_like(values)
-    out[:, torch.from_numpy(matrix.order).long()] = values
-    return out
+    return torch.from_numpy(dequantize(matrix))
 
 
 def quantize(weight: Tensor, format: PackedFormat) -> PackedWeight:

@@ -165,7 +165,9 @@ class TorchRunner:
             indices = [batch.order[row] for row in step.forwarded.rows]
             rows = SampledRows(indices, chosen, broken, blocked, ranked)
         unsound = [batch.order[row] for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound]
-        plan = [batch.slices[batch.order.index(index)] for index in range(len(batch.slices))]
+        plan = list(batch.slices)
+        for place, index in enumerate(batch.order):
+            plan[index] = batch.slices[place]
         result = make_result(plan, unsound, rows, step.forwarded.prompt_logprobs)
         for index in broken_slices(result):
             purge(batch.slices[batch.order.index(index)], self.store, self.states)
