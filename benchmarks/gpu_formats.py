@@ -23,6 +23,7 @@ from gpu_kernels import timed_us
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.kernel_compilation import Compiling
@@ -35,7 +36,7 @@ from quire.weights.spec import Activation
 
 ROWS = (1, 2, 4, 16, 64, 256, 512, 2048)
 L2_BYTES = 256 << 20  # copies of a matrix take this much, several times the cache
-MAX_ERROR = {1: 6e-3, 65: 5e-2}  # relative, by the least number of rows: more rows are multiplied in FP8
+MAX_ERROR = {False: 6e-3, True: 6e-2}  # relative; True: inputs are rounded to FP8
 FORMATS = {
     "fp8": PackedFormat(CodeType.FP8, 1, 0),
     "fp8-blocks": PackedFormat(CodeType.FP8, 128, 128),
@@ -75,21 +76,33 @@ class Line(NamedTuple):
     num_ops: int
     error: float
     note: str = ""
+    is_rounded: bool = False  # inputs are rounded to FP8
 
     def __str__(self) -> str:
         rate, ops = self.num_bytes / self.us / 1e6, self.num_ops / self.us / 1e6
-        flag = "" if self.error <= MAX_ERROR[65 if self.rows > 64 else 1] else " WRONG"
+        flag = "" if self.error <= MAX_ERROR[self.is_rounded] else " WRONG"
         return (
             f"{self.matrix:8} {self.format:11} {self.rows:5} {self.us:8.1f} us {rate:6.2f} TB/s {ops:7.1f} TFLOP/s"
             f" bf16 {self.bf16_us:8.1f} us ratio {self.bf16_us / self.us:5.2f} error {self.error:.1e}{flag} {self.note}"
         )
 
 
-def call(linear: Linear, role: str, x: Tensor) -> Tensor:
+def call(linear: Linear, role: str, x: Tensor) -> Inputs | Outputs:
+    """Multiply as in a model, where the next matrix has the same format."""
     if role == "gated":
-        return linear.gated(x, Activation.SILU, is_graph=True)
-    method: Callable[..., Tensor] = getattr(linear, role)
+        return linear.gated(x, Activation.SILU, is_graph=True, reader=linear)
+    method: Callable[..., Outputs] = getattr(linear, role)
     return method(x, is_graph=True)
+
+
+def exact_value(y: Inputs | Outputs) -> Tensor:
+    """Add up parts and apply scales."""
+    if isinstance(y, Fp8Rows):
+        wide = y.scales.double().repeat_interleave(-(-y.codes.shape[1] // y.scales.shape[1]), 1)
+        return (y.codes.double() * wide[:, : y.codes.shape[1]])[: len(y)]
+    if isinstance(y, Fp8Product):
+        return y.values.double() * y.row_scales.double() * y.output_scales.double()
+    return y.double().sum(0) if y.dim() == 3 else y.double()
 
 
 @contextmanager
@@ -111,15 +124,13 @@ def poisoned() -> Iterator[None]:
 
 def relative_error(linear: FusedPackedLinear, role: str, x: Tensor) -> float:
     with poisoned():
-        got = call(linear, role, x).double()
+        got = exact_value(call(linear, role, x))
     weight = linear.packed
     wide = PackedWeight(weight.codes, weight.scales, weight.zeros, weight.order, weight.format, torch.float32)
     exact = x.double() @ wide.dense().double().t()
     if role == "gated":
         gate, up = exact.chunk(2, -1)
         exact = F.silu(gate) * up
-    if got.dim() == 3:
-        got = got.sum(0)
     return float((got - exact).norm() / exact.norm())
 
 
@@ -180,7 +191,8 @@ def measure(matrices: list[str], formats: list[str], rows: list[int], *, is_swee
                 error = relative_error(linears[0], matrix.role, fresh)
                 num_ops = 2 * count * matrix.outputs * matrix.inputs
                 run = partial(us_per_product, linears, matrix.role, x)
-                best = partial(line, count, bf16_us=bf16_us[count], num_ops=num_ops, error=error)
+                is_rounded = linears[0].fp8_inputs(count) is not None
+                best = partial(line, count, bf16_us=bf16_us[count], num_ops=num_ops, error=error, is_rounded=is_rounded)
                 yield best(us=run())
                 if is_sweep and count <= packed_linear.MAX_ROWS:
                     for note, us in sweep(count, run):

@@ -30,7 +30,8 @@ from torch import Tensor
 from quire.backends.base import PRECISIONS
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import build_batch
-from quire.backends.torch.layers import Linear
+from quire.backends.torch.fp8_rows import Inputs, Outputs
+from quire.backends.torch.layers import Linear, plain
 from quire.backends.torch.runner import TorchRunner
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -176,14 +177,14 @@ class Rounded(Reference):
 
 
 class _RoundedPass(ReferencePass):
-    def project(self, x: Tensor, linear: Linear) -> Tensor:
-        return super().project(_round(x), linear)
+    def project(self, x: Inputs, linear: Linear) -> Tensor:
+        return super().project(_round(plain(x)), linear)
 
-    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
-        return super().project_back(_round(x), linear)
+    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
+        return super().project_back(_round(plain(x)), linear)
 
-    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        return super().gated(_round(x), gate_up, activation)
+    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
+        return super().gated(_round(plain(x)), gate_up, activation, reader)
 
 
 def _round(x: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor
 from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
 from quire.backends.torch.delta_net import DeltaNet, delta_net
 from quire.backends.torch.experts import Experts, SharedExpert
+from quire.backends.torch.fp8_rows import Inputs, Outputs
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, softcap
+from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, plain, softcap
 from quire.backends.torch.short_conv import ShortConv, short_conv
 from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
@@ -40,15 +41,27 @@ class ReferencePass:
         return self._batch.positions
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
+        self, x: Outputs, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
+        x = plain(x)
         if residual is not None:
             x = x + residual if scale == 1 else torch.add(residual, x * scale)
             x = x if total_scale == 1 else x * total_scale
         return x if norm is None else norm(x), x
 
-    def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return norm(x)
+    def add_norm_for(
+        self,
+        reader: Linear | None,  # noqa: ARG002
+        x: Outputs,
+        residual: Tensor | None,
+        norm: RMSNorm | None,
+        scale: float = 1.0,
+        total_scale: float = 1.0,
+    ) -> tuple[Inputs, Tensor]:
+        return self.add_norm(x, residual, norm, scale, total_scale)
+
+    def norm(self, x: Outputs, norm: RMSNorm) -> Tensor:
+        return norm(plain(x))
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         if heads.has_gate:
@@ -73,20 +86,21 @@ class ReferencePass:
         self._store.store(heads.index, torch.cat((k, v), 1), self._batch.slot_rows)
         return attend(q, self._store, self._batch, heads)
 
-    def project(self, x: Tensor, linear: Linear) -> Tensor:
+    def project(self, x: Inputs, linear: Linear) -> Tensor:
         return linear.project(x, is_graph=False)
 
-    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
+    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
         return linear.project_back(x, is_graph=False)
 
-    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        return gate_up.gated(x, activation, is_graph=False)
+    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
+        return gate_up.gated(x, activation, is_graph=False, reader=reader)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        x = plain(x)
         return experts.reference(x, router(x if router_input is None else router_input))
 
-    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
-        return routed + shared.reference(x)
+    def add_shared(self, routed: Tensor, x: Inputs, shared: SharedExpert) -> Tensor:
+        return routed + shared.reference(plain(x))
 
     def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
         assert self._states is not None

@@ -9,14 +9,23 @@ from torch import Tensor
 
 from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.experts import Experts, SharedExpert
+from quire.backends.torch.fp8_rows import Fp8Inputs, Inputs, Outputs
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.convolution import short_conv
 from quire.backends.torch.kernels.delta_net import DeltaWeights, delta_net
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, norm, norm_columns, step_tokens
+from quire.backends.torch.kernels.elementwise import (
+    add_norm,
+    add_norm_in_fp8,
+    embed,
+    gate_output,
+    norm,
+    norm_columns,
+    step_tokens,
+)
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import Heads, Linear, RMSNorm
+from quire.backends.torch.layers import Heads, Linear, RMSNorm, plain
 from quire.backends.torch.short_conv import ShortConv
 from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
@@ -60,16 +69,34 @@ class FusedPass:
         return positions.long()
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
+        self, x: Outputs, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if norm is not None:
             return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale, is_graph=self._is_graph)
+        x = plain(x)
         total = x if residual is None else residual.add_(x, alpha=scale)
         if residual is not None and total_scale != 1:
             total.mul_(total_scale)
         return total, total
 
-    def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
+    def add_norm_for(
+        self,
+        reader: Linear | None,
+        x: Outputs,
+        residual: Tensor | None,
+        norm: RMSNorm | None,
+        scale: float = 1.0,
+        total_scale: float = 1.0,
+    ) -> tuple[Inputs, Tensor]:
+        taken = None if reader is None else reader.fp8_inputs(self._inputs.tokens.shape[0])
+        if norm is None or taken is None:
+            return self.add_norm(x, residual, norm, scale, total_scale)
+        has_groups = taken is Fp8Inputs.PER_GROUP
+        return add_norm_in_fp8(
+            x, residual, norm.weight, norm.eps, scale, total_scale, has_groups=has_groups, is_graph=self._is_graph
+        )
+
+    def norm(self, x: Outputs, norm_: RMSNorm) -> Tensor:
         return norm(x, norm_.weight, norm_.eps, self._state.store.dtype, is_graph=self._is_graph)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
@@ -156,23 +183,25 @@ class FusedPass:
             merge(state.parts, work.first_parts, out[: self._num_merged], heads.sinks)
         return out.view(len(out), -1)
 
-    def project(self, x: Tensor, linear: Linear) -> Tensor:
+    def project(self, x: Inputs, linear: Linear) -> Tensor:
         return linear.project(x, is_graph=self._is_graph)
 
-    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
+    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
         return linear.project_back(x, is_graph=self._is_graph)
 
-    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        return gate_up.gated(x, activation, is_graph=self._is_graph)
+    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
+        return gate_up.gated(x, activation, is_graph=self._is_graph, reader=reader)
 
-    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        x = plain(x)
         logits = router.project(x if router_input is None else router_input, is_graph=self._is_graph)
         return experts.fused(x, logits)
 
-    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
-        hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph)
+    def add_shared(self, routed: Tensor, x: Inputs, shared: SharedExpert) -> Tensor:
+        down = shared.down_proj
+        hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph, reader=down)
         gate = shared.gate.project(x, is_graph=self._is_graph).sigmoid()
-        return routed.addcmul_(gate, shared.down_proj.project(hidden, is_graph=self._is_graph))
+        return routed.addcmul_(gate, down.project(hidden, is_graph=self._is_graph))
 
     def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
         states, work = self._state.states, self._inputs.states

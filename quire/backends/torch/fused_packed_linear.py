@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.backends.torch.kernels.elementwise import gated
+from quire.backends.torch.kernels.fp8_rows import gated_in_fp8, quantize_rows
 from quire.backends.torch.kernels.packed_linear import (
     MAX_ROWS,
     ROW_COUNTS,
@@ -15,7 +17,16 @@ from quire.backends.torch.kernels.packed_linear import (
     packed_row_product,
     packed_tile_product,
 )
-from quire.backends.torch.kernels.packed_products import TILED_ROWS, expanded_product, is_fp8, product_in_fp8
+from quire.backends.torch.kernels.packed_products import (
+    TILED_ROWS,
+    expanded_product,
+    has_library_product,
+    is_fp8,
+    is_unscaled,
+    product_in_fp8,
+    unscaled_product,
+)
+from quire.backends.torch.layers import Linear, plain
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.spec import Activation
 
@@ -25,30 +36,57 @@ class FusedPackedLinear(PackedLinear):
 
     __slots__ = ()
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        multiply = product_in_fp8 if is_fp8(self.packed) else expanded_product
-        whole = multiply(self._ordered(x), self.packed, self.bias)
+    def __call__(self, x: Inputs, out: Tensor | None = None) -> Tensor:
+        if is_fp8(self.packed):
+            whole = product_in_fp8(self._ordered(x) if isinstance(x, Tensor) else x, self.packed, self.bias)
+        else:
+            whole = expanded_product(self._ordered(plain(x)), self.packed, self.bias)
         return whole if out is None else out.copy_(whole)
 
-    @property
-    def _max_rows(self) -> int:
-        """Most rows of products that decode inside."""
-        return MAX_ROWS if is_fp8(self.packed) else TILED_ROWS
+    def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:
+        weight = self.packed
+        if not is_fp8(weight) or weight.order is not None or num_rows in ROW_COUNTS:
+            return None
+        if weight.format.group_columns:
+            return Fp8Inputs.PER_GROUP if num_rows > MAX_ROWS else None
+        return Fp8Inputs.PER_ROW if num_rows > MAX_ROWS or has_library_product(weight) else None
 
-    def project(self, x: Tensor, *, is_graph: bool) -> Tensor:
-        if is_graph and len(x) <= self._max_rows:
-            multiply = packed_row_product if len(x) in ROW_COUNTS else packed_tile_product
-            return multiply(self._ordered(x), self.packed, self.bias)
-        return self(x)
+    def _has_kernel(self, num_rows: int, *, is_graph: bool) -> bool:
+        """Return whether a product of so many rows decodes inside."""
+        if is_fp8(self.packed):
+            return is_graph and num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
+        return is_graph and num_rows <= TILED_ROWS
 
-    def project_back(self, x: Tensor, *, is_graph: bool) -> Tensor:
-        is_few = is_graph and len(x) <= MAX_ROWS and len(x) not in ROW_COUNTS
-        if is_few and can_split(*self.packed.shape):
-            return packed_product_in_parts(self._ordered(x), self.packed, self.bias)
+    def _unscaled(self, x: Inputs) -> Fp8Product | None:
+        """Return a product for the next kernel to scale, or None if there is none for this number of rows."""
+        if self.fp8_inputs(len(x)) is not Fp8Inputs.PER_ROW or not is_unscaled(len(x), self.packed, self.bias):
+            return None
+        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x, has_groups=False)
+        return unscaled_product(rows, self.packed)
+
+    def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
+        if not self._has_kernel(len(x), is_graph=is_graph):
+            return self(x)
+        multiply = packed_row_product if len(x) in ROW_COUNTS else packed_tile_product
+        return multiply(self._ordered(plain(x)), self.packed, self.bias)
+
+    def project_back(self, x: Inputs, *, is_graph: bool) -> Outputs:
+        num_rows, weight = len(x), self.packed
+        if (product := self._unscaled(x)) is not None:
+            return product
+        is_few = self._has_kernel(num_rows, is_graph=is_graph) and num_rows <= MAX_ROWS and num_rows not in ROW_COUNTS
+        if is_few and can_split(*weight.shape):
+            return packed_product_in_parts(self._ordered(plain(x)), weight, self.bias)
         return self.project(x, is_graph=is_graph)
 
-    def gated(self, x: Tensor, activation: Activation, *, is_graph: bool) -> Tensor:
-        if is_graph and len(x) <= self._max_rows:
-            multiply = packed_gated_row_product if len(x) in ROW_COUNTS else packed_gated_tile_product
-            return multiply(self._ordered(x), self.packed, self.bias, activation)
-        return gated(self(x), activation)
+    def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:
+        num_rows, weight = len(x), self.packed
+        if self._has_kernel(num_rows, is_graph=is_graph):
+            multiply = packed_gated_row_product if num_rows in ROW_COUNTS else packed_gated_tile_product
+            return multiply(self._ordered(plain(x)), weight, self.bias, activation)
+        taken = None if reader is None else reader.fp8_inputs(num_rows)
+        if taken is None:
+            return gated(self(x), activation)
+        product = self._unscaled(x)
+        gate_up = self(x) if product is None else product
+        return gated_in_fp8(gate_up, activation, has_groups=taken is Fp8Inputs.PER_GROUP)

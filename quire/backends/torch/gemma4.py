@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.backends.torch.fp8_rows import Outputs
 from quire.backends.torch.layers import Pass, RMSNorm
 from quire.backends.torch.loading import PleLayerWeights, PleWeights, RoutedWeights
 from quire.weights.spec import Activation, LayerSpec, ModelSpec
@@ -23,7 +24,7 @@ class ParallelExperts:
         router_norm = norms["router_norm"]
         self.router_norm = RMSNorm(router_norm * len(router_norm) ** -0.5, eps)
 
-    def __call__(self, dense: Tensor, residual: Tensor, step: Pass) -> Tensor:
+    def __call__(self, dense: Outputs, residual: Tensor, step: Pass) -> Tensor:
         """Return [T, E], given the output of the MLP and the residual, [T, E] each."""
         weights = self.weights
         router_input = step.norm(residual, self.router_norm)
@@ -58,7 +59,7 @@ class PleLayer:
         self._norm = RMSNorm(norms["ple_norm"], eps)
         self._scale = spec.residual_scale
 
-    def __call__(self, x: Tensor, residual: Tensor, ple_input: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Outputs, residual: Tensor, ple_input: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
         """Return the output and the residual, as `DecoderLayer`, given those of the MLP."""
         total, residual = step.add_norm(x, residual, None, self._scale)
         gate = F.gelu(step.project(total, self._weights.gate), approximate="tanh") * ple_input

@@ -31,6 +31,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from quire.backends import kv_division
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
+from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Outputs
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
@@ -38,11 +39,19 @@ from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported, projected_size
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
+from quire.backends.torch.kernels.elementwise import (
+    add_norm,
+    add_norm_in_fp8,
+    embed,
+    gate_output,
+    gated,
+    norm,
+    norm_columns,
+)
 from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
 from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
-from quire.backends.torch.kernels.packed_products import is_fp8
+from quire.backends.torch.kernels.packed_products import is_fp8, is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Linear
@@ -388,6 +397,7 @@ def later_calls(
 
     calls = _product_calls(spec, dtype, packed_format)
     calls += _norm_calls(spec, dtype)
+    calls += _fp8_norm_calls(spec, dtype, packed_format, MAX_EARLY_ROWS, is_graph=True)
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
@@ -486,6 +496,46 @@ def packed_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedForma
             for num_rows in (64, 256, 1024):
                 x = torch.empty(num_rows, linear.packed.shape[1], dtype=dtype, device="meta")
                 calls.append(partial(linear, x))
+    for num_rows in (64, 1024):
+        calls += _fp8_norm_calls(spec, dtype, packed_format, num_rows, is_graph=False)
+        for gate_up, activation in gated_linears:
+            reader = next(linear for linear in backs if _num_inputs(linear) == gate_up.num_outputs // 2)
+            if reader.fp8_inputs(num_rows) is not None:
+                x = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device="meta")
+                calls.append(partial(gate_up.gated, x, activation, is_graph=False, reader=reader))
+    return calls
+
+
+def _num_inputs(linear: Linear) -> int:
+    return int((linear.packed if isinstance(linear, PackedLinear) else linear.weight).shape[1])
+
+
+def _fp8_norm_calls(
+    spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None, num_rows: int, *, is_graph: bool
+) -> Calls:
+    """Return the norms that are rounded to FP8, and those that apply the scales of a product in FP8."""
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+    taken = {linear.fp8_inputs(num_rows) for linear in (*linears, *(one for one, _ in gated_linears))} - {None}
+    x = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device="meta")
+    weight = torch.empty(spec.hidden_size, dtype=NORM_DTYPE, device="meta")
+    has_post_norms = any(layer.has_post_norms for layer in spec.layers)
+    calls: Calls = []
+    added: list[Outputs] = [x]  # what may be added to a residual
+    product = None
+    if any(isinstance(one, PackedLinear) and is_unscaled(num_rows, one.packed, one.bias) for one in backs):
+        product = Fp8Product(x, weight.new_empty(num_rows, 1), weight)
+    if product is not None and has_post_norms:
+        calls.append(partial(norm, product, weight, spec.norm_eps, dtype, is_graph=is_graph))
+    elif product is not None:
+        added.append(product)
+    for one in added:
+        run = partial(add_norm, one, x, weight, spec.norm_eps, is_graph=is_graph)
+        rounded = partial(add_norm_in_fp8, one, x, weight, spec.norm_eps, is_graph=is_graph)
+        for factors in _scales(spec):
+            calls += [partial(run, *factors)] if one is product else []
+            calls += [partial(rounded, *factors, has_groups=kind is Fp8Inputs.PER_GROUP) for kind in taken]
+    first = partial(add_norm_in_fp8, x, None, weight, spec.norm_eps, is_graph=is_graph)
+    calls += [partial(first, has_groups=kind is Fp8Inputs.PER_GROUP) for kind in taken]
     return calls
 
 
@@ -500,7 +550,7 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFor
             has_kernel = num_rows <= MAX_PACKED_ROWS or not is_fp8(weight)
         else:
             has_kernel = is_single(num_rows, weight) or is_small(num_rows, weight)
-        if has_kernel:
+        if has_kernel and linear.fp8_inputs(num_rows) is None:
             x = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
             calls.append(partial(call, x, *arguments, is_graph=True))
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.weights.spec import Activation, AttentionSpec, QKNorm, QueryScaling, RopeSpec
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out.add_(bias)
 
 
+def plain(x: Inputs | Outputs) -> Tensor:
+    """Return x, which is a tensor because no matrix asked for FP8."""
+    assert not isinstance(x, Fp8Rows | Fp8Product), "this product has no FP8"
+    return x
+
+
 class Linear:
     """One matrix, or several with the same input, concatenated along their outputs. Owns its bytes and its product.
 
@@ -68,16 +75,20 @@ class Linear:
             return product(x, self.weight, self.bias)
         return torch.mm(x, self.weight.t(), out=out)
 
-    def project(self, x: Tensor, *, is_graph: bool) -> Tensor:  # noqa: ARG002
-        return self(x)
+    def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:  # noqa: ARG002
+        """Return how inputs of so many rows are rounded to FP8. None: they are not."""
+        return None
 
-    def project_back(self, x: Tensor, *, is_graph: bool) -> Tensor:  # noqa: ARG002
+    def project(self, x: Inputs, *, is_graph: bool) -> Tensor:  # noqa: ARG002
+        return self(plain(x))
+
+    def project_back(self, x: Inputs, *, is_graph: bool) -> Outputs:  # noqa: ARG002
         """Project to the hidden size before a norm. May return partial sums [parts, T, E] for the norm to add up."""
-        return self(x)
+        return self(plain(x))
 
-    def gated(self, x: Tensor, activation: Activation, *, is_graph: bool) -> Tensor:  # noqa: ARG002
-        """Return activation(gate) * up [T, F], from the two halves of the product."""
-        return gated(self(x), activation)
+    def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:  # noqa: ARG002
+        """Return activation(gate) * up [T, F], from the two halves of the product, for `reader` to multiply."""
+        return gated(self(plain(x)), activation)
 
 
 class RMSNorm:
@@ -254,7 +265,7 @@ class Pass(Protocol):
         """Return the embeddings [T, E] of the step's tokens."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
+        self, x: Outputs, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of total_scale * (scale * x + residual), and that sum for the next call.
 
@@ -263,7 +274,18 @@ class Pass(Protocol):
         Without a residual the sum is x. Without a norm the sum is returned twice.
         """
 
-    def norm(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
+    def add_norm_for(
+        self,
+        reader: Linear | None,
+        x: Outputs,
+        residual: Tensor | None,
+        norm: RMSNorm | None,
+        scale: float = 1.0,
+        total_scale: float = 1.0,
+    ) -> tuple[Inputs, Tensor]:
+        """The same, where `reader` is the only matrix that the norm is multiplied by."""
+
+    def norm(self, x: Outputs, norm: RMSNorm) -> Tensor: ...
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D].
@@ -274,21 +296,21 @@ class Pass(Protocol):
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         """The same for q [T, H, D], k and v [T, K, D] that are normed and rotated already."""
 
-    def project(self, x: Tensor, linear: Linear) -> Tensor: ...
+    def project(self, x: Inputs, linear: Linear) -> Tensor: ...
 
-    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
+    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
         """See `Linear.project_back`."""
 
-    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
         """See `Linear.gated`."""
 
-    def route(self, x: Tensor, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
         """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row.
 
         The router reads x, or `router_input` [T, E] if it is given.
         """
 
-    def add_shared(self, routed: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+    def add_shared(self, routed: Tensor, x: Inputs, shared: SharedExpert) -> Tensor:
         """Add sigmoid(gate(x)) * MLP(x), for the x that was routed, to the output [T, E] of the routed experts."""
 
     def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:

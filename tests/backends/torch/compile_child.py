@@ -21,6 +21,7 @@ from quire.backends.torch.kernel_compilation import (
     _compile,
     first_calls,
     later_calls,
+    packed_calls,
     routed_calls,
     state_calls,
 )
@@ -30,7 +31,7 @@ from quire.backends.torch.kernels.elementwise import gate_output
 from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, scatter_pieces
 from quire.backends.torch.kernels.sampling import count
-from quire.backends.torch.packed import PackedFormat, PackedWeight
+from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation, DeltaNetSpec
@@ -122,6 +123,10 @@ def main() -> int:
         calls += state_calls(spec, torch.bfloat16)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
+        if folder == sys.argv[1]:
+            for format in (QUANTIZED[8], PackedFormat(CodeType.FP8, 128, 128)):
+                calls += packed_calls(spec, torch.bfloat16, format)
+                calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, format)
     calls += of_packed()
     calls += of_states()
     calls += of_pieces()

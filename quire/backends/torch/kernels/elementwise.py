@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Outputs
 from quire.backends.torch.kernels.chaining import is_early, let_next_start, wait_for_inputs
+from quire.backends.torch.kernels.fp8_rows import empty_rows, row_shape, store_in_fp8
+from quire.backends.torch.packed import E4M3_MAX
 from quire.weights.spec import Activation
 
 # T rows of the batch, E hidden size, F width of the MLP, V vocabulary
@@ -33,44 +36,47 @@ def _embed(tokens, batch_indices, last_samples, embedding, out, scale, E: tl.con
     tl.store(out + row * E + column, value.to(out.dtype.element_ty), mask=column < E)
 
 
-@triton.jit(do_not_specialize=["stride_part"])
+@triton.jit(do_not_specialize=["num_rows", "stride"])
 def _norm(
-    x,
-    residual,
-    weight,
-    out,
-    eps,
-    factor,
-    total_factor,
-    stride_part,
-    E: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_TOTAL_FACTOR: tl.constexpr,
-):
+    x, row_scales, output_scales, residual, weight, out, out_scales, eps, factor, total_factor, num_rows, stride,
+    E: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_TOTAL_FACTOR: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    # With `out_scales`, the norm is rounded to FP8, from the value that would be stored otherwise.
     let_next_start()
+    like = out if out_scales is None else (x if residual is None else residual)
+    dtype: tl.constexpr = like.dtype.element_ty  # of the model
     column = tl.arange(0, BLOCK)
     is_in = column < E
-    place = tl.program_id(0).to(tl.int64) * E + column
+    row = tl.program_id(0).to(tl.int64)
+    place = row * E + column
     scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # loaded early, in parallel with the sum
+    output_scale = 1.0
+    if row_scales is not None:
+        output_scale = tl.load(output_scales + column, mask=is_in, other=0.0)
     wait_for_inputs()
     value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
     if PARTS > 1:  # a split product: its sum is rounded as the whole product would be
         for part in range(1, PARTS):
-            value += tl.load(x + part * stride_part + place, mask=is_in, other=0.0)
-        value = value.to(out.dtype.element_ty).to(tl.float32)
+            value += tl.load(x + part * (num_rows * E) + place, mask=is_in, other=0.0)
+        value = value.to(dtype).to(tl.float32)
+    if row_scales is not None:  # so is a product of FP8
+        value = (value * (tl.load(row_scales + row) * output_scale)).to(dtype).to(tl.float32)
     if residual is not None:
         if HAS_FACTOR:
-            value = (value * factor).to(out.dtype.element_ty).to(tl.float32)
+            value = (value * factor).to(dtype).to(tl.float32)
         value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
         if HAS_TOTAL_FACTOR:
-            value = value.to(out.dtype.element_ty).to(tl.float32) * total_factor
-        rounded = value.to(out.dtype.element_ty)  # the norm uses the rounded value that the next layers read
+            value = value.to(dtype).to(tl.float32) * total_factor
+        rounded = value.to(dtype)  # the norm uses the rounded value that the next layers read
         tl.store(residual + place, rounded, mask=is_in)
         value = rounded.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / E + eps)
-    tl.store(out + place, (value * scale).to(out.dtype.element_ty), mask=is_in)
+    value = (value * scale).to(dtype)
+    if out_scales is None:
+        tl.store(out + place, value, mask=is_in)
+    else:
+        store_in_fp8(value.to(tl.float32), out, out_scales, row, stride, E, BLOCK, GROUP, MAX)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -129,13 +135,16 @@ def embed(tokens: Tensor, batch_indices: Tensor, last_samples: Tensor, embedding
     return out
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_graph: bool = False) -> Tensor:
+def norm(x: Outputs, weight: Tensor, eps: float, dtype: torch.dtype, *, is_graph: bool = False) -> Tensor:
     """Return the RMS norm of the rows of x [T, E] in `dtype`, or of the sum of its fp32 parts [parts, T, E]."""
-    return _normed(x, None, weight, eps, dtype, is_graph=is_graph)
+    num_rows, size = _shape(x)
+    out = weight.new_empty((num_rows, size), dtype=dtype)
+    _launch_norm(x, None, weight, out, None, eps, is_graph=is_graph)
+    return out
 
 
 def add_norm(
-    x: Tensor,
+    x: Outputs,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
@@ -150,32 +159,77 @@ def add_norm(
 
     x is [T, E], or, with a residual, fp32 parts [parts, T, E].
     """
-    total = x if residual is None else residual
-    return _normed(x, residual, weight, eps, total.dtype, factor, total_factor, is_graph=is_graph), total
+    total = _total(x, residual)
+    out = torch.empty_like(total)
+    _launch_norm(x, residual, weight, out, None, eps, factor, total_factor, is_graph=is_graph)
+    return out, total
 
 
-def _normed(
-    x: Tensor,
+def add_norm_in_fp8(
+    x: Outputs,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    dtype: torch.dtype,
     factor: float = 1.0,
     total_factor: float = 1.0,
     *,
-    is_graph: bool,
-) -> Tensor:
-    """Launch the norm kernel. `weight` [E] is fp32, whatever the model's dtype."""
-    num_rows, size = x.shape[-2:]
-    num_parts = len(x) if x.dim() == 3 else 1
-    out = x.new_empty((num_rows, size), dtype=dtype)
-    width, num_warps = _row_shape(size)
-    _norm[(num_rows,)](
-        x, residual, weight, out, eps, factor, total_factor, num_rows * size,
-        E=size, BLOCK=width, PARTS=num_parts, HAS_FACTOR=factor != 1, HAS_TOTAL_FACTOR=total_factor != 1,
-        num_warps=num_warps, launch_pdl=is_graph and is_early(num_rows),
+    has_groups: bool = False,
+    is_graph: bool = False,
+) -> tuple[Fp8Rows, Tensor]:
+    """Return the same as `add_norm`, rounded to FP8."""
+    total = _total(x, residual)
+    rows = empty_rows(len(total), total.shape[1], total.device, has_groups=has_groups)
+    _launch_norm(
+        x, residual, weight, rows.codes, rows.scales, eps, factor, total_factor, has_groups=has_groups,
+        is_graph=is_graph,
     )  # fmt: skip
-    return out
+    return rows, total
+
+
+def _total(x: Outputs, residual: Tensor | None) -> Tensor:
+    if residual is not None:
+        return residual
+    assert isinstance(x, Tensor), "a product is added to a residual"
+    return x
+
+
+def _shape(x: Outputs) -> tuple[int, int]:
+    num_rows, size = (x.values if isinstance(x, Fp8Product) else x).shape[-2:]
+    return num_rows, size
+
+
+def _launch_norm(
+    x: Outputs,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    out_scales: Tensor | None,
+    eps: float,
+    factor: float = 1.0,
+    total_factor: float = 1.0,
+    *,
+    has_groups: bool = False,
+    is_graph: bool,
+) -> None:
+    """Launch the norm kernel. `weight` [E] is fp32, whatever the model's dtype."""
+    num_rows, size = _shape(x)
+    values, row_scales, output_scales, num_parts = x, None, None, 1
+    if isinstance(x, Fp8Product):
+        values, row_scales, output_scales = x.values, x.row_scales, x.output_scales
+    elif x.dim() == 3:
+        num_parts = len(x)
+    width, num_warps = _row_shape(size)
+    group = stride = 0
+    if out_scales is not None:
+        stride = out_scales.stride(1)
+        width, group = row_shape(size, has_groups=has_groups)
+        num_warps = min(max(width // 256, 4), 16)
+    _norm[(num_rows,)](
+        values, row_scales, output_scales, residual, weight, out, out_scales, eps, factor, total_factor, num_rows,
+        stride, E=size, BLOCK=width, GROUP=group, PARTS=num_parts, HAS_FACTOR=factor != 1,
+        HAS_TOTAL_FACTOR=total_factor != 1, MAX=E4M3_MAX, num_warps=num_warps,
+        launch_pdl=is_graph and is_early(num_rows),
+    )  # fmt: skip
 
 
 def norm_columns(x: Tensor, first: int, size: int, weight: Tensor, eps: float) -> None:

@@ -6,6 +6,11 @@ multiplies it in T * 1 fs: from about 200 rows on the operations count, and FP8 
 each row if the weights have one for each output, and for each 128 columns if the weights are in blocks: the sums of 128
 columns are then multiplied by both scales.
 
+The library's products are faster than ours. For scales of rows it has tiles of 128 x 128 only, of which a product of
+few rows and outputs has too few to fill the card. For one scale in all it has other tiles too. The scales of such small
+products are therefore applied by the kernel that reads them (`Fp8Product`). Only Hopper has a library product for
+blocks.
+
 Other weights are decoded into a matrix of the model's type, for the library's product. That moves about 4.5 bytes per
 weight, 1.1 ps, which 1,000 rows or more hide; up to `TILED_ROWS` rows, decoding inside the product is faster.
 """
@@ -21,16 +26,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Inputs
+from quire.backends.torch.kernels.fp8_rows import GROUP, apply_scales, quantize_rows
 from quire.backends.torch.kernels.packed_linear import HAS_ASSEMBLER, KINDS, _e2m1, _load_group, _spread
-from quire.backends.torch.packed import E4M3_MAX, PackedWeight
+from quire.backends.torch.packed import PackedWeight
 from quire.weights.packed import CodeType
 
 # T rows, I inputs, O outputs
 
 TILED_ROWS = 64  # up to this number, products other than FP8 decode inside
-GROUP = 128  # columns of a scale of inputs
 ALIGNMENT = 16  # of both sizes of a matrix, for the library's product in FP8
 EXPANDED_BYTES = 4096  # per program
+LIBRARY_TILE = 128
+UNSCALED_TILES = 512  # about four times the multiprocessors of an H200
 
 _FP8 = tl.constexpr(0)  # see KINDS
 _INT4 = tl.constexpr(2)
@@ -45,30 +53,9 @@ class Fp8Tile(NamedTuple):
     num_stages: int
 
 
-class Fp8Rows(NamedTuple):
-    """Inputs rounded to FP8: value = code * scale."""
-
-    codes: Tensor  # [T, I] e4m3
-    scales: Tensor  # [T, 1] fp32, or [T, ceil(I / 128)]
-
-
-@triton.jit
-def _quantize_rows(x, codes, scales, MAX: tl.constexpr, IN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    # A program rounds a row. GROUP is the number of columns of a scale.
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    value = tl.load(x + row * IN + i, mask=i < IN, other=0.0).to(tl.float32).reshape((BLOCK // GROUP, GROUP))
-    scale = tl.maximum(tl.max(tl.abs(value), 1) / MAX, 1e-12)
-    code = tl.minimum(tl.maximum(value / scale[:, None], -MAX), MAX).to(tl.float8e4nv).reshape((BLOCK,))
-    tl.store(codes + row * IN + i, code, mask=i < IN)
-    group = tl.arange(0, BLOCK // GROUP)
-    num_groups: tl.constexpr = (IN + GROUP - 1) // GROUP
-    tl.store(scales + row * num_groups + group, scale, mask=group < num_groups)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "stride"])
 def _fp8_product(
-    x, x_scales, codes, scales, bias, out, num_rows,
+    x, x_scales, codes, scales, bias, out, num_rows, stride,
     IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP_ROWS: tl.constexpr,
     HAS_GROUPS: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +68,7 @@ def _fp8_product(
     groups: tl.constexpr = (IN + 127) // 128 if HAS_GROUPS else 1
     x_at = x + source[:, None].to(tl.int64) * IN + i[None, :]
     w_at = codes + row[:, None].to(tl.int64) * IN + i[None, :]
-    xs_at = x_scales + source * groups
+    xs_at = x_scales + source  # [T, groups], column by column
     ws_at = scales + row // GROUP_ROWS * groups
     if GROUP_ROWS % OUTPUTS == 0:  # a strip has one scale
         ws_at = scales + strip * OUTPUTS // GROUP_ROWS * groups + tl.zeros((1,), tl.int32)
@@ -98,7 +85,7 @@ def _fp8_product(
             a, b = a.to(tl.float32), b.to(tl.float32)
         if HAS_GROUPS:  # the scales of the next step are loaded early
             later = tl.minimum(start // 128 + 1, groups - 1)
-            next_x_scale, next_scale = tl.load(xs_at + later), tl.load(ws_at + later)
+            next_x_scale, next_scale = tl.load(xs_at + later * stride), tl.load(ws_at + later)
             if GROUP_ROWS % OUTPUTS == 0:
                 total += tl.dot(a, b.T) * (x_scale * scale)[:, None]
             else:
@@ -155,20 +142,6 @@ def _expand_packed(
         tl.store(o_at + byte[None, :], (value * scale).to(dtype), mask=is_in)
 
 
-def quantize_rows(x: Tensor, *, has_groups: bool) -> Fp8Rows:
-    """Round x [T, I] to FP8, with a scale per row or per 128 columns."""
-    num_rows, num_inputs = x.shape
-    block = max(int(triton.next_power_of_2(num_inputs)), GROUP)
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    num_groups = -(-num_inputs // GROUP) if has_groups else 1
-    scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
-    _quantize_rows[(num_rows,)](
-        x, codes, scales, MAX=E4M3_MAX, IN=num_inputs, BLOCK=block, GROUP=GROUP if has_groups else block,
-        num_warps=8 if block > 4096 else 4,
-    )  # fmt: skip
-    return Fp8Rows(codes, scales)
-
-
 @cache
 def fp8_tile(num_rows: int, num_outputs: int) -> Fp8Tile:
     """Return the tile with enough programs to fill the card. To be measured on the device."""
@@ -179,14 +152,15 @@ def fp8_tile(num_rows: int, num_outputs: int) -> Fp8Tile:
 
 def fp8_product(rows: Fp8Rows, weight: PackedWeight, bias: Tensor | None, tile: Fp8Tile | None = None) -> Tensor:
     """Multiply rows [T, I] by FP8 weights [O, I] transposed: [T, O] in the model's type."""
-    num_rows, num_inputs = rows.codes.shape
+    num_rows, num_inputs = len(rows), rows.codes.shape[1]
     format = weight.format
     tile = tile or fp8_tile(num_rows, len(weight))
     out = rows.scales.new_empty((num_rows, len(weight)), dtype=weight.dtype)
     num_programs = -(-num_rows // tile.rows) * -(-len(weight) // tile.outputs)
     _fp8_product[(num_programs,)](
-        rows.codes, rows.scales, weight.codes, weight.scales, bias, out, num_rows, IN=num_inputs, OUT=len(weight),
-        ROWS=tile.rows, OUTPUTS=tile.outputs, GROUP_ROWS=format.group_rows, HAS_GROUPS=format.group_columns > 0,
+        rows.codes, rows.scales, weight.codes, weight.scales, bias, out, num_rows, rows.scales.stride(1),
+        IN=num_inputs, OUT=len(weight), ROWS=tile.rows, OUTPUTS=tile.outputs,
+        GROUP_ROWS=format.group_rows, HAS_GROUPS=format.group_columns > 0,
         IS_WIDE=not HAS_ASSEMBLER, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
@@ -199,24 +173,69 @@ def is_fp8(weight: PackedWeight) -> bool:
 
 def has_library_product(weight: PackedWeight) -> bool:
     """Return whether the library multiplies these weights in FP8."""
-    is_aligned = all(size % ALIGNMENT == 0 for size in weight.shape)
-    is_per_output = weight.format.group_columns == 0 and weight.format.group_rows == 1
-    return HAS_ASSEMBLER and is_aligned and is_per_output and weight.dtype == torch.bfloat16
+    num_outputs, num_inputs = weight.shape
+    if weight.dtype != torch.bfloat16 or num_outputs % ALIGNMENT or num_inputs % ALIGNMENT:
+        return False
+    if weight.format.group_columns == 0:
+        return weight.format.group_rows == 1
+    is_aligned = num_outputs % GROUP == 0 and num_inputs % (4 * GROUP) == 0
+    return weight.format.group_rows == GROUP and is_aligned and has_block_product(weight.codes.device)
 
 
-def product_in_fp8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+@cache
+def has_block_product(device: torch.device) -> bool:
+    """Return whether the library multiplies FP8 in blocks. That depends on its version and the card, so it is tried."""
+    if device.type != "cuda":
+        return False
+    codes = torch.zeros((4 * GROUP, 4 * GROUP), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = torch.ones((4, 4 * GROUP), device=device)
+    try:
+        _multiply(codes, codes, scales.t(), scales[:, :4].contiguous().t(), torch.bfloat16, is_fast=False)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def _multiply(
+    codes: Tensor, weights: Tensor, row_scales: Tensor, scales: Tensor, dtype: torch.dtype, *, is_fast: bool
+) -> Tensor:
+    """Multiply codes [T, I] by weights [O, I] transposed, in the library."""
+    out: Tensor = torch._scaled_mm(
+        codes, weights.t(), scale_a=row_scales, scale_b=scales, out_dtype=dtype, use_fast_accum=is_fast
+    )
+    return out
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def unscaled_product(rows: Fp8Rows, weight: PackedWeight) -> Fp8Product:
+    """Multiply the codes of rows [T, I] by those of weights with a scale per output, transposed."""
+    one, codes = _one(rows.codes.device), weight.codes.view(torch.float8_e4m3fn)
+    values = _multiply(rows.codes, codes, one, one, weight.dtype, is_fast=True)
+    return Fp8Product(values, rows.scales, weight.scales.view(-1))
+
+
+def is_unscaled(num_rows: int, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """Return whether the scales of a product of so many rows are applied later."""
+    num_tiles = -(-num_rows // LIBRARY_TILE) * -(-len(weight) // LIBRARY_TILE)
+    is_per_output = weight.format.group_columns == 0
+    return bias is None and num_tiles <= UNSCALED_TILES and is_per_output and has_library_product(weight)
+
+
+def product_in_fp8(x: Inputs, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Round x [T, I] to FP8 and multiply it by FP8 weights transposed: [T, O]."""
-    rows = quantize_rows(x, has_groups=weight.format.group_columns > 0)
+    has_groups = weight.format.group_columns > 0
+    rows = x if isinstance(x, Fp8Rows) else quantize_rows(x, has_groups=has_groups)
     if not has_library_product(weight):
         return fp8_product(rows, weight, bias)
-    out = torch._scaled_mm(
-        rows.codes,
-        weight.codes.view(torch.float8_e4m3fn).t(),
-        scale_a=rows.scales,
-        scale_b=weight.scales.view(1, -1),
-        out_dtype=weight.dtype,
-        use_fast_accum=True,
-    )
+    if is_unscaled(len(rows), weight, bias):
+        return apply_scales(unscaled_product(rows, weight))
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    scales = weight.scales.t() if has_groups else weight.scales.view(1, -1)
+    out = _multiply(rows.codes, codes, rows.scales, scales, weight.dtype, is_fast=not has_groups)[: len(rows)]
     return out if bias is None else out.add_(bias)
 
 

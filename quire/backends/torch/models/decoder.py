@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec
 from quire.backends.torch.delta_net import DeltaNet
+from quire.backends.torch.fp8_rows import Inputs, Outputs
 from quire.backends.torch.gemma4 import ParallelExperts, PerLayerEmbeddings, PleLayer
 from quire.backends.torch.layers import HeadNorm, Heads, Linear, Pass, RMSNorm, Rotary, query_factors, softcap
 from quire.backends.torch.loading import (
@@ -28,7 +29,12 @@ class Attention:
     def __init__(self, weights: AttentionWeights, heads: Heads) -> None:
         self.qkv_proj, self.o_proj, self.heads = weights.qkv_proj, weights.o_proj, heads
 
-    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        """The matrix that the norm before the mixer is multiplied by."""
+        return self.qkv_proj
+
+    def __call__(self, x: Inputs, step: Pass) -> Outputs:
         out = step.attend(step.project(x, self.qkv_proj), self.heads)  # [T, (H + 2K) * D] to [T, H * D]
         return step.project_back(out, self.o_proj)
 
@@ -37,7 +43,11 @@ class DeltaNetMixer:
     def __init__(self, in_proj: Linear, net: DeltaNet, out_proj: Linear) -> None:
         self.in_proj, self.net, self.out_proj = in_proj, net, out_proj
 
-    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        return self.in_proj
+
+    def __call__(self, x: Inputs, step: Pass) -> Outputs:
         return step.project_back(step.delta_net(step.project(x, self.in_proj), self.net), self.out_proj)
 
 
@@ -45,7 +55,11 @@ class ShortConvMixer:
     def __init__(self, in_proj: Linear, conv: ShortConv, out_proj: Linear) -> None:
         self.in_proj, self.conv, self.out_proj = in_proj, conv, out_proj
 
-    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        return self.in_proj
+
+    def __call__(self, x: Inputs, step: Pass) -> Outputs:
         return step.project_back(step.short_conv(step.project(x, self.in_proj), self.conv), self.out_proj)
 
 
@@ -68,18 +82,19 @@ class DecoderLayer:
         if weights.parallel is not None:
             self.parallel = ParallelExperts(weights.parallel, weights.norms, norm_eps)
         self.ple = None if weights.ple is None else PleLayer(spec, weights.ple, weights.norms, norm_eps)
+        self._mlp_reader = weights.mlp.gate_up_proj if isinstance(weights.mlp, MlpWeights) else None
         self._earlier = earlier  # scales of the output of the layer before, and of its sum with the residual
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, step: Pass, ple_input: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Outputs, residual: Tensor | None, step: Pass, ple_input: Tensor | None = None
+    ) -> tuple[Outputs, Tensor]:
         """Return the output, which the next norm adds to the residual, and the residual. x and residual: [T, E]."""
-        x, residual = step.add_norm(x, residual, self.input_norm, *self._earlier)
-        x = self.mixer(x, step)
+        normed, residual = step.add_norm_for(self.mixer.reader, x, residual, self.input_norm, *self._earlier)
+        x = self.mixer(normed, step)
         if self.post_attention_norm is not None:
             x = step.norm(x, self.post_attention_norm)
-        x, residual = step.add_norm(x, residual, self.mlp_norm, self.spec.residual_scale)
-        x = self.mlp(x, step)
+        normed, residual = step.add_norm_for(self._mlp_reader, x, residual, self.mlp_norm, self.spec.residual_scale)
+        x = self.mlp(normed, step)
         if self.parallel is not None:
             x = self.parallel(x, residual, step)
         x = x if self.post_mlp_norm is None else step.norm(x, self.post_mlp_norm)
@@ -87,10 +102,11 @@ class DecoderLayer:
             return x, residual
         return self.ple(x, residual, ple_input, step)
 
-    def mlp(self, x: Tensor, step: Pass) -> Tensor:
+    def mlp(self, x: Inputs, step: Pass) -> Outputs:
         weights = self.mlp_weights
         if isinstance(weights, MlpWeights):
-            return step.project_back(step.gated(x, weights.gate_up_proj, self.spec.mlp.activation), weights.down_proj)
+            down = weights.down_proj
+            return step.project_back(step.gated(x, weights.gate_up_proj, self.spec.mlp.activation, down), down)
         routed = step.route(x, weights.router, weights.experts)
         return routed if weights.shared is None else step.add_shared(routed, x, weights.shared)
 
@@ -134,8 +150,10 @@ class DecoderModel:
         ]
 
     def forward(self, step: Pass) -> Tensor:
-        x, residual = step.embed(self.embedding, self.spec.embedding_scale), None
-        ple_inputs = None if self.ple is None else self.ple.inputs(x, step)
+        embedded = step.embed(self.embedding, self.spec.embedding_scale)
+        x: Outputs = embedded
+        residual: Tensor | None = None
+        ple_inputs = None if self.ple is None else self.ple.inputs(embedded, step)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step, None if ple_inputs is None else ple_inputs[index])
         return step.add_norm(x, residual, self.norm, *self._last_scales)[0]
