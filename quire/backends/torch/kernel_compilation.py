@@ -39,15 +39,15 @@ from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported, projected_size
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gate_output, gated, norm, norm_columns
-from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
 from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
 from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
-from quire.backends.torch.mxfp4 import PackedStack
+from quire.backends.torch.mxfp4 import Mxfp4Stack
 from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.checkpoint import TensorType
@@ -339,9 +339,9 @@ def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
     calls: Calls = []
     is_packed = spec.quantization == TensorType.MXFP4
 
-    def meta(num_experts: int, num_outputs: int, num_inputs: int) -> Tensor | PackedStack:
+    def meta(num_experts: int, num_outputs: int, num_inputs: int) -> Tensor | Mxfp4Stack:
         if is_packed:
-            return PackedStack.empty(num_experts, num_outputs, num_inputs, dtype, "meta")
+            return Mxfp4Stack.empty(num_experts, num_outputs, num_inputs, dtype, "meta")
         return torch.empty((num_experts, num_outputs, num_inputs), dtype=dtype, device="meta")
 
     for experts in dict.fromkeys(layer.experts for layer in spec.layers):

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.backends.base import Progress
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Linear
-from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
+from quire.backends.torch.mxfp4 import MAX_EXPONENT, Mxfp4Stack
 from quire.backends.torch.packed import QUANTIZED, PackedFormat, decoded, format_of, pack, quantize
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
@@ -306,7 +306,7 @@ class _Loader:
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
 
-    def experts(self, groups: list[list[str]]) -> Tensor | PackedStack:
+    def experts(self, groups: list[list[str]]) -> Tensor | Mxfp4Stack:
         """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns].
 
         Matrices that are all in MXFP4 stay packed.
@@ -323,11 +323,11 @@ class _Loader:
         """Load the biases of groups of matrices: [groups, rows]."""
         return self._stack([f"{name}.bias" for group in groups for name in group]).view(len(groups), -1)
 
-    def _packed(self, groups: list[list[str]]) -> PackedStack | None:
+    def _packed(self, groups: list[list[str]]) -> Mxfp4Stack | None:
         """Load packed matrices, or return None if their exponents are too large to compute with."""
         shapes = [self._checkpoint.tensors[name].shape for name in groups[0]]
         num_rows = sum(shape[0] for shape in shapes)
-        stack = PackedStack.empty(len(groups), num_rows, shapes[0][1], self._dtype, self._device)
+        stack = Mxfp4Stack.empty(len(groups), num_rows, shapes[0][1], self._dtype, self._device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)
         num_bytes = 0
