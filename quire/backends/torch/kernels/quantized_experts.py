@@ -14,6 +14,7 @@ tensor cores, which multiply at least 64 rows of the left operand, and decoded w
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -21,19 +22,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.backends.torch.kernels.linear import _gated_value
 from quire.backends.torch.kernels.packed_linear import (
     HAS_ASSEMBLER,
     KINDS,
+    STEP,
     _byte_values,
     _chunk_sums,
     _load_group,
     _load_tile,
     _wide_nibbles,
 )
-from quire.backends.torch.kernels.packed_products import expanded, is_fp8, quantize_rows
+from quire.backends.torch.kernels.packed_products import expanded, quantize_rows
+from quire.backends.torch.packed import PackedFormat
 from quire.backends.torch.packed_stack import PackedStack
+from quire.weights.packed import CodeType
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
@@ -50,6 +55,7 @@ class QuantizedTile(NamedTuple):
     outputs: int
     num_warps: int
     num_stages: int
+    is_bulk: bool = False  # reads FP8 weights with the bulk copy engine, which needs whole steps along the inputs
 
 
 class QuantizedTiling(NamedTuple):
@@ -257,13 +263,17 @@ def _fp8_sums(
     x, x_scales, codes, scales, source, first_row, row,
     IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, HAS_GROUPS: tl.constexpr, IS_GATED: tl.constexpr, IS_WIDE: tl.constexpr,
+    IS_BULK: tl.constexpr,
 ):  # fmt: skip
     """Like `_decoding_sums`, of rows and weights in FP8. `first_row` is the first of `row`."""
     is_whole: tl.constexpr = IN % 128 == 0
     groups: tl.constexpr = IN // 128 if HAS_GROUPS else 1
     i = tl.arange(0, 128)
     x_at = x + source[:, None].to(tl.int64) * IN + i[None, :]
-    w_at = codes + row[:, None] * IN + i[None, :]
+    if IS_BULK:  # a strip past the end reads what follows, or zeros, and is not stored
+        w_at = x_at  # not used
+    else:
+        w_at = codes + row[:, None] * IN + i[None, :]
     xs_at = x_scales + source * groups
     s_at = scales + row // GROUP_ROWS * groups
     if GROUP_ROWS % OUTPUTS == 0:  # a strip has one scale
@@ -275,7 +285,7 @@ def _fp8_sums(
     for start in range(0, IN, 128):
         is_in = (start + i < IN)[None, :]
         a = _load_rows(x_at + start, is_in, is_whole)
-        w = _load_rows(w_at + start, is_in, is_whole)
+        w = codes.load([first_row, start]) if IS_BULK else _load_rows(w_at + start, is_in, is_whole)
         next_x_scale, next_scale, next_up_scale = x_scale, scale, up_scale
         if HAS_GROUPS:  # the scales of the next step are loaded early
             later = tl.minimum(start // 128 + 1, groups - 1)
@@ -284,7 +294,11 @@ def _fp8_sums(
                 next_up_scale = tl.load(su_at + later).to(tl.float32)
         total = _fp8_dot(w, a, total, scale, x_scale, HAS_GROUPS, IS_WIDE)
         if IS_GATED:
-            w = _load_rows(w_at + OUT * IN + start, is_in, is_whole)
+            w = (
+                codes.load([first_row + OUT, start])
+                if IS_BULK
+                else _load_rows(w_at + OUT * IN + start, is_in, is_whole)
+            )
             up = _fp8_dot(w, a, up, up_scale, x_scale, HAS_GROUPS, IS_WIDE)
         x_scale, scale, up_scale = next_x_scale, next_scale, next_up_scale
     if not HAS_GROUPS:
@@ -298,7 +312,7 @@ def _multiply_quantized(
     x, x_scales, codes, scales, zeros, bias, order, out, expert, first, end, strip,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IS_GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr, IS_BULK: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to ROWS rows by a strip of their expert's matrix."""
     num_matrix: tl.constexpr = 2 * OUT if IS_GATED else OUT  # outputs of an expert
@@ -316,8 +330,8 @@ def _multiply_quantized(
         )  # fmt: skip
     else:
         total, up = _fp8_sums(
-            x, x_scales, codes, scales, source, expert.to(tl.int64) * num_matrix + strip * OUTPUTS, row,
-            IN, OUT, ROWS, OUTPUTS, GROUP_ROWS, GROUP > 0, IS_GATED, not HAS_ASSEMBLER,
+            x, x_scales, codes, scales, source, expert * num_matrix + strip * OUTPUTS, row,
+            IN, OUT, ROWS, OUTPUTS, GROUP_ROWS, GROUP > 0, IS_GATED, not HAS_ASSEMBLER, IS_BULK,
         )  # fmt: skip
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
@@ -337,6 +351,7 @@ def _quantized_product(
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     TOGETHER: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr,
+    IS_BULK: tl.constexpr,
 ):  # fmt: skip
     num_strips: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
     program = tl.program_id(0)
@@ -350,40 +365,55 @@ def _quantized_product(
     if ROWS == 128 and end - first <= 64:  # an expert's last tile is often less than half full
         _multiply_quantized(
             x, x_scales, codes, scales, zeros, bias, order, out, expert, first, end, strip,
-            IN, OUT, K, 64, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS,
+            IN, OUT, K, 64, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS, IS_BULK,
         )  # fmt: skip
     else:
         _multiply_quantized(
             x, x_scales, codes, scales, zeros, bias, order, out, expert, first, end, strip,
-            IN, OUT, K, ROWS, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS,
+            IN, OUT, K, ROWS, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS, IS_BULK,
         )  # fmt: skip
 
 
-# Shapes of programs. To be measured: `benchmarks/gpu_formats.py --experts --sweep`
+# Shapes of programs, by the most rows per expert. To be measured: `benchmarks/gpu_formats.py --experts --sweep`
 
-FP8_TILINGS = (  # by the most rows per expert
-    (12, QuantizedTiling(16, QuantizedTile(64, 4, 4), QuantizedTile(128, 4, 4), is_fp8=True)),
-    (24, QuantizedTiling(32, QuantizedTile(64, 4, 4), QuantizedTile(128, 4, 4), is_fp8=True)),
-    (48, QuantizedTiling(64, QuantizedTile(64, 4, 4), QuantizedTile(128, 8, 4), is_fp8=True)),
+_SMALL, _WIDE, _BULK = QuantizedTile(64, 4, 4), QuantizedTile(128, 4, 4), QuantizedTile(128, 8, 4, is_bulk=True)
+Tilings = tuple[tuple[float, QuantizedTiling], ...]
+FP8_TILINGS: Tilings = (  # weights with a scale per output
+    (12, QuantizedTiling(16, _SMALL, _WIDE, is_fp8=True)),
+    (24, QuantizedTiling(32, _SMALL, _WIDE, is_fp8=True)),
+    (48, QuantizedTiling(64, _SMALL, QuantizedTile(128, 8, 4), is_fp8=True)),
+    (math.inf, QuantizedTiling(128, _BULK, _BULK, is_fp8=True)),
 )
-MANY_FP8 = QuantizedTiling(128, QuantizedTile(64, 8, 4), QuantizedTile(128, 8, 4), is_fp8=True)
-DECODING_TILINGS = (
-    (12, QuantizedTiling(16, QuantizedTile(64, 4, 4), QuantizedTile(64, 4, 4))),
-    (24, QuantizedTiling(32, QuantizedTile(64, 4, 4), QuantizedTile(128, 8, 4))),
+FP8_BLOCK_TILINGS: Tilings = (  # weights in blocks: the sums of a step are in registers beside the total
+    *FP8_TILINGS[:-1],
+    (math.inf, QuantizedTiling(128, QuantizedTile(64, 8, 4, is_bulk=True), _BULK, is_fp8=True)),
 )
-MANY_DECODING = QuantizedTiling(64, QuantizedTile(64, 8, 3), QuantizedTile(128, 8, 3))
+DECODING_TILINGS: Tilings = (
+    (12, QuantizedTiling(16, _SMALL, _SMALL)),
+    (24, QuantizedTiling(32, _SMALL, QuantizedTile(128, 8, 4))),
+    (math.inf, QuantizedTiling(64, QuantizedTile(64, 8, 3), QuantizedTile(128, 8, 3))),
+)
 
 
 @cache  # every layer of a step calls this
-def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int, is_fp8: bool) -> QuantizedTiling:
-    """Return the tiles for this number of rows of the batch. `is_fp8`: the experts can be multiplied in FP8."""
+def quantized_tiling(
+    num_rows: int, num_experts: int, num_chosen: int, itemsize: int, format: PackedFormat
+) -> QuantizedTiling:
+    """Return the tiles for this number of rows of the batch."""
     mean = num_rows * num_chosen / num_experts  # rows per expert
-    if is_fp8 and num_rows >= FP8_ROWS:
-        return next((shape for most, shape in FP8_TILINGS if mean <= most), MANY_FP8)
-    if itemsize > 2:  # fp32, without tensor cores
+    if multiplies_in_fp8(format) and num_rows >= FP8_ROWS:
+        tilings = FP8_BLOCK_TILINGS if format.group_columns else FP8_TILINGS
+    elif itemsize > 2:  # fp32, without tensor cores
         tile = QuantizedTile(outputs=32, num_warps=4, num_stages=2)
         return QuantizedTiling(16 if mean <= 12 else 64, tile, tile)
-    return next((shape for most, shape in DECODING_TILINGS if mean <= most), MANY_DECODING)
+    else:
+        tilings = DECODING_TILINGS
+    return next(shape for most, shape in tilings if mean <= most)
+
+
+def multiplies_in_fp8(format: PackedFormat) -> bool:
+    """Return whether many rows are rounded to FP8 for experts in this format."""
+    return format.type is CodeType.FP8 and format.group_columns in (0, STEP)
 
 
 @cache
@@ -397,7 +427,7 @@ def alone_shape(num_bytes: int, *, is_gated: bool) -> AloneShape:
 
 def is_expanded(stack: PackedStack, num_rows: int, num_chosen: int) -> bool:
     """Return whether to decode all experts before the products: with many rows, that costs less than in every tile."""
-    return not is_fp8(stack.whole) and num_rows * num_chosen >= EXPANDED_ROWS * len(stack)
+    return not multiplies_in_fp8(stack.format) and num_rows * num_chosen >= EXPANDED_ROWS * len(stack)
 
 
 # Launches
@@ -413,17 +443,19 @@ def quantized_product(
     if kind is not None:
         num_outputs //= 2
     out = x.new_empty((len(order), num_outputs))
-    x_scales, codes = None, whole.codes
+    x_scales, codes, is_bulk = None, whole.codes, False
     if is_fp8:
         x, x_scales = quantize_rows(x, has_groups=format.group_columns > 0)
         codes = codes.view(torch.float8_e4m3fn)  # as bytes they would pass through registers on their way to the cores
+        is_bulk = tile.is_bulk and num_inputs % STEP == 0
+    matrix = TensorDescriptor.from_tensor(codes, [tile.outputs, STEP]) if is_bulk else codes
     num_programs = -(-max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _quantized_product[(num_programs,)](
-        x, x_scales, codes, whole.scales, whole.zeros, bias, order, tiles, out, IN=num_inputs, OUT=num_outputs,
+        x, x_scales, matrix, whole.scales, whole.zeros, bias, order, tiles, out, IN=num_inputs, OUT=num_outputs,
         K=num_chosen, ROWS=rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER, KIND=KINDS[format.type],
         GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=kind is not None, ACTIVATION=kind or 0,
         HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 

@@ -32,7 +32,6 @@ from quire.backends.torch.kernels.experts import (
 )
 from quire.backends.torch.kernels.linear import KINDS
 from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
-from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.quantized_experts import QuantizedTiling, quantized_tiling
 from quire.backends.torch.mxfp4 import Mxfp4Stack
 from quire.backends.torch.packed_stack import PackedStack
@@ -66,8 +65,7 @@ def run_experts(
             return _quantized_alone(x, gate_up, down, routing, activation, biases)
         if quantized_experts.is_expanded(down, num_rows, num_chosen):
             return _expanded_in_tiles(x, gate_up, down, routing, activation, biases)
-        has_fp8 = is_fp8(gate_up.whole) and is_fp8(down.whole)
-        packed_shape = quantized_tiling(num_rows, num_experts, num_chosen, x.element_size(), has_fp8)
+        packed_shape = quantized_tiling(num_rows, num_experts, num_chosen, x.element_size(), down.format)
         return quantized_in_tiles(x, gate_up, down, routing, activation, packed_shape, biases)
     assert isinstance(gate_up, Tensor), "both matrices are packed in the same way or none is"
     assert isinstance(down, Tensor), "both matrices are packed in the same way or none is"
@@ -231,8 +229,7 @@ def _packed_calls(
             calls.append(partial(run, x, gate_up, biases.gate_up, *slots, tile=shape.gate_up, kind=kind))
             calls.append(partial(run, hidden, down, biases.down, *slots, tile=shape.down, kind=None))
     if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
-        has_fp8 = is_fp8(gate_up.whole) and is_fp8(down.whole)
-        for one in sorted({quantized_tiling(one, num_experts, num_chosen, down.itemsize, has_fp8) for one in rows}):
+        for one in sorted({quantized_tiling(one, num_experts, num_chosen, down.itemsize, down.format) for one in rows}):
             multiply = partial(
                 quantized_experts.quantized_product, num_chosen=num_chosen, rows=one.rows, is_fp8=one.is_fp8
             )
@@ -258,5 +255,7 @@ def _dense_calls(
     for tile_rows, *tiles in sorted({tiling(one, num_experts, num_chosen, dtype.itemsize) for one in rows}):
         product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=tile_rows)
         calls.append(partial(product, meta(1, size), first, tile=tiles[0], activation=activation, bias=biases.gate_up))
-        calls.append(partial(product, meta(num_chosen, width), second, tile=tiles[1], activation=None, bias=biases.down))
+        calls.append(
+            partial(product, meta(num_chosen, width), second, tile=tiles[1], activation=None, bias=biases.down)
+        )
     return calls
