@@ -17,6 +17,7 @@ from quire.weights.packed import CodeType, PackedMatrix
 # N experts, O outputs, I inputs
 
 SMALLER_GROUPS = (64, 32)  # for matrices that groups of 128 do not divide
+FP8_COLUMNS = (0, 128)  # of scales of weights that are multiplied in FP8
 
 
 class PackedStack:
@@ -113,6 +114,16 @@ def fitting_format(format: PackedFormat, num_inputs: int) -> PackedFormat | None
         if columns <= format.group_columns and (found := replace(format, group_columns=columns)).fits(num_inputs):
             return found
     return None
+
+
+def multiplies_in_fp8(format: PackedFormat) -> bool:
+    """Return whether many rows are rounded to FP8 for experts in this format."""
+    return format.type is CodeType.FP8 and format.group_columns in FP8_COLUMNS
+
+
+def have_common_kernels(gate_up: PackedFormat, down: PackedFormat) -> bool:
+    """Return whether the kernels compute with two matrices of an expert in these formats."""
+    return gate_up.type is down.type and multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)
 
 
 def dense(stack: PackedStack) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.experts import Experts, Stack
 from quire.backends.torch.kernels import experts as kernels
 from quire.backends.torch.kernels import mxfp4_experts
 from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
@@ -48,7 +48,7 @@ def make_packed(
 
 
 def decoded(experts: Experts) -> Experts:
-    def dense(stack: Tensor | Mxfp4Stack) -> Tensor:
+    def dense(stack: Stack) -> Tensor:
         return torch.stack([stack[n] for n in range(len(stack))])
 
     return Experts(

@@ -17,12 +17,18 @@ from quire.backends.torch.kernels.quantized_experts import (
     FP8_ROWS,
     FP8_TILINGS,
     QuantizedTiling,
-    multiplies_in_fp8,
     quantized_tiling,
 )
 from quire.backends.torch.kernels.routed_experts import expert_calls, quantized_in_tiles
 from quire.backends.torch.packed import PackedFormat, decoded
-from quire.backends.torch.packed_stack import PackedStack, dense, fitting_format, has_kernels, stack_format
+from quire.backends.torch.packed_stack import (
+    PackedStack,
+    dense,
+    fitting_format,
+    has_kernels,
+    multiplies_in_fp8,
+    stack_format,
+)
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE

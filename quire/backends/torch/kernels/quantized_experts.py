@@ -37,8 +37,7 @@ from quire.backends.torch.kernels.packed_linear import (
 )
 from quire.backends.torch.kernels.packed_products import expanded, quantize_rows
 from quire.backends.torch.packed import PackedFormat
-from quire.backends.torch.packed_stack import PackedStack
-from quire.weights.packed import CodeType
+from quire.backends.torch.packed_stack import PackedStack, multiplies_in_fp8
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
@@ -270,10 +269,8 @@ def _fp8_sums(
     groups: tl.constexpr = IN // 128 if HAS_GROUPS else 1
     i = tl.arange(0, 128)
     x_at = x + source[:, None].to(tl.int64) * IN + i[None, :]
-    if IS_BULK:  # a strip past the end reads what follows, or zeros, and is not stored
-        w_at = x_at  # not used
-    else:
-        w_at = codes + row[:, None] * IN + i[None, :]
+    # In bulk, a strip past the end reads what follows, or zeros, and is not stored; there are no addresses.
+    w_at = x_at if IS_BULK else codes + row[:, None] * IN + i[None, :]
     xs_at = x_scales + source * groups
     s_at = scales + row // GROUP_ROWS * groups
     if GROUP_ROWS % OUTPUTS == 0:  # a strip has one scale
@@ -409,11 +406,6 @@ def quantized_tiling(
     else:
         tilings = DECODING_TILINGS
     return next(shape for most, shape in tilings if mean <= most)
-
-
-def multiplies_in_fp8(format: PackedFormat) -> bool:
-    """Return whether many rows are rounded to FP8 for experts in this format."""
-    return format.type is CodeType.FP8 and format.group_columns in (0, STEP)
 
 
 @cache
