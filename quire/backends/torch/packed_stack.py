@@ -123,7 +123,7 @@ def multiplies_in_fp8(format: PackedFormat) -> bool:
 
 def have_common_kernels(gate_up: PackedFormat, down: PackedFormat) -> bool:
     """Return whether the kernels compute with two matrices of an expert in these formats."""
-    return gate_up.type is down.type and multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)
+    return multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)
 
 
 def dense(stack: PackedStack) -> Tensor:

@@ -52,6 +52,7 @@ FORMATS = {
     "int4 per output": PackedFormat(CodeType.INT4, 1, 0),
     "int8": PackedFormat(CodeType.INT8, 1, 0),
     "int8 in 32": PackedFormat(CodeType.INT8, 1, 32),
+    "int8 in 16": PackedFormat(CodeType.INT8, 1, 16),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
