@@ -113,8 +113,8 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
         assert torch.equal(stack[2], dense(stack)[2])
     assert weights.packed_types == (str(format.type),)
     linears = [one for layer in weights.layers for one in vars_of(layer.mixer) if isinstance(one, PackedLinear)]
-    packed = [(one.shape.numel(), one.nbytes) for one in (*stacks, *(linear.packed for linear in linears))]
-    saved = sum(4 * count - num_bytes for count, num_bytes in packed)
+    saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks)
+    saved += sum(4 * linear.packed.shape.numel() - linear.packed.nbytes for linear in linears)
     assert weights.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
     assert reports == sorted(reports)
     assert reports[-1][0] == reports[-1][1]
@@ -130,7 +130,7 @@ class Blocks(PackedDummy):
     def read_packed(self, name: str) -> PackedMatrix | None:
         if ".experts." not in name:
             return None
-        shape = self.tensors[name].shape  # type: ignore[attr-defined]
+        shape = self.tensors[name].shape
         return random_matrix(CodeType.FP8, (shape[0], shape[1]), (128, 128), seed=len(name))
 
 
@@ -256,10 +256,11 @@ def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) 
     formats = expert_formats(checkpoint, bits)
     for one, other in zip(experts_of(plain), experts_of(weights), strict=True):
         for number, (matrix, stack) in enumerate(((one.gate_up, other.gate_up), (one.down, other.down))):
+            assert isinstance(matrix, Tensor)
             assert isinstance(stack, PackedStack)
             assert formats is not None
             assert stack.format == formats[number]
-            assert float((dense(stack) - matrix).norm() / matrix.norm()) < error  # type: ignore[operator]
+            assert float((dense(stack) - matrix).norm() / matrix.norm()) < error
     assert all(isinstance(layer.mlp, RoutedWeights) for layer in weights.layers)
     assert not any(isinstance(layer.mlp.router, PackedLinear) for layer in weights.layers)  # type: ignore[union-attr]
 
