@@ -124,7 +124,7 @@ def test_exponents_out_of_range_are_decoded_when_loaded(reference: PackedReferen
     scales[0, 0, 0] = MAX_EXPONENT + 1
     first, second = experts_of(load(rewritten(reference, tmp_path / "m", **{name: scales})))
     assert isinstance(first.down, Mxfp4Stack)
-    assert isinstance(second.gate_up, Mxfp4Stack)
+    assert isinstance(second.gate_up, torch.Tensor)  # the kernels need both matrices in the same form
     assert isinstance(second.down, torch.Tensor)
     want = decoded(load_file(reference.path / "model.safetensors")[name.replace("scales", "blocks")], scales)
     assert torch.equal(second.down, want.transpose(1, 2))
