@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python benchmarks/gpu_formats.py                      # the shapes of Llama-3-8B
     PYTHONPATH=. python benchmarks/gpu_formats.py --formats int4 --rows 1,16 --sweep
+    PYTHONPATH=. python benchmarks/gpu_formats.py --experts            # the experts of Qwen3-30B-A3B
+    PYTHONPATH=. python benchmarks/gpu_formats.py --experts --formats fp8-blocks --rows 256 --sweep
 
 Every product is compared with fp64 first, on fresh random inputs and over outputs filled with NaN. Times are medians of
 CUDA graphs over several copies of each matrix, so that the cache does not hold it. `--sweep` times other shapes of
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import gpu_experts
 import torch
 import torch.nn.functional as F
 from gpu_kernels import timed_us
@@ -224,30 +227,49 @@ def summary(lines: list[Line], formats: list[str], rows: list[int]) -> Iterator[
         yield f"all layers, {format}: {', '.join(cells)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="fp8,fp8-blocks,int4", help=f"some of {','.join(FORMATS)}")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--matrices", default=",".join(LLAMA))
-    parser.add_argument("--sweep", action="store_true")
-    args = parser.parse_args()
-    formats, rows = args.formats.split(","), [int(one) for one in args.rows.split(",")]
-    matrices = args.matrices.split(",")
+def show_matrices(matrices: list[str], formats: list[str], rows: list[int], *, is_sweep: bool) -> None:
     started_s = time.perf_counter()
     compile_ahead(matrices, formats, rows)
     print(f"compiled in {time.perf_counter() - started_s:.1f} s", flush=True)
     with torch.inference_mode():
         lines = []
-        for line in measure(matrices, formats, rows, is_sweep=args.sweep):
+        for line in measure(matrices, formats, rows, is_sweep=is_sweep):
             lines.append(line)
-            if args.sweep:
+            if is_sweep:
                 print(line, flush=True)
     print(torch.cuda.get_device_name(), torch.__version__, f"{time.perf_counter() - started_s:.0f} s")
     for line in lines:
-        if not args.sweep:
+        if not is_sweep:
             print(line)
     for text in summary(lines, formats, rows):
         print(text)
+
+
+def show_experts(formats: list[str], rows: list[int], *, is_sweep: bool) -> None:
+    with torch.inference_mode():
+        lines = []
+        for line in gpu_experts.measure_experts({one: FORMATS[one] for one in formats}, rows, is_sweep=is_sweep):
+            print(line, flush=True)
+            lines.append(line)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for text in gpu_experts.summary(lines):
+        print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="fp8,fp8-blocks,int4", help=f"some of {','.join(FORMATS)}")
+    parser.add_argument("--rows", help=f"default: {','.join(map(str, ROWS))}")
+    parser.add_argument("--matrices", default=",".join(LLAMA))
+    parser.add_argument("--experts", action="store_true", help="routed experts instead of dense matrices")
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    usual = gpu_experts.ROWS if args.experts else ROWS
+    formats, rows = args.formats.split(","), [int(one) for one in args.rows.split(",")] if args.rows else [*usual]
+    if args.experts:
+        show_experts(formats, rows, is_sweep=args.sweep)
+    else:
+        show_matrices(args.matrices.split(","), formats, rows, is_sweep=args.sweep)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with
 MLX_FILE_BITS = {MLX_4BIT: 4.5}
 CPU_BITS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"), 5.0)  # in memory, native backend (docs/cpu.md)
 OTHER_CPU_BITS = 8.5
-GPU_BITS = 16.0
+GPU_BITS = {**PACKED_BITS, "MXFP4": FILE_BITS["MXFP4"]}  # packed types of safetensors stay packed
+OTHER_GPU_BITS = 16.0
 # On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
 METAL_BITS = {
     "F32": 32.0,
@@ -85,7 +86,7 @@ def fit(weights: Mapping[str, int], memory: Memory) -> Fit:
     """Where a model runs. `weights`: how many it has of each type."""
     if memory.has_metal:
         return fit_mlx(_num_bytes(weights, METAL_BITS, OTHER_METAL_BITS), memory)
-    on_gpu = int(sum(weights.values()) * GPU_BITS / 8)
+    on_gpu = _num_bytes(weights, GPU_BITS, OTHER_GPU_BITS)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)
     return _fit_cpu(_num_bytes(weights, CPU_BITS, OTHER_CPU_BITS), memory)

@@ -130,6 +130,9 @@ def test_where_a_model_fits() -> None:
     assert str(fit(eight, Memory(16 * GB, 2 * GB))) == "CPU, once 4.7 GiB are free"
     assert str(fit({"BF16": 70 * GB}, LAPTOP)) == "too large: 69.3 GiB of weights"
     assert fit({"BF16": 20 * GB}, GPU).device == "cpu"  # 40 GB for the GPU, 21 in 8 bits
+    assert fit({"INT4": 30 * GB}, GPU).device == "cuda"  # stays packed
+    assert fit({"FP8": 16 * GB, "BF16": GB}, GPU).num_bytes == 16.25 * GB + 2 * GB
+    assert fit({"FP8": 22 * GB}, GPU).device == "cpu"  # no room for the KV cache
 
 
 def test_where_a_model_fits_on_apple_silicon() -> None:

@@ -27,7 +27,7 @@ from quire.backends.torch.kernel_compilation import (
     state_calls,
 )
 from quire.backends.torch.kernels.delta_net import is_supported
-from quire.backends.torch.loading import packed_format
+from quire.backends.torch.loading import expert_formats, packed_format
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
@@ -61,7 +61,8 @@ def start_compiling(
     if spec.family == OTHER:  # the shapes of its kernels are known only when it is loaded
         return Compiling([], [], target)
     first = first_calls(spec, dtype, block_size, torch.device("meta"))
-    first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)))
+    formats = expert_formats(checkpoint, options.quantize)
+    first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)), formats)
     first += state_calls(spec, dtype)
     format = packed_format(checkpoint, options.quantize)
     first += packed_calls(spec, dtype, format)

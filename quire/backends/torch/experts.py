@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.backends.torch.layers import Linear, gated, product
-from quire.backends.torch.mxfp4 import PackedStack
+from quire.backends.torch.mxfp4 import Mxfp4Stack
+from quire.backends.torch.packed_stack import PackedStack
 from quire.weights.spec import Activation
 
 SIGMOID_FLOOR = 1e-6  # added to a sum of sigmoids before it divides
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
+
+Stack = Tensor | Mxfp4Stack | PackedStack  # one matrix of every expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class Experts:
 
     def __init__(
         self,
-        gate_up: Tensor | PackedStack,
-        down: Tensor | PackedStack,
+        gate_up: Stack,
+        down: Stack,
         *,
         num_chosen: int,
         activation: Activation,
@@ -112,14 +115,15 @@ class Experts:
         """Return the output [T, E] for x [T, E] and logits [T, N], in our kernels. A graph can contain this call."""
         if self.has_sigmoid:  # the kernels have no sigmoids
             return self.reference(x, router_logits)
-        from quire.backends.torch.kernels import experts as kernels  # Triton is not installed everywhere
+        from quire.backends.torch.kernels.experts import Biases, route  # Triton is not installed everywhere
+        from quire.backends.torch.kernels.routed_experts import run_experts
 
-        routing = kernels.route(
+        routing = route(
             router_logits,
             self.num_chosen,
             renormalizes=self.renormalizes,
             scale=self.scale,
             expert_scales=self.expert_scales,
         )
-        biases = kernels.Biases(self.gate_up_bias, self.down_bias)
-        return kernels.run_experts(x, self.gate_up, self.down, routing, self.activation, biases)
+        biases = Biases(self.gate_up_bias, self.down_bias)
+        return run_experts(x, self.gate_up, self.down, routing, self.activation, biases)

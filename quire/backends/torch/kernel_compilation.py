@@ -31,6 +31,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from quire.backends import kv_division
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
+from quire.backends.torch.experts import Stack
 from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Outputs
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
@@ -48,17 +49,18 @@ from quire.backends.torch.kernels.elementwise import (
     norm,
     norm_columns,
 )
-from quire.backends.torch.kernels.experts import expert_calls
 from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
 from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
 from quire.backends.torch.kernels.packed_products import is_fp8, is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Linear
-from quire.backends.torch.loading import NORM_DTYPE, qkv_rows
-from quire.backends.torch.mxfp4 import PackedStack
+from quire.backends.torch.loading import NORM_DTYPE, ExpertFormats, has_expert_kernels, qkv_rows
+from quire.backends.torch.mxfp4 import Mxfp4Stack
 from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed_stack import PackedStack
 from quire.weights.checkpoint import TensorType
 from quire.weights.spec import (
     Activation,
@@ -343,21 +345,23 @@ def _attention_calls(
     return calls
 
 
-def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> Calls:
+def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: ExpertFormats | None = None) -> Calls:
     """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows."""
     calls: Calls = []
-    is_packed = spec.quantization == TensorType.MXFP4
 
-    def meta(num_experts: int, num_outputs: int, num_inputs: int) -> Tensor | PackedStack:
-        if is_packed:
-            return PackedStack.empty(num_experts, num_outputs, num_inputs, dtype, "meta")
-        return torch.empty((num_experts, num_outputs, num_inputs), dtype=dtype, device="meta")
+    def meta(shape: tuple[int, int, int], format: PackedFormat | None) -> Stack:
+        if spec.quantization == TensorType.MXFP4:
+            return Mxfp4Stack.empty(*shape, dtype, "meta")
+        if format is not None:
+            return PackedStack.empty(*shape, format, dtype, "meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     for experts in dict.fromkeys(layer.experts for layer in spec.layers):
-        if experts is not None:
+        if experts is not None and has_expert_kernels(experts):
+            gate_up, down = formats or (None, None)
             calls += expert_calls(
-                meta(experts.num_experts, 2 * experts.size, spec.hidden_size),
-                meta(experts.num_experts, spec.hidden_size, experts.size),
+                meta((experts.num_experts, 2 * experts.size, spec.hidden_size), gate_up),
+                meta((experts.num_experts, spec.hidden_size, experts.size), down),
                 num_chosen=experts.num_chosen,
                 activation=experts.activation,
                 renormalizes=experts.renormalizes,

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.backends.base import Progress
-from quire.backends.torch.experts import Experts, SharedExpert
+from quire.backends.torch.experts import Experts, SharedExpert, Stack
 from quire.backends.torch.layers import Linear
-from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
-from quire.backends.torch.packed import QUANTIZED, PackedFormat, decoded, format_of, pack, quantize
+from quire.backends.torch.mxfp4 import MAX_EXPONENT, Mxfp4Stack
+from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight, decoded, format_of, pack, quantize
 from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed_stack import PackedStack, fitting_format, have_common_kernels, stack_format
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.packed import PackedMatrix
@@ -144,7 +146,7 @@ def load_weights(
             loader.linear(["ple_model_proj"], has_bias=False),
             loader.norm("ple_model_norm.weight"),
         )
-    num_bytes = _num_bytes(checkpoint, dtype) - loader.num_saved
+    num_bytes = weight_bytes(spec, dtype) - loader.num_saved
     return ModelWeights(embedding, head, norm, layers, num_bytes, ple, tuple(sorted(loader.packed_types)))
 
 
@@ -217,8 +219,7 @@ def _load_experts(loader: _Loader, spec: ExpertsSpec, prefix: str) -> RoutedWeig
     gate_up = [[f"{one}gate_proj", f"{one}up_proj"] for one in experts]
     down = [[f"{one}down_proj"] for one in experts]
     routed = Experts(
-        loader.experts(gate_up),
-        loader.experts(down),
+        *loader.experts(gate_up, down, may_pack=has_expert_kernels(spec)),
         num_chosen=spec.num_chosen,
         activation=spec.activation,
         renormalizes=spec.renormalizes,
@@ -286,9 +287,7 @@ class _Loader:
             packed = pack(matrices, format, self._dtype, self._device)
             return self._kept_packed(self._packed_linear(packed, bias))
         kinds = ", ".join(sorted({f"{one.type} in groups of {one.group}" for one in matrices}))
-        if kinds not in self._decoded:  # once, not for every layer
-            self._decoded.add(kinds)
-            log.info("weights of %s are decoded to %s: no kernel computes with them", kinds, self._dtype)
+        self._log_decoded(kinds)
         num_outputs = sum(one.shape[0] for one in matrices)
         weight = torch.empty((num_outputs, matrices[0].shape[1]), dtype=self._dtype, device=self._device)
         first = 0
@@ -297,37 +296,101 @@ class _Loader:
             first += one.shape[0]
         return self._linear(weight, bias)
 
+    def _log_decoded(self, kinds: str) -> None:
+        if kinds not in self._decoded:  # once, not for every layer
+            self._decoded.add(kinds)
+            log.info("weights of %s are decoded to %s: no kernel computes with them", kinds, self._dtype)
+
     def _kept_packed(self, linear: PackedLinear) -> Linear:
-        packed = linear.packed
-        self.num_saved += math.prod(packed.shape) * self._dtype.itemsize - packed.nbytes
-        self.packed_types.add(packed.format.type)
+        self._count_saved(linear.packed)
+        self.packed_types.add(linear.packed.format.type)
         return linear
+
+    def _count_saved(self, packed: PackedWeight | PackedStack | Mxfp4Stack) -> None:
+        self.num_saved += math.prod(packed.shape) * self._dtype.itemsize - packed.nbytes
 
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
 
-    def experts(self, groups: list[list[str]]) -> Tensor | PackedStack:
+    def experts(self, gate_up: list[list[str]], down: list[list[str]], *, may_pack: bool) -> tuple[Stack, Stack]:
+        """Load the two matrices of every expert. They stay packed if the kernels compute with both."""
+        first, second = (self._expert_matrices(groups, may_pack=may_pack) for groups in (gate_up, down))
+        if not _have_common_kernels(first, second):
+            first, second = (
+                one if isinstance(one, Tensor) else torch.stack([one[expert] for expert in range(len(one))])
+                for one in (first, second)
+            )
+        for one in (first, second):
+            if not isinstance(one, Tensor):
+                self._count_saved(one)
+            if isinstance(one, PackedStack):
+                self.packed_types.add(one.format.type)
+        return first, second
+
+    def _expert_matrices(self, groups: list[list[str]], *, may_pack: bool) -> Stack:
         """Load groups of matrices of the same shapes, each group one below the other: [groups, rows, columns].
 
-        Matrices that are all in MXFP4 stay packed.
+        Matrices that are all in MXFP4, or all in another format that the kernels know, stay packed. `--quantize`
+        applies to matrices of 16 or 32 bits.
         """
-        names = [f"{name}.weight" for group in groups for name in group]
+        groups = [[f"{name}.weight" for name in group] for group in groups]
+        names = [name for group in groups for name in group]
+        packed: Stack | None = None
         if all(self._checkpoint.tensors[name].type is TensorType.MXFP4 for name in names):
-            packed = self._packed([[f"{name}.weight" for name in group] for group in groups])
-            if packed is not None:
-                return packed
+            packed = self._mxfp4(groups)
+        elif may_pack:
+            packed = self._packed(groups) or self._quantized_experts(groups)
+        if packed is not None:
+            return packed
         whole = self._stack(names)
         return whole.view(len(groups), -1, whole.shape[-1])
+
+    def _stack_shape(self, groups: list[list[str]]) -> tuple[int, int, int]:
+        shapes = [self._checkpoint.tensors[name].shape for name in groups[0]]
+        return len(groups), sum(shape[0] for shape in shapes), shapes[0][1]
+
+    def _packed(self, groups: list[list[str]]) -> PackedStack | None:
+        """Load matrices that are packed in the file, or return None if they have no common format with kernels."""
+        stack: PackedStack | None = None
+        format: PackedFormat | None = None
+        for expert, group in enumerate(groups):
+            first = 0
+            for name in group:
+                if (found := read_packed(self._checkpoint, [name])) is None:
+                    return None
+                matrix = found[0]
+                if stack is None and (format := stack_format(matrix)) is not None:
+                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self._device)
+                if stack is None or stack_format(matrix) != format:
+                    self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
+                    return None
+                stack.set_rows(expert, first, matrix)
+                first += matrix.shape[0]
+                self._report(self._checkpoint.tensors[name].num_bytes)
+        return stack
+
+    def _quantized_experts(self, groups: list[list[str]]) -> PackedStack | None:
+        """Load matrices and quantise those of one expert at a time; None: without `--quantize`, or nothing fits."""
+        shape = self._stack_shape(groups)
+        is_plain = all(self._checkpoint.tensors[name].type in _NATIVE for name in groups[0])
+        if self._quantized is None or not is_plain or (format := fitting_format(self._quantized, shape[2])) is None:
+            return None
+        stack = PackedStack.empty(*shape, format, self._dtype, self._device)
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            stack.invent(self._random, DUMMY_STD)
+            self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
+            return stack
+        for expert, group in enumerate(groups):
+            stack.quantize(expert, self._stack(group))
+        return stack
 
     def biases(self, groups: list[list[str]]) -> Tensor:
         """Load the biases of groups of matrices: [groups, rows]."""
         return self._stack([f"{name}.bias" for group in groups for name in group]).view(len(groups), -1)
 
-    def _packed(self, groups: list[list[str]]) -> PackedStack | None:
-        """Load packed matrices, or return None if their exponents are too large to compute with."""
-        shapes = [self._checkpoint.tensors[name].shape for name in groups[0]]
-        num_rows = sum(shape[0] for shape in shapes)
-        stack = PackedStack.empty(len(groups), num_rows, shapes[0][1], self._dtype, self._device)
+    def _mxfp4(self, groups: list[list[str]]) -> Mxfp4Stack | None:
+        """Load matrices in MXFP4, or return None if their exponents are too large to compute with."""
+        stack = Mxfp4Stack.empty(*self._stack_shape(groups), self._dtype, self._device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)
         num_bytes = 0
@@ -406,13 +469,41 @@ def packed_format(checkpoint: Checkpoint, quantize_bits: int | None) -> PackedFo
     return None
 
 
-def _num_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return the memory of a checkpoint's weights in `dtype`, of which packed experts take less."""
-    packed = [
-        info for name, info in checkpoint.tensors.items() if ".experts." in name and info.type is TensorType.MXFP4
-    ]
-    saved = sum(math.prod(info.shape) * dtype.itemsize - info.num_bytes for info in packed)
-    return weight_bytes(checkpoint.spec, dtype) - saved
+class ExpertFormats(NamedTuple):
+    """The formats of the matrices of packed experts."""
+
+    gate_up: PackedFormat
+    down: PackedFormat
+
+
+def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> ExpertFormats | None:
+    """Return the formats of a model's packed experts, or None. They are those of one of them, and may not be all's."""
+    spec = checkpoint.spec
+    experts, layer = next(((one.experts, i) for i, one in enumerate(spec.layers) if one.experts), (None, 0))
+    if experts is None or not has_expert_kernels(experts):
+        return None
+    found: list[PackedFormat | None] = []
+    for name, size in (("gate_proj", spec.hidden_size), ("down_proj", experts.size)):
+        matrices = read_packed(checkpoint, [f"layers.{layer}.experts.0.{name}.weight"])
+        if matrices is not None and (format := stack_format(matrices[0])) is not None:
+            found.append(replace(format, has_zeros=matrices[0].zeros is not None))
+        elif matrices is None and quantize_bits is not None:
+            found.append(fitting_format(QUANTIZED[quantize_bits], size))
+    gate_up, down = (*found, None, None)[:2]
+    if gate_up is None or down is None or not have_common_kernels(gate_up, down):
+        return None
+    return ExpertFormats(gate_up, down)
+
+
+def has_expert_kernels(spec: ExpertsSpec) -> bool:
+    """Return whether the kernels compute these experts. Others use the plain version, which is slow if packed."""
+    return not spec.has_sigmoid
+
+
+def _have_common_kernels(gate_up: Stack, down: Stack) -> bool:
+    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        return have_common_kernels(gate_up.format, down.format)
+    return type(gate_up) is type(down)
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -1,6 +1,6 @@
 """Matrices of experts in MXFP4: 4-bit codes, and an exponent for every 32 weights.
 
-They stay packed in memory. The plain version decodes one expert at a time; the kernels (`kernels/packed_experts.py`)
+They stay packed in memory. The plain version decodes one expert at a time; the kernels (`kernels/mxfp4_experts.py`)
 decode inside their products.
 """
 
@@ -24,7 +24,7 @@ STD = 2.8  # of random codes
 MAX_EXPONENT = 128  # the kernels decode with 2 ** (exponent - 1), which must be finite
 
 
-class PackedStack:
+class Mxfp4Stack:
     """One matrix [O, I] of every expert, packed. Indexing decodes the matrix of one expert.
 
     Byte j of a group holds weight j in its low half and weight j + 16 in its high half, as in GGUF files.
@@ -43,7 +43,7 @@ class PackedStack:
 
     @classmethod
     def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, device: str | torch.device,
-              ) -> PackedStack:  # fmt: skip
+              ) -> Mxfp4Stack:  # fmt: skip
         shape = (num_experts, num_outputs)
         codes = torch.empty((*shape, num_inputs // 2), dtype=torch.uint8, device=device)
         return cls(codes, torch.empty((*shape, num_inputs // GROUP), dtype=torch.uint8, device=device), dtype)

@@ -30,8 +30,10 @@ from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
 from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, scatter_pieces
+from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import count
 from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight
+from quire.backends.torch.packed_stack import PackedStack, has_kernels
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation, DeltaNetSpec
@@ -39,6 +41,7 @@ from quire.weights.spec import Activation, DeltaNetSpec
 BLOCK_SIZE = 32
 MAX_ROWS = 8192
 TARGET = GPUTarget("cuda", 90, 32)
+EXPERT_SHAPES = (8, 512, 512), (8, 512, 256)  # gates and ups, downs
 FORMATS = {
     "fp8": PackedFormat(CodeType.FP8, 1, 0),
     "fp8 in blocks": PackedFormat(CodeType.FP8, 128, 128),
@@ -87,6 +90,24 @@ def of_packed() -> Calls:
     return calls
 
 
+def of_experts() -> Calls:
+    """Return all kernels of experts in every format that they may have."""
+    calls: Calls = []
+    for format in FORMATS.values():
+        if has_kernels(format):
+            stacks = (PackedStack.empty(*shape, format, torch.bfloat16, "meta") for shape in EXPERT_SHAPES)
+            calls += expert_calls(
+                *stacks,
+                num_chosen=2,
+                activation=Activation.SILU,
+                renormalizes=True,
+                scale=1.0,
+                logits_dtype=torch.bfloat16,
+                max_rows=MAX_ROWS,
+            )
+    return calls
+
+
 def of_pieces() -> Calls:
     """Return the kernels of block I/O, which are compiled when it is first asked for."""
     ints = torch.empty(4, dtype=torch.int32, device="meta")
@@ -128,6 +149,7 @@ def main() -> int:
                 calls += packed_calls(spec, torch.bfloat16, format)
                 calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, format)
     calls += of_packed()
+    calls += of_experts()
     calls += of_states()
     calls += of_pieces()
     judge = Judge()

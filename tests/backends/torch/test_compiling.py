@@ -28,7 +28,9 @@ from quire.backends.torch.kernel_compilation import (
     routed_calls,
 )
 from quire.backends.torch.kernels.blocks import copy_blocks
+from quire.backends.torch.loading import expert_formats
 from quire.backends.torch.packed import QUANTIZED
+from quire.weights.opening import open_checkpoint
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 
@@ -165,7 +167,8 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     layers |= {"_packed_rows", "_packed_tiles", "_quantize_rows", "_fp8_product", "_expand_packed"}
     layers |= {"_apply_scales", "_gated_rows"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    experts |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}
+    experts |= {"_mxfp4_product", "_gated_alone_mxfp4", "_down_alone_mxfp4", "_expand"}
+    experts |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized"}
     states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
     states |= {"_short_decode", "_short_chunk", "_short_store"}
     assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_norm_columns"}
@@ -205,8 +208,8 @@ class Launches:
     [
         *((name, dtype, None) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
         *((one, torch.float32, None) for one in VARIANTS),
-        *((name, torch.float32, bits) for name in CONFIGS for bits in QUANTIZED),
         *((name, torch.bfloat16, 8) for name in CONFIGS),
+        *((name, torch.float32, bits) for name in (*CONFIGS, "qwen3_moe") for bits in QUANTIZED),
     ],
 )
 def test_kernels_of_steps_are_compiled_in_advance(
@@ -216,11 +219,12 @@ def test_kernels_of_steps_are_compiled_in_advance(
     folder = write_config(name, tmp_path)
     rig = FusedRig(folder, max_num_seqs=8, load_format="dummy", dtype=dtype, quantize_bits=bits)
     spec, format = rig.runner.model.spec, None if bits is None else QUANTIZED[bits]
+    formats = expert_formats(open_checkpoint(folder, "dummy"), bits)
     with monkeypatch.context() as patch, torch.inference_mode():
         ahead = Launches(patch, is_run=False)
         for call in first_calls(spec, dtype, 32, torch.device("cpu")):
             call()
-        for call in routed_calls(spec, dtype, 512):
+        for call in routed_calls(spec, dtype, 512, formats):
             call()
         for call in packed_calls(spec, dtype, format):
             call()
@@ -233,9 +237,12 @@ def test_kernels_of_steps_are_compiled_in_advance(
     others = {form[0] for form in first - launches.forms}
     unused = {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
     routed = {"_route", "_sort", "_count", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    routed |= {"_packed_product", "_gated_alone_packed", "_down_alone_packed", "_expand"}
+    routed |= {"_mxfp4_product", "_gated_alone_mxfp4", "_down_alone_mxfp4", "_expand"}
+    routed |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized"}
     unused |= {"_fp8_product"}  # tiles for more rows
     unused |= {"_norm", "_gated_rows", "_apply_scales"} if bits == 8 else set()
+    if bits is not None:  # of experts, with many rows
+        routed |= {"_quantize_rows", "_expand_packed"}
     assert others <= (unused | routed if spec.has_experts else unused)  # other numbers of rows have other tiles
     launches.is_run = False
     with torch.inference_mode():

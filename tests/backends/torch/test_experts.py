@@ -8,7 +8,8 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
-from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, expert_calls, is_alone, max_tiles, tiling
+from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, is_alone, max_tiles, tiling
+from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
 from tests.backends.torch.test_compiling import Launches

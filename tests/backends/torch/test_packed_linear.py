@@ -226,7 +226,7 @@ def test_packed_files_are_not_quantised_again(tmp_path: Path) -> None:
         make_runner(checkpoint, BackendOptions(device="cpu", quantize=8))
 
 
-def test_experts_and_routers_are_not_quantised(tmp_path: Path) -> None:
+def test_routers_are_not_quantised(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_config("qwen3_moe", tmp_path), "dummy")
     weights = load_weights(checkpoint, FP32, CPU, quantize_bits=8)
     mlp = weights.layers[0].mlp

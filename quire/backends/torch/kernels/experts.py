@@ -15,8 +15,7 @@ over the experts are fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,10 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.backends.torch.kernels import packed_experts
 from quire.backends.torch.kernels.linear import KINDS, _gated_value
-from quire.backends.torch.kernels.packed_experts import PackedTiling, packed_tiling
-from quire.backends.torch.mxfp4 import PackedStack
 from quire.weights.spec import Activation
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
@@ -414,34 +410,6 @@ class Biases(NamedTuple):
     down: Tensor | None = None  # [N, E]
 
 
-def run_experts(
-    x: Tensor,
-    gate_up: Tensor | PackedStack,
-    down: Tensor | PackedStack,
-    routing: Routing,
-    activation: Activation,
-    biases: Biases = Biases(),  # noqa: B008
-) -> Tensor:
-    """Return the experts' output [T, E] of rows x [T, E], with the kernels for this number of rows."""
-    num_rows, num_experts, num_chosen = len(x), len(down), routing.ids.shape[1]
-    is_few = is_alone(num_rows, num_experts, num_chosen)
-    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
-        if is_few:
-            return _packed_alone(x, gate_up, down, routing, activation, biases)
-        if packed_experts.is_expanded(num_rows, num_experts, num_chosen):
-            return _expanded_in_tiles(x, gate_up, down, routing, activation, biases)
-        return packed_in_tiles(
-            x, gate_up, down, routing, activation,
-            packed_tiling(num_rows, num_experts, num_chosen, x.element_size()), biases,
-        )  # fmt: skip
-    assert isinstance(gate_up, Tensor), "either both matrices are packed or none"
-    assert isinstance(down, Tensor), "either both matrices are packed or none"
-    if is_few:
-        return experts_alone(x, gate_up, down, routing, activation, biases)
-    shape = tiling(num_rows, num_experts, num_chosen, x.element_size())
-    return experts_in_tiles(x, gate_up, down, routing, activation, shape, biases)
-
-
 def experts_alone(
     x: Tensor,
     gate_up: Tensor,
@@ -482,105 +450,3 @@ def experts_in_tiles(
     gated = grouped_product(x, gate_up, slots, num_chosen, shape.rows, shape.gate_up, activation, biases.gate_up)
     y = grouped_product(gated, down, slots, num_chosen, shape.rows, shape.down, None, biases.down)
     return weighted_sum(y, routing.weights)
-
-
-def _packed_alone(
-    x: Tensor, gate_up: PackedStack, down: PackedStack, routing: Routing, activation: Activation, biases: Biases
-) -> Tensor:
-    gated = packed_experts.gated_alone(x, gate_up, biases.gate_up, routing.ids, KINDS[activation])
-    num_slots = _padded(routing.ids.shape[1])
-    return packed_experts.down_alone(gated, down, biases.down, routing.ids, routing.weights, num_slots)
-
-
-def _expanded_in_tiles(
-    x: Tensor, gate_up: PackedStack, down: PackedStack, routing: Routing, activation: Activation, biases: Biases
-) -> Tensor:
-    """Like `experts_in_tiles`. One matrix of all experts at a time is in memory."""
-    num_chosen = routing.ids.shape[1]
-    shape = tiling(len(x), len(down), num_chosen, x.element_size())
-    slots = sort_slots(routing.ids, len(down), shape.rows)
-    dense = packed_experts.expanded(gate_up)
-    gated = grouped_product(x, dense, slots, num_chosen, shape.rows, shape.gate_up, activation, biases.gate_up)
-    del dense
-    dense = packed_experts.expanded(down)
-    y = grouped_product(gated, dense, slots, num_chosen, shape.rows, shape.down, None, biases.down)
-    return weighted_sum(y, routing.weights)
-
-
-def packed_in_tiles(
-    x: Tensor,
-    gate_up: PackedStack,
-    down: PackedStack,
-    routing: Routing,
-    activation: Activation,
-    shape: PackedTiling,
-    biases: Biases = Biases(),  # noqa: B008
-) -> Tensor:
-    """Like `experts_in_tiles`, of packed matrices."""
-    slots = sort_slots(routing.ids, len(gate_up), shape.rows)
-    multiply = partial(packed_experts.packed_product, num_chosen=routing.ids.shape[1], rows=shape.rows)
-    sorted_ = (slots.order, slots.tiles, slots.max_tiles)
-    gated = multiply(x, gate_up, biases.gate_up, *sorted_, tile=shape.gate_up, kind=KINDS[activation])
-    y = multiply(gated, down, biases.down, *sorted_, tile=shape.down, kind=None)
-    return weighted_sum(y, routing.weights)
-
-
-def expert_calls(
-    gate_up: Tensor | PackedStack,
-    down: Tensor | PackedStack,
-    *,
-    num_chosen: int,
-    activation: Activation,
-    renormalizes: bool,
-    scale: float,
-    logits_dtype: torch.dtype,
-    max_rows: int,
-    has_bias: bool = False,
-    has_expert_scales: bool = False,
-) -> list[Callable[[], object]]:
-    """Return launches of every kernel that `Experts.fused` uses for 1 to `max_rows` rows.
-
-    All tensors are on the device "meta": launches are only compiled.
-    """
-
-    def meta(*shape: int, kind: torch.dtype = down.dtype) -> Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    num_experts, size, width = down.shape
-    biases = Biases(meta(num_experts, 2 * width), meta(num_experts, size)) if has_bias else Biases()
-    scales = meta(num_experts, kind=torch.float32) if has_expert_scales else None
-    choose = partial(route, num_chosen=num_chosen, renormalizes=renormalizes, scale=scale, expert_scales=scales)
-    chosen = Routing(meta(1, num_chosen, kind=torch.int32), meta(1, num_chosen, kind=torch.float32))
-    calls: list[Callable[[], object]] = [
-        partial(choose, meta(1, num_experts, kind=logits_dtype)),
-        partial(run_experts, meta(1, size), gate_up, down, chosen, activation, biases),
-        partial(weighted_sum, meta(num_chosen, size), chosen.weights),
-    ]
-    for least in (1, SHORT + 1, 2 * SHORT + 1, LONG + 1):
-        if least <= max_rows * num_chosen:
-            ids = meta(-(-least // num_chosen), num_chosen, kind=torch.int32)
-            calls.append(partial(sort_slots, ids, num_experts, 16))
-    ints = meta(16, kind=torch.int32)
-    slots = SortedSlots(ints[:num_chosen], ints, 1)
-    rows = [one for one in range(2, max_rows + 1) if not is_alone(one, num_experts, num_chosen)]
-    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
-        many = [one for one in rows if packed_experts.is_expanded(one, num_experts, num_chosen)]
-        fewer = [one for one in rows if one not in set(many)]
-        packed = {packed_tiling(one, num_experts, num_chosen, down.itemsize) for one in fewer}
-        for shape in sorted(packed):
-            run = partial(packed_experts.packed_product, num_chosen=num_chosen, rows=shape.rows)
-            inputs = (*slots,)
-            kind = KINDS[activation]
-            calls.append(partial(run, meta(1, size), gate_up, biases.gate_up, *inputs, tile=shape.gate_up, kind=kind))
-            calls.append(partial(run, meta(num_chosen, width), down, biases.down, *inputs, tile=shape.down, kind=None))
-        rows = many
-        if many:
-            calls += [partial(packed_experts.expanded, gate_up), partial(packed_experts.expanded, down)]
-        gate_up, down = (torch.empty(one.shape, dtype=down.dtype, device="meta") for one in (gate_up, down))
-    for tile_rows, *tiles in sorted({tiling(one, num_experts, num_chosen, down.itemsize) for one in rows}):
-        product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=tile_rows)
-        calls.append(
-            partial(product, meta(1, size), gate_up, tile=tiles[0], activation=activation, bias=biases.gate_up)
-        )
-        calls.append(partial(product, meta(num_chosen, width), down, tile=tiles[1], activation=None, bias=biases.down))
-    return calls

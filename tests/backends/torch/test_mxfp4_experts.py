@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.experts import Experts
+from quire.backends.torch.experts import Experts, Stack
 from quire.backends.torch.kernels import experts as kernels
-from quire.backends.torch.kernels import packed_experts
-from quire.backends.torch.kernels.experts import expert_calls
-from quire.backends.torch.kernels.packed_experts import PackedTiling, packed_tiling
-from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
+from quire.backends.torch.kernels import mxfp4_experts
+from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
+from quire.backends.torch.kernels.routed_experts import expert_calls, mxfp4_in_tiles
+from quire.backends.torch.mxfp4 import MAX_EXPONENT, Mxfp4Stack
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
 from quire.weights.spec import Activation
@@ -23,8 +23,8 @@ from tests.backends.torch.test_experts import BF16, DOT_DTYPES, FP32, assert_nea
 # N experts, E hidden size, F width of an expert
 
 
-def random_stack(shape: tuple[int, int, int], dtype: torch.dtype, exponents: tuple[int, int]) -> PackedStack:
-    stack = PackedStack.empty(*shape, dtype, DEVICE)
+def random_stack(shape: tuple[int, int, int], dtype: torch.dtype, exponents: tuple[int, int]) -> Mxfp4Stack:
+    stack = Mxfp4Stack.empty(*shape, dtype, DEVICE)
     stack.codes.copy_(torch.randint(0, 256, stack.codes.shape, dtype=torch.uint8))
     stack.exponents.copy_(torch.randint(*exponents, stack.exponents.shape, dtype=torch.uint8))
     return stack
@@ -48,7 +48,7 @@ def make_packed(
 
 
 def decoded(experts: Experts) -> Experts:
-    def dense(stack: Tensor | PackedStack) -> Tensor:
+    def dense(stack: Stack) -> Tensor:
         return torch.stack([stack[n] for n in range(len(stack))])
 
     return Experts(
@@ -71,7 +71,7 @@ def test_decoding_equals_that_of_files() -> None:
     blocks[0, 0, 1:] = range(0, 256, 16)
     info = TensorInfo("w", TensorType.MXFP4, (64, 128), blocks.size)
     raw = RawTensor(info, blocks.reshape(64, -1))
-    stack = PackedStack.empty(2, 70, 128, FP32, "cpu")
+    stack = Mxfp4Stack.empty(2, 70, 128, FP32, "cpu")
     stack.set_rows(1, 5, raw)
     assert torch.equal(stack[1][5:69], torch.from_numpy(to_float32(raw)))
     assert stack.nbytes == 2 * 70 * 4 * 17
@@ -113,7 +113,7 @@ def test_many_rows(
 def test_extreme_exponents(exponent: int, num_rows: int) -> None:
     """Weights near the ends of the range, and inputs that bring the products back to 1."""
     experts = make_packed(4, 2, 64, 32, has_bias=False)
-    assert isinstance(experts.gate_up, PackedStack)
+    assert isinstance(experts.gate_up, Mxfp4Stack)
     experts.gate_up.exponents.fill_(exponent)
     x, logits = make_rows(experts, num_rows)
     x *= 2.0 ** min(122 - exponent, 20)
@@ -124,23 +124,23 @@ def test_extreme_exponents(exponent: int, num_rows: int) -> None:
 SHAPES = [
     (shape, dtype)
     for dtype in (FP32, BF16)
-    for shape in sorted({packed_tiling(num_rows, 4, 2, dtype.itemsize) for num_rows in range(5, 300)})
+    for shape in sorted({mxfp4_tiling(num_rows, 4, 2, dtype.itemsize) for num_rows in range(5, 300)})
 ]
 
 
 @pytest.mark.parametrize("padding", [0, 32])
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-def test_every_tiling(shape: PackedTiling, dtype: torch.dtype, padding: int) -> None:
+def test_every_tiling(shape: Mxfp4Tiling, dtype: torch.dtype, padding: int) -> None:
     """Test tiles for large batches on small matrices, with inputs that are whole tiles and that are not."""
     dtype = dtype if DEVICE == "cuda" else FP32
     size, width = 2 * shape.gate_up.num_bytes + padding, 2 * shape.down.num_bytes + padding
     packed = make_packed(2, 1, size, width, dtype)
     x, logits = make_rows(packed, 6 if padding else 150)
     routing = kernels.route(logits, 1, renormalizes=True, scale=1.0)
-    assert isinstance(packed.gate_up, PackedStack)
-    assert isinstance(packed.down, PackedStack)
+    assert isinstance(packed.gate_up, Mxfp4Stack)
+    assert isinstance(packed.down, Mxfp4Stack)
     biases = kernels.Biases(packed.gate_up_bias, packed.down_bias)
-    got = kernels.packed_in_tiles(x, packed.gate_up, packed.down, routing, packed.activation, shape, biases)
+    got = mxfp4_in_tiles(x, packed.gate_up, packed.down, routing, packed.activation, shape, biases)
     want = decoded(packed).reference(x, logits)
     scale = max(float(want.abs().max()), 1.0)
     assert_near(got / scale, want / scale, dtype)
@@ -151,11 +151,11 @@ def test_experts_of_many_rows_are_decoded_first(size: int, monkeypatch: pytest.M
     experts = make_packed(3, 2, size, 32)
     x, logits = make_rows(experts, 40)
     packed = experts.fused(x, logits)
-    monkeypatch.setattr(packed_experts, "EXPANDED_ROWS", 1)
-    assert packed_experts.is_expanded(40, 3, 2)
+    monkeypatch.setattr(mxfp4_experts, "EXPANDED_ROWS", 1)
+    assert mxfp4_experts.is_expanded(40, 3, 2)
     for stack in (experts.gate_up, experts.down):
-        assert isinstance(stack, PackedStack)
-        decoded_all = packed_experts.expanded(stack)
+        assert isinstance(stack, Mxfp4Stack)
+        decoded_all = mxfp4_experts.expanded(stack)
         assert all(torch.equal(decoded_all[expert], stack[expert]) for expert in range(3))
     torch.testing.assert_close(experts.fused(x, logits), packed, rtol=1e-5, atol=1e-4)
 
@@ -172,7 +172,7 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dt
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate_up, down = (PackedStack.empty(*shape, dtype, "meta") for shape in ((32, 128, 128), (32, 128, 64)))
+    gate_up, down = (Mxfp4Stack.empty(*shape, dtype, "meta") for shape in ((32, 128, 128), (32, 128, 64)))
     biases = torch.empty(32, 128, dtype=dtype, device="meta"), torch.empty(32, 128, dtype=dtype, device="meta")
     settings = {"num_chosen": 4, "activation": Activation.CLAMPED_SWIGLU, "renormalizes": True, "scale": 1.0}
     launches = Launches(monkeypatch, is_run=False)
@@ -190,4 +190,4 @@ def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest
 
 def test_shapes_must_match() -> None:
     with pytest.raises(ValueError, match="do not match"):
-        PackedStack(torch.zeros(1, 2, 17, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.uint8), FP32)
+        Mxfp4Stack(torch.zeros(1, 2, 17, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.uint8), FP32)

@@ -1,6 +1,6 @@
 """Products with experts in MXFP4, which are decoded in registers: a step reads a quarter of the bytes of bf16.
 
-A byte of codes holds weights j and j + 16 of a group of 32 (`PackedStack`). A tile of bytes is therefore two tiles of
+A byte of codes holds weights j and j + 16 of a group of 32 (`Mxfp4Stack`). A tile of bytes is therefore two tiles of
 weights, and each is multiplied by its own tile of inputs: nothing is reordered. A code has a sign, two bits of exponent
 and one of mantissa. Moved to the same places of a float32 it is the weight times 2 ** -126, exactly, subnormal or not;
 one multiplication by the exponent of the group corrects that.
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.linear import _gated_value
-from quire.backends.torch.mxfp4 import PackedStack
+from quire.backends.torch.mxfp4 import Mxfp4Stack
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
@@ -32,7 +32,7 @@ ALONE_PAIRS = 2  # gates and their ups per program
 ALONE_WARPS = (2, 2)  # of the two kernels for few rows
 
 
-class PackedTile(NamedTuple):
+class Mxfp4Tile(NamedTuple):
     """The shape of a program of a grouped product. A gated product has `outputs` gates and as many ups."""
 
     outputs: int
@@ -167,7 +167,7 @@ def _multiply_packed(
 
 
 @triton.jit
-def _packed_product(
+def _mxfp4_product(
     x, codes, exponents, bias, order, tiles, out,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr,
@@ -212,7 +212,7 @@ def _dot_packed(x_at, c_at, e_at, is_real, is_x, IN: tl.constexpr, R: tl.constex
 
 
 @triton.jit
-def _gated_alone_packed(
+def _gated_alone_mxfp4(
     x, codes, exponents, bias, ids, out,
     E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +237,7 @@ def _gated_alone_packed(
 
 
 @triton.jit
-def _down_alone_packed(
+def _down_alone_mxfp4(
     x, codes, exponents, bias, ids, weights, out,
     E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +274,7 @@ def _expand(codes, exponents, out, num_groups, GROUPS: tl.constexpr, IN_PAIRS: t
     tl.store(target + 16, high, mask=is_in)
 
 
-def expanded(stack: PackedStack) -> Tensor:
+def expanded(stack: Mxfp4Stack) -> Tensor:
     """Return the decoded matrices [N, O, I] of all experts."""
     out = torch.empty(stack.shape, dtype=stack.dtype, device=stack.codes.device)
     num_groups = stack.exponents.numel()
@@ -290,31 +290,31 @@ def is_expanded(num_rows: int, num_experts: int, num_chosen: int) -> bool:
     return num_rows * num_chosen >= EXPANDED_ROWS * num_experts
 
 
-class PackedTiling(NamedTuple):
+class Mxfp4Tiling(NamedTuple):
     """The shapes of both grouped products."""
 
     rows: int
-    gate_up: PackedTile
-    down: PackedTile
+    gate_up: Mxfp4Tile
+    down: Mxfp4Tile
 
 
 @cache  # every layer of a step calls this
-def packed_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> PackedTiling:
+def mxfp4_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> Mxfp4Tiling:
     """Return the tiles for this number of rows of the batch. Measured in docs/performance.md."""
     mean = num_rows * num_chosen / num_experts  # rows per expert
     if itemsize > 2:  # fp32, without tensor cores
-        tile = PackedTile(outputs=32, num_bytes=16, num_warps=4, num_stages=3)
-        return PackedTiling(16 if mean <= 12 else 64, tile, tile)
+        tile = Mxfp4Tile(outputs=32, num_bytes=16, num_warps=4, num_stages=3)
+        return Mxfp4Tiling(16 if mean <= 12 else 64, tile, tile)
     if mean <= 12:
-        return PackedTiling(16, PackedTile(64, 32, 4, 3), PackedTile(64, 32, 4, 3))
+        return Mxfp4Tiling(16, Mxfp4Tile(64, 32, 4, 3), Mxfp4Tile(64, 32, 4, 3))
     if mean <= 24:
-        return PackedTiling(32, PackedTile(128, 32, 4, 4), PackedTile(128, 32, 4, 4))
-    return PackedTiling(64, PackedTile(128, 32, 8, 3), PackedTile(128, 32, 8, 3))
+        return Mxfp4Tiling(32, Mxfp4Tile(128, 32, 4, 4), Mxfp4Tile(128, 32, 4, 4))
+    return Mxfp4Tiling(64, Mxfp4Tile(128, 32, 8, 3), Mxfp4Tile(128, 32, 8, 3))
 
 
-def packed_product(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, order: Tensor, tiles: Tensor, max_tiles: int, *,
-    num_chosen: int, rows: int, tile: PackedTile, kind: int | None,
+def mxfp4_product(
+    x: Tensor, weight: Mxfp4Stack, bias: Tensor | None, order: Tensor, tiles: Tensor, max_tiles: int, *,
+    num_chosen: int, rows: int, tile: Mxfp4Tile, kind: int | None,
 ) -> Tensor:  # fmt: skip
     """Multiply each slot's row by its expert's matrix, as `grouped_product`. `kind`: of a gated product."""
     num_outputs, num_inputs = weight.shape[1:]
@@ -322,7 +322,7 @@ def packed_product(
         num_outputs //= 2
     out = x.new_empty((len(order), num_outputs))
     num_programs = -(-max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
-    _packed_product[(num_programs,)](
+    _mxfp4_product[(num_programs,)](
         x, weight.codes, weight.exponents, bias, order, tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
         ROWS=rows, OUTPUTS=tile.outputs, BYTES=tile.num_bytes, TOGETHER=TILES_TOGETHER,
         IS_GATED=kind is not None, KIND=kind or 0, IN_PAIRS=HAS_PAIRS and x.dtype == torch.bfloat16,
@@ -331,12 +331,12 @@ def packed_product(
     return out
 
 
-def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
+def gated_alone(x: Tensor, weight: Mxfp4Stack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
     pairs = ALONE_PAIRS
     out = x.new_empty((num_rows * num_chosen, width))
-    _gated_alone_packed[(-(-width // pairs), num_rows * num_chosen)](
+    _gated_alone_mxfp4[(-(-width // pairs), num_rows * num_chosen)](
         x, weight.codes, weight.exponents, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=pairs,
         BYTES=_alone_bytes(size), KIND=kind, num_warps=ALONE_WARPS[0],
     )  # fmt: skip
@@ -344,12 +344,12 @@ def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor
 
 
 def down_alone(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
+    x: Tensor, weight: Mxfp4Stack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
 ) -> Tensor:
     """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
     size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
     out = x.new_empty((num_rows, size))
-    _down_alone_packed[(size, num_rows)](
+    _down_alone_mxfp4[(size, num_rows)](
         x, weight.codes, weight.exponents, bias, ids, weights, out, E=size, F=width, K=num_chosen, SLOTS=num_slots,
         BYTES=_alone_bytes(width), num_warps=ALONE_WARPS[1],
     )  # fmt: skip

@@ -1,0 +1,307 @@
+"""Loading of experts: which stay packed, in which format, and that whole models compute with the same weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.backends.torch.experts import Experts
+from quire.backends.torch.loading import (
+    ExpertFormats,
+    ModelWeights,
+    RoutedWeights,
+    expert_formats,
+    load_weights,
+    weight_bytes,
+)
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat
+from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed_stack import PackedStack, dense
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.opening import open_checkpoint
+from quire.weights.packed import CodeType, PackedMatrix
+from tests.backends.torch.fused_rig import FusedRig
+from tests.backends.torch.rig import Rig
+from tests.backends.torch.test_compiling import write_config
+from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
+from tests.weights.layouts import (
+    LAYOUTS,
+    Layout,
+    Stored,
+    fp8,
+    fp8_config,
+    mixed_safetensors,
+    quantize_arrays,
+    write_quantized,
+)
+from tests.weights.makers import EXPERTS, LAYERS, make_gguf, moe_arrays, moe_config, moe_keys, moe_tensors, write_folder
+
+# E hidden size, F width of an expert
+
+FP32, CPU = torch.float32, torch.device("cpu")
+SMALL_BLOCKS = Layout(fp8_config(weight_block_size=[32, 32]), fp8(32, 32), "FP8")
+KEPT = {
+    "fp8 in small blocks": (SMALL_BLOCKS, PackedFormat(CodeType.FP8, 32, 32)),
+    "fp8 whole": (LAYOUTS["fp8 whole, scalar"], FP8_PER_OUTPUT),
+    "ct fp8 channel": (LAYOUTS["ct fp8 channel"], FP8_PER_OUTPUT),
+    "ct w4 g32": (LAYOUTS["ct w4 g32"], PackedFormat(CodeType.INT4, 1, 32)),
+    "ct w4 asymmetric": (LAYOUTS["ct w4 asymmetric"], PackedFormat(CodeType.INT4, 1, 32, has_zeros=True)),
+    "gptq g32": (LAYOUTS["gptq g32"], PackedFormat(CodeType.INT4, 1, 32)),
+    "gptq asymmetric": (LAYOUTS["gptq asymmetric"], PackedFormat(CodeType.INT4, 1, 32, has_zeros=True)),
+    "awq g32": (LAYOUTS["awq g32"], PackedFormat(CodeType.INT4, 1, 32, has_zeros=True)),
+    "gptq 8 bits": (LAYOUTS["gptq 8 bits"], PackedFormat(CodeType.INT8, 1, 32)),
+}
+
+
+def small_arrays() -> dict[str, NDArray[np.float32]]:
+    """Return a mixture of experts whose outputs are about 1."""
+    return {
+        name: array if array.ndim == 1 else (array / array.shape[-1] ** 0.5).astype(np.float32)
+        for name, array in moe_arrays().items()
+    }
+
+
+def experts_of(weights: ModelWeights) -> list[Experts]:
+    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedWeights)]
+
+
+def stacks_of(weights: ModelWeights) -> list[PackedStack]:
+    found = [stack for experts in experts_of(weights) for stack in (experts.gate_up, experts.down)]
+    assert all(isinstance(stack, PackedStack) for stack in found)
+    return found  # type: ignore[return-value]
+
+
+def file_stacks(weights: dict[str, NDArray[np.float32]]) -> list[Tensor]:
+    """Return the matrices of all experts, stacked as in memory."""
+    found = []
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}.mlp.experts."
+        for parts in (("gate", "up"), ("down",)):
+            groups = [
+                np.concatenate([weights[f"{prefix}{expert}.{part}_proj.weight"] for part in parts])
+                for expert in range(EXPERTS)
+            ]
+            found.append(torch.from_numpy(np.stack(groups)))
+    return found
+
+
+def load(checkpoint: Checkpoint, bits: int | None = None, **settings: Any) -> ModelWeights:
+    with torch.inference_mode():
+        return load_weights(checkpoint, FP32, CPU, quantize_bits=bits, **settings)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
+    layout, format = KEPT[name]
+    meant = write_quantized(tmp_path, layout, moe_config(), moe_arrays())
+    checkpoint = open_checkpoint(tmp_path)
+    assert expert_formats(checkpoint, None) == ExpertFormats(format, format)
+    reports: list[tuple[int, int]] = []
+    weights = load(checkpoint, progress=lambda *report: reports.append(report))
+    stacks = stacks_of(weights)
+    for stack, want in zip(stacks, file_stacks(meant), strict=True):
+        assert stack.format == format
+        torch.testing.assert_close(dense(stack), want, rtol=2e-3, atol=1e-6)  # scales of groups are rounded to fp16
+        assert torch.equal(stack[2], dense(stack)[2])
+    assert weights.packed_types == (str(format.type),)
+    linears = [one for layer in weights.layers for one in vars_of(layer.mixer) if isinstance(one, PackedLinear)]
+    saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks)
+    saved += sum(4 * linear.packed.shape.numel() - linear.packed.nbytes for linear in linears)
+    assert weights.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
+    assert reports == sorted(reports)
+    assert reports[-1][0] == reports[-1][1]
+
+
+def vars_of(value: object) -> list[object]:
+    return [getattr(value, name) for name in value.__slots__]  # type: ignore[attr-defined]
+
+
+class Blocks(PackedDummy):
+    """Its experts are in blocks as Qwen's FP8 files have them."""
+
+    def read_packed(self, name: str) -> PackedMatrix | None:
+        if ".experts." not in name:
+            return None
+        shape = self.tensors[name].shape
+        return random_matrix(CodeType.FP8, (shape[0], shape[1]), (128, 128), seed=len(name))
+
+
+def test_blocks_of_128(tmp_path: Path) -> None:
+    blocks = PackedFormat(CodeType.FP8, 128, 128)
+    checkpoint = Blocks(mixture(tmp_path, moe_intermediate_size=256), CodeType.FP8, 128)
+    assert [stack.format for stack in stacks_of(load(checkpoint))] == [blocks, blocks]
+    checkpoint = Blocks(mixture(tmp_path, moe_intermediate_size=192), CodeType.FP8, 128)
+    (experts,) = experts_of(load(checkpoint))  # 192 inputs are not whole blocks, so both matrices are decoded
+    assert isinstance(experts.gate_up, Tensor)
+    assert isinstance(experts.down, Tensor)
+    want = checkpoint.read_packed("layers.0.experts.5.up_proj.weight")
+    assert torch.equal(experts.gate_up[5, 192:], torch.from_numpy(decoded_rows(want)))
+
+
+def mixture(folder: Path, **changes: Any) -> Checkpoint:
+    """Return a model without weights, of 8 experts with E = 512."""
+    path = write_config("qwen3_moe", folder)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, **changes}))
+    return open_checkpoint(path, "dummy")
+
+
+def test_stacks_of_a_file_stay_packed(tmp_path: Path) -> None:
+    """transformers 5 saves the experts of FP8 models as stacks, with a stack of scales."""
+    arrays = moe_arrays()
+    meant = write_quantized(tmp_path, SMALL_BLOCKS, moe_config(), arrays)
+    tensors, _ = quantize_arrays(SMALL_BLOCKS, arrays)
+    stacked = {name: one for name, one in tensors.items() if ".experts." not in name}
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}.mlp.experts."
+        for ending, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            parts = {
+                part: [tensors[f"{prefix}{expert}.{part}_proj.{ending}"] for expert in range(EXPERTS)]
+                for part in ("gate", "up", "down")
+            }
+            pairs = zip(parts["gate"], parts["up"], strict=True)
+            both = np.stack([np.concatenate((gate.array, up.array)) for gate, up in pairs])
+            stacked[f"{prefix}gate_up_proj{suffix}"] = Stored(parts["up"][0].dtype, both)
+            down = np.stack([one.array for one in parts["down"]])
+            stacked[f"{prefix}down_proj{suffix}"] = Stored(parts["down"][0].dtype, down)
+    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(stacked))
+    for stack, want in zip(stacks_of(load(open_checkpoint(tmp_path))), file_stacks(meant), strict=True):
+        assert stack.format == PackedFormat(CodeType.FP8, 32, 32)
+        torch.testing.assert_close(dense(stack), want)
+
+
+def test_experts_of_a_gguf_stay_packed(tmp_path: Path) -> None:
+    """Gates and ups in Q4_0, downs in Q8_0."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(make_gguf(moe_keys(), list(moe_tensors().items())))
+    checkpoint = open_checkpoint(path)
+    weights = load(checkpoint)
+    assert weights.packed_types == ("int4", "int8")
+    for i, experts in enumerate(experts_of(weights)):
+        for stack, names in ((experts.gate_up, ("gate_proj", "up_proj")), (experts.down, ("down_proj",))):
+            assert isinstance(stack, PackedStack)
+            for expert in range(EXPERTS):
+                parts = [checkpoint.read_packed(f"layers.{i}.experts.{expert}.{name}.weight") for name in names]
+                want = torch.cat([torch.from_numpy(decoded_rows(part)) for part in parts])
+                torch.testing.assert_close(stack[expert], want, rtol=2e-3, atol=1e-6)
+
+
+def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
+    from quire.weights.packed import dequantize
+
+    assert matrix is not None
+    return dequantize(matrix)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "ct w4 act-order", "ct w8 asymmetric", "fp8 small blocks"])
+def test_formats_without_kernels_are_decoded(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layout = LAYOUTS[name]
+    if name == "fp8 small blocks":  # groups of 8 columns
+        layout = Layout(fp8_config(weight_block_size=[32, 8]), fp8(32, 8), "FP8")
+    meant = write_quantized(tmp_path, layout, moe_config(), moe_arrays())
+    checkpoint = open_checkpoint(tmp_path)
+    assert expert_formats(checkpoint, None) is None
+    with caplog.at_level(logging.INFO):
+        weights = load(checkpoint)
+    found = [stack for experts in experts_of(weights) for stack in (experts.gate_up, experts.down)]
+    for matrix, want in zip(found, file_stacks(meant), strict=True):
+        assert isinstance(matrix, Tensor)
+        torch.testing.assert_close(matrix, want)
+    assert caplog.text.count("weights of experts in") == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ".experts.3.up_proj.",  # one matrix of a stack
+        "down_proj",  # all of one of the two stacks
+    ],
+)
+def test_mixed_experts_are_decoded(odd: str, tmp_path: Path) -> None:
+    """Some matrices of the file are in 32 bits."""
+    layout = LAYOUTS["ct w4 asymmetric"]
+    tensors, meant = quantize_arrays(
+        layout, moe_arrays(), chosen=lambda name: name.endswith("proj.weight") and odd not in name
+    )
+    (tmp_path / "config.json").write_text(json.dumps({**moe_config(), "quantization_config": layout.config}))
+    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(tensors))
+    weights = load(open_checkpoint(tmp_path))
+    found = [stack for experts in experts_of(weights) for stack in (experts.gate_up, experts.down)]
+    is_packed = [isinstance(stack, PackedStack) for stack in found]
+    assert is_packed == [False] * 4
+    for matrix, want in zip(found, file_stacks(meant), strict=True):
+        torch.testing.assert_close(matrix, want, rtol=2e-3, atol=1e-6)
+    assert weights.packed_types == ("int4",)  # of attention
+    saved = weight_bytes(open_checkpoint(tmp_path).spec, FP32) - weights.num_bytes
+    assert 0 < saved < sum(4 * one.numel() for one in file_stacks(meant)) / 4
+
+
+# `--quantize`
+
+
+@pytest.mark.parametrize(("bits", "kind", "error"), [(8, "fp8", 0.04), (4, "int4", 0.14)])
+def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) -> None:
+    write_folder(tmp_path, moe_config(), moe_arrays())
+    checkpoint = open_checkpoint(tmp_path)
+    plain, weights = load(checkpoint), load(checkpoint, bits)
+    assert weights.packed_types == (kind,)
+    formats = expert_formats(checkpoint, bits)
+    for one, other in zip(experts_of(plain), experts_of(weights), strict=True):
+        for number, (matrix, stack) in enumerate(((one.gate_up, other.gate_up), (one.down, other.down))):
+            assert isinstance(matrix, Tensor)
+            assert isinstance(stack, PackedStack)
+            assert formats is not None
+            assert stack.format == formats[number]
+            assert float((dense(stack) - matrix).norm() / matrix.norm()) < error
+    assert all(isinstance(layer.mlp, RoutedWeights) for layer in weights.layers)
+    assert not any(isinstance(layer.mlp.router, PackedLinear) for layer in weights.layers)  # type: ignore[union-attr]
+
+
+def test_groups_follow_the_width(tmp_path: Path) -> None:
+    checkpoint = mixture(tmp_path, moe_intermediate_size=96)
+    formats = expert_formats(checkpoint, 4)
+    assert formats == (INT4_IN_GROUPS, PackedFormat(CodeType.INT4, 1, 32))
+    assert [stack.format for stack in stacks_of(load(checkpoint, 4))] == [*formats]
+
+
+def test_a_width_that_nothing_fits_keeps_its_bits(tmp_path: Path) -> None:
+    checkpoint = mixture(tmp_path, moe_intermediate_size=100)
+    assert expert_formats(checkpoint, 4) is None
+    (experts,) = experts_of(load(checkpoint, 4))
+    assert isinstance(experts.gate_up, Tensor)
+    assert isinstance(experts.down, Tensor)
+    assert expert_formats(checkpoint, 8) == (FP8_PER_OUTPUT, FP8_PER_OUTPUT)
+
+
+def test_random_experts_are_never_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = mixture(tmp_path)
+    monkeypatch.setattr(PackedStack, "quantize", None)
+    stacks = stacks_of(load(checkpoint, 8))
+    for stack in stacks:
+        assert 0.01 < float(dense(stack).std()) < 0.04
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("name", ["fp8 in small blocks", "ct w4 asymmetric", "awq g32"])
+def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) -> None:
+    layout, _ = KEPT[name]
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    meant = write_quantized(packed, layout, moe_config(), small_arrays())
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(moe_config()))
+    (plain / "model.safetensors").write_bytes(mixed_safetensors({n: Stored("F32", one) for n, one in meant.items()}))
+    prompt = [5, 33, 12, 61, 4, 9, 17]
+    want = torch.stack(Rig(plain, max_model_len=64).answer(prompt, 3).rows)
+    for rig in (Rig(packed, max_model_len=64), FusedRig(packed)):
+        got = torch.stack(rig.answer(prompt, 3).rows)
+        assert float((got - want).abs().max()) < 0.02  # scales of groups are rounded to fp16
