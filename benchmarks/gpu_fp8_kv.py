@@ -51,7 +51,7 @@ def make_pools() -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales, and the same numbers in bf16."""
     shape = NUM_BLOCKS, 2, KV_HEADS, BLOCK, HEAD_SIZE
     codes = torch.empty(LAYERS, *shape, dtype=torch.uint8, device="cuda")
-    scales = torch.empty(LAYERS, *shape[:-1], dtype=torch.uint8, device="cuda")
+    scales = torch.empty(LAYERS, *shape[:-1], dtype=torch.bfloat16, device="cuda")
     plain = torch.empty(LAYERS, *shape, dtype=torch.bfloat16, device="cuda")
     for layer in range(LAYERS):
         codes[layer], scales[layer] = encode(torch.randn(shape, device="cuda"))

@@ -106,7 +106,7 @@ class Case:
         self.out = torch.empty_like(self.q)
         self.pool, self.parts = pool, Parts.empty(8192, num_heads, HEAD_SIZE, device)
         self.scales = scales  # of keys and values in FP8
-        vector_bytes = HEAD_SIZE * pool.itemsize + (scales is not None)
+        vector_bytes = HEAD_SIZE * pool.itemsize + (0 if scales is None else scales.itemsize)
         self.num_bytes = 2 * KV_HEADS * vector_bytes * sum(lengths)
         self.num_ops = sum(4 * num_heads * HEAD_SIZE * new * (cached + new / 2) for cached, new in prompts)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, Mixer, ModelSpec, ShortConvSpec
 
-FP8_BYTES = 1  # of an element, and of the scale that the key or value of a head has
+SCALE_BYTES = 2  # of a key or value of one head in FP8
 STATE_BYTES = 4  # of an element of a recurrent state, which is fp32 whatever the type of the model
 
 
@@ -108,7 +108,7 @@ class KVSpec:
         chosen = [layer for layer in self.layers if isinstance(layer, LayerKV) and bool(layer.window) == has_window]
         num_elements = sum(layer.num_elements for layer in chosen)
         if self.is_fp8:
-            return (num_elements + sum(layer.num_vectors for layer in chosen)) * block_size * FP8_BYTES
+            return (num_elements + SCALE_BYTES * sum(layer.num_vectors for layer in chosen)) * block_size
         return num_elements * block_size * item_bytes
 
 

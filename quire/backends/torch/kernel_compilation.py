@@ -307,7 +307,7 @@ def _attention_calls(
     tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
     qkv = zeros(2, qkv_rows(attention))
     layer = zeros(2, 2, num_kv_heads, block_size, head_size, kind=torch.uint8 if has_fp8_kv else dtype)
-    scales = zeros(2, 2, num_kv_heads, block_size, kind=torch.uint8) if has_fp8_kv else None
+    scales = zeros(2, 2, num_kv_heads, block_size, kind=torch.bfloat16) if has_fp8_kv else None
     angles = None
     if attention.rope is not None:
         angles = zeros(16, attention.rope.rotary_size // 2, kind=torch.float32)
@@ -419,7 +419,7 @@ def later_calls(
         shape = spec.num_layers, 2, 2, attention.num_kv_heads, block_size, attention.head_size
         pools = [meta(*shape)]
         if has_fp8_kv:
-            pools = [meta(*shape, kind=torch.uint8), meta(*shape[:-1], kind=torch.uint8)]
+            pools = [meta(*shape, kind=torch.uint8), meta(*shape[:-1], kind=torch.bfloat16)]
         calls += [partial(copy_blocks, pool, ints[:1], ints[:1]) for pool in pools]
     return calls
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec, LayerKV
-from quire.backends.torch.fp8_kv import NOT_FINITE, decode, encode
+from quire.backends.torch.fp8_kv import decode, encode
 from quire.core.step import BlockCopy
 
 # K kv heads, D head size
@@ -117,7 +117,9 @@ class KVStore:
             for shape in dict.fromkeys(owners.values())
         }
         self.scale_pools: Mapping[LayerShape, Tensor] = {  # [layers of the shape, blocks, 2, K, block size]
-            shape: zeros(tuple(pool.shape[:-1]), stored, device) for shape, pool in self.pools.items() if self.is_fp8
+            shape: zeros(tuple(pool.shape[:-1]), torch.bfloat16, device)
+            for shape, pool in self.pools.items()
+            if self.is_fp8
         }
         self.layers = _divide_pools(self.pools, owners, sharers)
         self.scales = _divide_pools(self.scale_pools, owners, sharers)  # empty unless in FP8
@@ -196,11 +198,7 @@ class KVStore:
             whole = torch.tensor(sorted(set(some)), dtype=torch.int64, device=self.device)
             for layer in pool:
                 for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
-                    old = layer.index_select(0, index)
-                    if self.is_fp8:
-                        clean = old.masked_fill_(old == NOT_FINITE, 0)
-                    else:
-                        clean = old.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     layer.index_copy_(0, index, clean)
 
     def layers_of(self, *, is_window: bool) -> list[Tensor]:

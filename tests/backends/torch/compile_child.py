@@ -122,6 +122,8 @@ def main() -> int:
         calls += state_calls(spec, torch.bfloat16)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
+        calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"), has_fp8_kv=True)
+        calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, has_fp8_kv=True)
     calls += of_packed()
     calls += of_states()
     calls += of_pieces()

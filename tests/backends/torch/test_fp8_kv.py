@@ -14,7 +14,6 @@ from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
 from quire.backends.sampling import BROKEN
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import graphs
-from quire.backends.torch.fp8_kv import NOT_FINITE
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import BlockCopy
@@ -110,8 +109,8 @@ def test_siblings_and_graphs(has_graphs: bool, tmp_path: Path, monkeypatch: pyte
 
 
 def test_bytes() -> None:
-    """A byte for each number and each scale. States have the type of the model."""
-    full, window = 2 * (8 + 1), 2 * 2 * (16 + 1)
+    """A byte for each number, two for each scale. States have the type of the model."""
+    full, window = 2 * (8 + 2), 2 * 2 * (16 + 2)
     assert SPEC.full_block_bytes(8, 4) == SPEC.full_block_bytes(8, 2) == 8 * full
     assert SPEC.window_block_bytes(8, 4) == 8 * window
     assert SPEC.state_bytes(4) == replace(SPEC, is_fp8=False).state_bytes(4) == 2 * 12 * 4
@@ -148,14 +147,14 @@ def test_a_purge_removes_what_is_not_finite() -> None:
     kv[1, 0, 3] = float("nan")
     store.store(0, kv, store.slots(torch.tensor([3, 4]), torch.tensor([1, 1]), torch.tensor([0, 0])))
     (context,) = store.contexts(torch.tensor([[3, 4]]), 9).values()
-    assert int((store.scales[0] == NOT_FINITE).sum()) == 1
+    assert int(store.scales[0].isnan().sum()) == 1
     context.read(0)
     assert context.keys[0, 0, 8].isnan().all()
     store.purge([3, 4])
     context.read(0)
     assert not context.keys[0, 0, 8].any()
-    assert bool((context.values[0, 0, 8] == 1).all())
-    assert bool((context.keys[0, 0, 0] == 1).all())
+    assert float((context.values[0, 0, 8] - 1).abs().max()) < 0.01
+    assert float((context.keys[0, 0, 0] - 1).abs().max()) < 0.01
 
 
 def test_a_failed_request_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_a_failed_request_leaves_nothing_behind(tmp_path: Path) -> None:
         with torch.inference_mode():
             runner.model.embedding[7] = float("nan")
         assert rig.answer([7, *tokens], 2).error == BROKEN
-        assert not any(bool((pool == NOT_FINITE).any()) for pool in runner.store.scale_pools.values())
+        assert not any(bool(pool.isnan().any()) for pool in runner.store.scale_pools.values())
         rig.reset()
         assert distance(rig.answer(tokens, 2), expected) < BOUND
 
@@ -184,7 +183,7 @@ def test_the_pool_holds_more_tokens(tmp_path: Path) -> None:
     plain, fp8 = Rig(path, **sizes), Rig(path, kv_cache_dtype="fp8", **sizes)
     head_size = plain.engine.runner.model.spec.attention.head_size  # type: ignore[attr-defined]
     ratio = fp8.engine.capacity.num_blocks / plain.engine.capacity.num_blocks
-    assert ratio == pytest.approx(4 * head_size / (head_size + 1), rel=0.03)  # fp32 on a CPU
+    assert ratio == pytest.approx(4 * head_size / (head_size + 2), rel=0.03)  # fp32 on a CPU
     assert fp8.engine.runner.facts().kv_bytes <= 1 << 20
     assert (plain.engine.runner.facts().kv_dtype, fp8.engine.runner.facts().kv_dtype) == ("float32", "fp8")
     assert fp8.engine.runner.facts().dtype == "float32, KV cache in fp8"

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.chaining import let_next_start
-from quire.backends.torch.kernels.fp8_kv import decode, power, scale_queries
+from quire.backends.torch.kernels.fp8_kv import decode, scale_queries
 
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
@@ -74,10 +74,9 @@ def _scale_weights(weights, scales, is_key, highest):
     So weights stay at most 1, and are exact enough in fp16. Returns them, the highest scale, and the factor of what was
     summed before.
     """
-    scales = tl.load(scales, mask=is_key, other=0).to(tl.int32)
-    higher = tl.maximum(highest, tl.max(tl.where(scales < 255, scales, 0), 0))
-    factors = tl.where(scales < 255, tl.exp2((scales - higher).to(tl.float32)), float("nan"))
-    return weights * factors[None, :], higher, tl.exp2((highest - higher).to(tl.float32))
+    scales = tl.load(scales, mask=is_key, other=0.0).to(tl.float32)
+    higher = tl.maximum(highest, tl.max(tl.where(scales == scales, scales, 0.0), 0))
+    return weights * (scales / higher)[None, :], higher, highest / higher
 
 
 @triton.jit
@@ -118,7 +117,7 @@ def _attend(
     mixed = tl.zeros((M, D_PAD), tl.float32)
     if scales is not None:
         queries, row_scale = scale_queries(queries)
-        highest = tl.full((), 0, tl.int32)
+        highest = tl.full((), 1e-37, tl.float32)
     for start in range(low, high, N):
         keys_at = start + n
         is_key = keys_at < high
@@ -128,7 +127,7 @@ def _attend(
         keys, values = _load(layer, scales, place, d, queries.dtype, K * BLOCK, D, D_PAD)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
         if scales is not None:
-            scores = scores * row_scale[:, None] * power(tl.load(scales + place))[None, :]
+            scores = scores * row_scale[:, None] * tl.load(scales + place).to(tl.float32)[None, :]
         if HAS_CAP:
             scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
             scores *= 1.4426950408889634
@@ -143,7 +142,7 @@ def _attend(
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = higher
     if scales is not None:
-        mixed = mixed * power(highest)
+        mixed = mixed * highest
     first_part = tl.load(first_parts + rows, mask=is_row, other=0)
     is_whole = tl.load(first_parts + rows + 1, mask=is_row, other=0) - first_part == 0
     if sinks is not None:  # of a split row, `merge` adds it

@@ -22,27 +22,24 @@ def magnitude(x):
 
 @triton.jit
 def choose_scale(peak):
-    """Return the scale of vectors whose largest magnitude is `peak`: the least power of two that needs no clamping."""
-    scale = tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, 0)
-    return tl.where(peak < 0x7F800000, scale, 255)
-
-
-@triton.jit
-def power(scale):
-    """Return 2 ** (scale - 127) as fp32: 0 of scale 0, infinity of 255."""
-    return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    """Return the scale of vectors whose largest magnitude is `peak`, in fp32, rounded to bf16."""
+    bits = magnitude(peak.to(tl.float32, bitcast=True) * (1.0 / 448.0))
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    scale = tl.where(peak < 0x12800000, 0.0, bits.to(tl.float32, bitcast=True))  # 2 ** -90
+    return tl.where(peak < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
 def encode(x, scale):
-    """Return the e4m3 codes of numbers, rounded to the nearest, ties to even."""
-    x = x.to(tl.float32) * ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    """Return the e4m3 codes of numbers, rounded to the nearest, ties to even; 0 if the scale is 0 or NaN."""
+    is_stored = scale > 0.0
+    x = x.to(tl.float32) * tl.div_rn(1.0, tl.where(is_stored, scale, 1.0))
     size = magnitude(x)
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # exponents begin at -7 instead of -127
     # Numbers below 2 ** -6 are multiples of 2 ** -9, which is the distance of numbers at 2 ** 14.
     small = magnitude(tl.abs(x) + 16384.0) - 0x46800000
     code = tl.where(size < 0x3C800000, small, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return tl.where(scale == 255, 0, code).to(tl.uint8)
+    return tl.where(is_stored, code, 0).to(tl.uint8)
 
 
 @triton.jit

@@ -104,7 +104,7 @@ def _rope_store(
     vector = (block * 2 * K + head - H) * BLOCK_SIZE + position % BLOCK_SIZE  # [HEADS, 1]
     if scales is not None:
         scale = choose_scale(tl.maximum(_peak(y1, y2, in_pair), _peak(y3, y3, in_rest)))
-        tl.store(scales + vector, scale.to(tl.uint8), mask=is_kept)
+        tl.store(scales + vector, scale.to(tl.bfloat16), mask=is_kept)
         y1, y2, y3 = encode(y1, scale), encode(y2, scale), encode(y3, scale)
     target = layer + vector * D
     tl.store(target + pair, y1, mask=in_pair & is_kept)
