@@ -303,7 +303,7 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 def _check_kv_cache_dtype(config: EngineConfig, spec: ModelSpec | None = None) -> None:
     if config.kv_cache_dtype != "auto" and (name := choose_backend(config, spec)) not in FP8_KV:
         raise InvalidRequest(
-            f"kv_cache_dtype = {config.kv_cache_dtype!r} runs on the torch backend only, and the backend is {name}"
+            f"kv_cache_dtype = {config.kv_cache_dtype!r}: only the torch backend supports it, and the backend is {name}"
         )
 
 
