@@ -176,7 +176,14 @@ class Bench:
         self.families: tuple[str, ...] = gpu_correctness.QUICK_FAMILIES if args.quick else args.families
         kv_bytes = None if args.kv_gib is None else int(args.kv_gib * 2**30)
         kv_bytes = 1 << 20 if args.quick else kv_bytes
-        self.settings = Settings(args.device, args.step_tokens, args.chunk_tokens, kv_bytes, quantize=args.quantize)
+        self.settings = Settings(
+            args.device,
+            args.step_tokens,
+            args.chunk_tokens,
+            kv_bytes,
+            quantize=args.quantize,
+            kv_cache_dtype=args.kv_cache_dtype,
+        )
         self.folder = folder
         self.report = Report(args.out, facts(args))
 
@@ -385,6 +392,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, help="most tokens per step")
     parser.add_argument("--chunk-tokens", type=int, help="most tokens of one prompt per step")
     parser.add_argument("--quantize", type=int, help="bits of weights: 8 is FP8, 4 is INT4; default: bf16")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-gib", type=float, help="memory for the KV pool; default: by free memory")
     parser.add_argument("--out", type=Path, help="write gpu.json and gpu.md to this folder")
     parser.add_argument("--quick", action="store_true", help="a smoke run: tiny shapes, one repeat")

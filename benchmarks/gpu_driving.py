@@ -30,6 +30,7 @@ class Settings:
     dtype: str = "bfloat16"
     num_layers: int | None = None  # the first layers of the shape
     quantize: int | None = None  # bits
+    kv_cache_dtype: str = "auto"
 
     def config(self, scale: Scale, **changes: object) -> EngineConfig:
         config = EngineConfig(
@@ -42,6 +43,7 @@ class Settings:
             max_chunk_tokens=self.chunk_tokens,
             kv_memory=self.kv_bytes,
             quantize=self.quantize,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         return replace(config, **changes)  # type: ignore[arg-type]
 

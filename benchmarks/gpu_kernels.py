@@ -81,6 +81,7 @@ class Case:
         num_heads: int,
         pool: Tensor,
         heads: Sequence[Sequence[tuple[str, int]]] = (),
+        scales: Tensor | None = None,
     ) -> None:
         device, self.num_decodes = pool.device, len(contexts)
         free = iter((np.random.default_rng(0).permutation(NUM_BLOCKS - 1) + 1).tolist())
@@ -101,10 +102,12 @@ class Case:
             self.prompts.append(Prompt(len(self.positions), new, cached, self.num_decodes + number))
             self.positions += range(cached, cached + new)
         self.tables = torch.from_numpy(self.host_tables).to(device)
-        self.q = torch.randn(len(self.positions), num_heads, HEAD_SIZE, device=device, dtype=pool.dtype)
+        self.q = torch.randn(len(self.positions), num_heads, HEAD_SIZE, device=device, dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
         self.pool, self.parts = pool, Parts.empty(8192, num_heads, HEAD_SIZE, device)
-        self.num_bytes = 4 * KV_HEADS * HEAD_SIZE * (sum(contexts) + sum(cached + new for cached, new in prompts))
+        self.scales = scales  # of keys and values in FP8
+        vector_bytes = HEAD_SIZE * pool.itemsize + (0 if scales is None else scales.itemsize)
+        self.num_bytes = 2 * KV_HEADS * vector_bytes * sum(lengths)
         self.num_ops = sum(4 * num_heads * HEAD_SIZE * new * (cached + new / 2) for cached, new in prompts)
 
     def us(
@@ -129,12 +132,13 @@ class Case:
         ]
 
         def run() -> None:
-            for layer in self.pool:
+            for number, layer in enumerate(self.pool):
                 for items, tiling in lists:
                     if len(items):
                         attend(
                             self.q, layer, self.tables, positions, items, first_parts, self.parts, self.out,
                             tiling=tiling, scale=HEAD_SIZE**-0.5, window=0, cap=0.0,
+                            scales=None if self.scales is None else self.scales[number],
                         )  # fmt: skip
                 if work.first_parts[-1]:
                     merge(self.parts, first_parts, self.out)

@@ -104,12 +104,13 @@ def chat_passages(prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence
 class Reference:
     """The torch backend in fp32, which returns the logits of every position."""
 
-    def __init__(self, path: Path, num_threads: int | None = None) -> None:
+    def __init__(self, path: Path, num_threads: int | None = None, kv_cache_dtype: str = "auto") -> None:
         # No cache: `logits` writes into blocks without the scheduler, between two answers.
         config = EngineConfig(
             backend="torch",
             device="cpu",
             dtype="float32",
+            kv_cache_dtype=kv_cache_dtype,
             threads=num_threads,
             num_blocks=160,
             max_num_seqs=16,

@@ -13,6 +13,7 @@ DEFAULT_MAX_SEQS = 64  # on a CPU
 DEFAULT_MAX_CHUNK = 512  # tokens per step from one prompt
 PRECISIONS = ("fast", "balanced", "exact")
 QUANTIZE_BITS = (4, 8)
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 # Batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed. For a slice with drafts, the masks
 # of its sampled positions one after the other.
@@ -28,6 +29,7 @@ class BackendOptions:
     dtype: str = "auto"
     precision: str = "balanced"  # for backends with low-precision arithmetic: fast, balanced or exact
     quantize: int | None = None  # bits per weight, for weights that the file stores in 16 or 32 bits
+    kv_cache_dtype: str = "auto"  # of keys and values: "auto" is the type that the backend computes in
     threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
@@ -71,6 +73,7 @@ class RunnerFacts:
     device: str
     dtype: str
     num_threads: int  # 1 if the device does not use host threads
+    kv_dtype: str = ""  # of keys and values; empty: the backend has one type for them
     weight_bytes: int = 0  # memory that the weights take; 0: unknown
     kv_bytes: int = 0  # memory of the KV pools, windows and states included
     window_bytes: int = 0  # the part of it that holds window blocks

@@ -5,10 +5,11 @@ The sizes of the pools follow from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, Mixer, ModelSpec, ShortConvSpec
 
+SCALE_BYTES = 2  # of a key or value of one head in FP8
 STATE_BYTES = 4  # of an element of a recurrent state, which is fp32 whatever the type of the model
 
 
@@ -23,7 +24,12 @@ class LayerKV:
     @property
     def num_elements(self) -> int:
         """Elements per token: a key and a value for each head."""
-        return 0 if self.shared_with is not None else 2 * self.num_kv_heads * self.head_size
+        return self.num_vectors * self.head_size
+
+    @property
+    def num_vectors(self) -> int:
+        """Keys and values per token."""
+        return 0 if self.shared_with is not None else 2 * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +50,12 @@ class LayerState:
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     layers: tuple[LayerKV | LayerState, ...]
+    # Keys and values are stored in FP8, each with a scale, whatever the type of the model. States are not.
+    is_fp8: bool = field(default=False, repr=False)  # caches on disk are found by the `repr` of the layers
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> KVSpec:
-        return cls(tuple(_layer(layer.mixer, spec.hidden_size) for layer in spec.layers))
+    def of(cls, spec: ModelSpec, *, is_fp8: bool = False) -> KVSpec:
+        return cls(tuple(_layer(layer.mixer, spec.hidden_size) for layer in spec.layers), is_fp8)
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
@@ -69,12 +77,11 @@ class KVSpec:
 
     def within(self, max_model_len: int) -> KVSpec:
         """Return the spec without windows that no context of this length exceeds."""
-        return KVSpec(
-            tuple(
-                replace(layer, window=0) if isinstance(layer, LayerKV) and layer.window >= max_model_len else layer
-                for layer in self.layers
-            )
+        layers = tuple(
+            replace(layer, window=0) if isinstance(layer, LayerKV) and layer.window >= max_model_len else layer
+            for layer in self.layers
         )
+        return replace(self, layers=layers)
 
     def block_bytes(self, block_size: int, item_bytes: int) -> int:
         """Return the bytes of one block in all layers."""
@@ -99,7 +106,10 @@ class KVSpec:
 
     def _block_bytes(self, block_size: int, item_bytes: int, *, has_window: bool) -> int:
         chosen = [layer for layer in self.layers if isinstance(layer, LayerKV) and bool(layer.window) == has_window]
-        return sum(layer.num_elements for layer in chosen) * block_size * item_bytes
+        num_elements = sum(layer.num_elements for layer in chosen)
+        if self.is_fp8:
+            return (num_elements + SCALE_BYTES * sum(layer.num_vectors for layer in chosen)) * block_size
+        return num_elements * block_size * item_bytes
 
 
 def _layer(mixer: Mixer, hidden_size: int) -> LayerKV | LayerState:

@@ -67,6 +67,7 @@ def batch(
     backend: options.BackendOption = None,
     precision: options.PrecisionOption = None,
     quantize: options.QuantizeOption = None,
+    kv_cache_dtype: options.KvCacheDtypeOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
@@ -81,7 +82,8 @@ def batch(
     """
     _check(priority, max_in_flight, retries, source, output)
     engine: dict[str, Any] = {
-        "backend": backend, "precision": precision, "quantize": quantize, "dtype": dtype, "device": device,
+        "backend": backend, "precision": precision, "quantize": quantize, "kv_cache_dtype": kv_cache_dtype,
+        "dtype": dtype, "device": device,
         "load_format": load_format, "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory,
     }  # fmt: skip
     options.engine_settings(**engine)  # refuses invalid values

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 _DEFAULT = BenchConfig()
 _OPTIONS = {  # field -> option
     **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
-    **{name: name for name in ("backend", "precision", "quantize", "device", "dtype", "load_format")},
+    **{name: name for name in ("backend", "precision", "quantize", "kv_cache_dtype", "device", "dtype")},
+    "load_format": "load_format",
     "threads": "threads",
     "max_num_seqs": "max_num_seqs",
 }
@@ -80,6 +81,7 @@ def bench(
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
     quantize: options.QuantizeOption = None,
+    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     load_format: options.LoadFormatOption = "auto",
@@ -107,8 +109,8 @@ def bench(
         _prepare(out)
     with _options_named():
         settings = {
-            "backend": backend, "precision": precision, "quantize": quantize, "threads": threads, "dtype": dtype,
-            "device": device, "load_format": load_format,
+            "backend": backend, "precision": precision, "quantize": quantize, "kv_cache_dtype": kv_cache_dtype,
+            "threads": threads, "dtype": dtype, "device": device, "load_format": load_format,
         }  # fmt: skip
         report = _run(model, config, settings)
     document = document_of(report, facts)

@@ -51,6 +51,7 @@ def generate(
     backend: options.BackendOption = None,
     precision: options.PrecisionOption = None,
     quantize: options.QuantizeOption = None,
+    kv_cache_dtype: options.KvCacheDtypeOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
@@ -83,8 +84,8 @@ def generate(
         options.check_answer(params)
     ask = read_ask(prompt, system, is_raw=raw)
     settings = options.engine_settings(
-        backend=backend, precision=precision, quantize=quantize, dtype=dtype, device=device,
-        load_format=load_format, threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
+        backend=backend, precision=precision, quantize=quantize, kv_cache_dtype=kv_cache_dtype, dtype=dtype,
+        device=device, load_format=load_format, threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
     )  # fmt: skip
     with closing(
         model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)

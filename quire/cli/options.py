@@ -53,6 +53,12 @@ QuantizeOption = Annotated[
     int | None,
     typer.Option(help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."),
 ]
+KvCacheDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Number format of the KV cache: auto, or fp8 with the torch backend: twice the tokens in the same memory."
+    ),
+]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")
 ]
@@ -118,7 +124,8 @@ LocalOption = Annotated[bool, typer.Option("--local", help="Load the model in th
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("backend", "precision", "quantize", "dtype", "device", "load_format", "threads", "max_model_len", "kv_memory"),
+    *("backend", "precision", "quantize", "kv_cache_dtype", "dtype", "device", "load_format", "threads"),
+    *("max_model_len", "kv_memory"),
 }
 
 
@@ -150,6 +157,7 @@ def engine_settings(
     backend: str | None,
     precision: str | None,
     quantize: int | None,
+    kv_cache_dtype: str | None,
     dtype: str | None,
     device: str | None,
     load_format: str | None,
@@ -162,6 +170,7 @@ def engine_settings(
         "backend": backend,
         "precision": precision,
         "quantize": quantize,
+        "kv_cache_dtype": kv_cache_dtype,
         "dtype": dtype,
         "device": device,
         "load_format": load_format,

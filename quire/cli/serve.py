@@ -153,6 +153,7 @@ def serve(
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
     quantize: options.QuantizeOption = None,
+    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     load_format: options.LoadFormatOption = "auto",

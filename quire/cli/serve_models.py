@@ -30,6 +30,7 @@ ENGINE_FIELDS = (
         "dtype",
         "precision",
         "quantize",
+        "kv_cache_dtype",
         "backend",
         "load_format",
     ),

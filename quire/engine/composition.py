@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
-from quire.backends.base import PRECISIONS, QUANTIZE_BITS, BackendOptions, Capacity, Progress, Runner
+from quire.backends.base import (
+    KV_CACHE_DTYPES,
+    PRECISIONS,
+    QUANTIZE_BITS,
+    BackendOptions,
+    Capacity,
+    Progress,
+    Runner,
+)
 from quire.backends.machine import has_nvidia, is_apple_silicon
 from quire.backends.support import mlx_reads, refuse_unsupported, skip_notice
 from quire.core.block import BLOCK_SIZE
@@ -43,6 +51,7 @@ log = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda", "metal")
 QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
+FP8_KV = ("torch", "fake")  # backends that know `kv_cache_dtype`
 LIMITS = {
     "block_size": 1024,
     "max_num_seqs": 4096,
@@ -90,6 +99,7 @@ class EngineConfig:
     dtype: str = "auto"
     precision: str = "balanced"
     quantize: int | None = None  # MLX and torch: quantise 16-bit weights to this many bits when they are loaded
+    kv_cache_dtype: str = "auto"  # torch: "fp8" stores keys and values in 8 bits
     load_format: str = "auto"
     threads: int | None = None
     block_size: int = BLOCK_SIZE
@@ -121,6 +131,10 @@ class EngineConfig:
             raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.quantize is not None and self.quantize not in QUANTIZE_BITS:
             raise InvalidRequest(f"quantize = {self.quantize!r} is not 4 or 8")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise InvalidRequest(f"kv_cache_dtype = {self.kv_cache_dtype!r} is not {' or '.join(KV_CACHE_DTYPES)}")
+        if self.backend != "auto":
+            _check_kv_cache_dtype(self)
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
@@ -278,6 +292,7 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         raise InvalidRequest(
             f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx and torch can"
         )
+    _check_kv_cache_dtype(config, checkpoint.spec)
     backend = import_backend(config, checkpoint.spec)
     if notice := skip_notice(checkpoint.spec):
         log.warning("%s: %s", checkpoint.path.name, notice)
@@ -285,10 +300,18 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
     return runner
 
 
+def _check_kv_cache_dtype(config: EngineConfig, spec: ModelSpec | None = None) -> None:
+    if config.kv_cache_dtype != "auto" and (name := choose_backend(config, spec)) not in FP8_KV:
+        raise InvalidRequest(
+            f"kv_cache_dtype = {config.kv_cache_dtype!r}: only the torch backend supports it, and the backend is {name}"
+        )
+
+
 def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise if the backend that these settings choose does not run the model, before a process is started for it."""
     if spec.unsupported and choose_backend(config, spec) not in ("mlx", "torch", "fake"):
         refuse_unsupported(spec)
+    _check_kv_cache_dtype(config, spec)
 
 
 def choose_backend(config: EngineConfig, spec: ModelSpec | None = None) -> str:
@@ -304,7 +327,7 @@ def choose_backend(config: EngineConfig, spec: ModelSpec | None = None) -> str:
     may_use_mlx = has_mlx and is_apple_silicon() and (spec is None or mlx_reads(spec))
     if config.device == "metal" or (config.device == "auto" and may_use_mlx):
         return "mlx"
-    if config.device == "cuda" or config.dtype not in ("auto", "int8"):
+    if config.device == "cuda" or config.dtype not in ("auto", "int8") or config.kv_cache_dtype != "auto":
         return "torch"
     if config.device == "auto" and has_torch and has_nvidia():
         return "torch"

@@ -154,6 +154,8 @@ def test_costs_of_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KVCosts.of(SPEC, 8, 2) == KVCosts(1024, 1024, 60, 64)
     assert KVCosts.of(SPEC, 8, 2, has_windows=False) == KVCosts(2 * 1024, state=60)
     assert KVCosts.of(SPEC.within(64), 8, 2) == KVCosts(2 * 1024, state=60)
+    fp8 = replace(SPEC, is_fp8=True)  # 16 numbers and a scale of two bytes; states keep their type
+    assert KVCosts.of(fp8, 8, 2) == KVCosts(8 * 4 * 18, 8 * 4 * 18, 60, 64)
 
 
 @pytest.mark.parametrize("has_windows", [False, True])

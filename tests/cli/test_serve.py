@@ -53,6 +53,11 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--kv-memory", "900T"), "--kv-memory = 921,600 GiB is more than the "),
     (("--kv-memory", "2X"), "--kv-memory = '2X' is not a size"),
     (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
+    (("--kv-cache-dtype", "int4"), "--kv-cache-dtype = 'int4' is not auto or fp8"),
+    (
+        ("--kv-cache-dtype", "fp8", "--backend", "native"),
+        "--kv-cache-dtype = 'fp8': only the torch backend supports it, and the backend is native",
+    ),
     (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
     (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
     (("--log-level", "loud"), "--log-level = 'loud' is not one of"),

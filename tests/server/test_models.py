@@ -23,6 +23,7 @@ from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.models import Model, SharedResources
 from quire.weights.hub import size_of
+from quire.weights.opening import open_checkpoint
 from tests.cli.runs import quire
 from tests.server.rig import FAKE, Answer, Server, children, close_sockets, command_line, serving
 from tests.tiny import write_tiny_model
@@ -337,6 +338,8 @@ models:
         ("[{model: A, max_model_len: 1}]", "models[0].max_model_len = 1 is not a whole number of at least 2"),
         ("[{model: A, aliases: {x: y}}]", "models[0].aliases = {'x': 'y'} is not a list of names"),
         ("[{model: A, dtype: 16}]", "models[0].dtype = 16 is not text"),
+        ("[{model: A, kv_cache_dtype: fp4}]", "models[0].kv_cache_dtype = 'fp4' is not auto or fp8"),
+        ("[{model: A, kv_cache_dtype: fp8, backend: mlx}]", "models[0].kv_cache_dtype = 'fp8': only the torch backend"),
         ("[{model: A}, {model: B, name: A}]", "the name 'A' is used by A and B"),
         ("5", "models = 5 is not a list"),
         ("[7]", "models[0].model = 7 is neither a name nor settings of a model"),
@@ -475,3 +478,13 @@ def test_the_kv_cache_of_a_packed_model_is_estimated_from_its_config(tmp_path: P
     needs = asyncio.run(Model(config, SharedResources()).measure())
     token_bytes = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, 16 bits
     assert needs.context_bytes == 3 * 32 * token_bytes  # 2 blocks and the null block
+
+
+def test_the_kv_cache_in_fp8_is_estimated(tiny_model: Path) -> None:
+    found = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        engine = EngineConfig(backend="torch", device="cpu", max_model_len=64, kv_cache_dtype=kv_cache_dtype)
+        config = ModelConfig(tiny_model, ("tiny",), engine=engine)
+        found.append(asyncio.run(Model(config, SharedResources()).measure()).context_bytes)
+    head_size = open_checkpoint(tiny_model).spec.attention.head_size
+    assert found[0] * (head_size + 2) == found[1] * 4 * head_size  # fp32 on a CPU; a byte per number, two per scale

@@ -22,18 +22,24 @@ def torch_layout(kind: str, model: Model, store: KVStore, max_model_len: int) ->
         libraries=torch.__version__,
         device=store.device.type,
         kind=kind,
-        kv=str(store.dtype).removeprefix("torch."),
+        kv=_stored_type(store),
         block_size=store.block_size,
         window=max(store.windows, default=0),
         model=model_key(model.spec, model.kv_spec.within(max_model_len), max_model_len),
     )
 
 
+def _stored_type(store: KVStore) -> str:
+    """Return how keys and values are stored. Those in FP8 also depend on the type that they are computed in."""
+    dtype = str(store.dtype).removeprefix("torch.")
+    return f"{store.kv_dtype}-of-{dtype}" if store.is_fp8 else dtype
+
+
 def make_host_block_io(
     model: Model, store: KVStore, states: StateStore | None, counts: Counts, max_model_len: int
 ) -> HostBlockIO:
-    full = [_bytes(pool) for shape, pool in store.pools.items() if not shape.window]
-    window = [_bytes(pool) for shape, pool in store.pools.items() if shape.window]
+    full = [_bytes(pool) for shape, pool in store.all_pools() if not shape.window]
+    window = [_bytes(pool) for shape, pool in store.all_pools() if shape.window]
     slots = [] if states is None else [_bytes(pool[None]) for pool in states.pools()]
     layout = torch_layout("reference", model, store, max_model_len)
     return HostBlockIO((full, window, slots), counts, layout, model.num_bytes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import replace
 
 import torch
 
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_division import KVCosts, KVMemory, MemoryRequest
+from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
 from quire.backends.support import refuse_unsupported, transformers_notice
 from quire.backends.torch.kv_store import KVStore
@@ -34,6 +36,11 @@ log = logging.getLogger(__name__)
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     _check_quantize(options.quantize, checkpoint)
+    if options.kv_cache_dtype != "auto" and spec.family == OTHER:
+        raise InvalidRequest(
+            f"kv_cache_dtype = {options.kv_cache_dtype!r}: {spec.architecture} runs through transformers, and its KV"
+            " cache has the type of the model"
+        )
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
@@ -72,7 +79,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             memory = request.divide(free, int(free * CUDA_SHARE))
         else:
             memory = request.divide_on_cpu()
-        store, states = make_stores(model, memory, options.block_size, dtype, max_model_len)
+        store, states = make_stores(model, stored_kv(model, options, max_model_len), memory, options.block_size, dtype)
     return TorchRunner(
         model,
         store,
@@ -105,7 +112,7 @@ def memory_request(
 ) -> MemoryRequest:
     """Return the request for a model's memory. Models of transformers keep whole contexts in all layers."""
     costs = KVCosts.of(
-        model.kv_spec.within(max_model_len),
+        stored_kv(model, options, max_model_len),
         options.block_size,
         dtype.itemsize,
         has_windows=model.spec.family != OTHER,
@@ -113,11 +120,16 @@ def memory_request(
     return MemoryRequest(options, costs, max_model_len, max_num_seqs, max_chunk_tokens, has_overlap)
 
 
+def stored_kv(model: Model, options: BackendOptions, max_model_len: int) -> KVSpec:
+    """Return what the layers of a model store."""
+    return replace(model.kv_spec.within(max_model_len), is_fp8=options.kv_cache_dtype == "fp8")
+
+
 def make_stores(
-    model: Model, memory: KVMemory, block_size: int, dtype: torch.dtype, max_model_len: int
+    model: Model, kv_spec: KVSpec, memory: KVMemory, block_size: int, dtype: torch.dtype
 ) -> tuple[KVStore, StateStore | None]:
-    """Allocate the pools of a model."""
-    kv_spec, device = model.kv_spec.within(max_model_len), model.device
+    """Allocate the pools of a model. `dtype`: of its activations."""
+    device = model.device
     store = KVStore(kv_spec, memory.num_blocks, block_size, dtype, device, memory.num_window_blocks)
     return store, StateStore(kv_spec, memory.num_states, dtype, device) if memory.num_states else None
 

@@ -12,7 +12,8 @@ from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_division import KVMemory
-from quire.backends.torch.build import load_model, make_stores, memory_request
+from quire.backends.kv_spec import KVSpec
+from quire.backends.torch.build import load_model, make_stores, memory_request, stored_kv
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
@@ -60,13 +61,14 @@ def start_compiling(
     target = GPUTarget("cuda", 10 * major + minor, 32)  # the same as Triton's driver reports once it runs
     if spec.family == OTHER:  # the shapes of its kernels are known only when it is loaded
         return Compiling([], [], target)
-    first = first_calls(spec, dtype, block_size, torch.device("meta"))
+    is_fp8 = options.kv_cache_dtype == "fp8"
+    first = first_calls(spec, dtype, block_size, torch.device("meta"), has_fp8_kv=is_fp8)
     formats = expert_formats(checkpoint, options.quantize)
     first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)), formats)
     first += state_calls(spec, dtype)
     format = packed_format(checkpoint, options.quantize)
     first += packed_calls(spec, dtype, format)
-    return Compiling(first, later_calls(spec, dtype, block_size, format), target)
+    return Compiling(first, later_calls(spec, dtype, block_size, format, has_fp8_kv=is_fp8), target)
 
 
 def make_cuda_runner(
@@ -89,13 +91,16 @@ def make_cuda_runner(
     compiling.wait_first()
     clock.append(time.monotonic())
     if model.spec.family != OTHER:
-        launch(first_calls(model.spec, dtype, options.block_size, device), device)
+        kv_type = options.kv_cache_dtype
+        launch(first_calls(model.spec, dtype, options.block_size, device, has_fp8_kv=kv_type == "fp8"), device)
     clock.append(time.monotonic())
     step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.num_layer_weights), max_num_seqs)
     graph_tokens = min(_num_tokens_within(LAUNCH_S, model.num_layer_weights), MAX_GRAPH_TOKENS, step_tokens)
     request = memory_request(model, options, dtype, max_model_len, max_num_seqs, step_tokens, has_overlap=True)
+    kv_spec = stored_kv(model, options, max_model_len)
     needed, token_s = measure_step(
         model,
+        kv_spec,
         options.block_size,
         dtype,
         step_tokens,
@@ -114,7 +119,7 @@ def make_cuda_runner(
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
-    store, states = make_stores(model, memory, options.block_size, dtype, max_model_len)
+    store, states = make_stores(model, kv_spec, memory, options.block_size, dtype)
     return CudaRunner(
         model,
         store,
@@ -174,6 +179,7 @@ def _num_tokens_within(seconds: float, num_weights: int) -> int:
 
 def measure_step(
     model: Model,
+    kv_spec: KVSpec,
     block_size: int,
     dtype: torch.dtype,
     step_tokens: int,
@@ -194,7 +200,7 @@ def measure_step(
     table = range(1, 1 - (-length // block_size))
     num_states = 2 if model.kv_spec.has_states else 0
     memory = KVMemory(len(table) + 1, max_num_seqs, length, len(table) + 1 if has_windows else 0, num_states)
-    store, states = make_stores(model, memory, block_size, dtype, max_model_len)
+    store, states = make_stores(model, kv_spec, memory, block_size, dtype)
     runner = CudaRunner(
         model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, states=states, has_graphs=False
     )

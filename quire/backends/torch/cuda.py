@@ -49,7 +49,7 @@ from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Logprobs, read_logprobs
-from quire.backends.torch.state_store import StateStore, memory_facts, purge
+from quire.backends.torch.state_store import StateStore, describe_types, memory_facts, purge
 from quire.backends.torch.state_work import max_chunks
 from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, accepted
 from quire.errors import InvariantViolation
@@ -188,7 +188,8 @@ class CudaRunner:
         return RunnerFacts(
             backend=f"torch {torch.__version__}",
             device=f"{device} ({torch.cuda.get_device_name(device)})" if self._is_cuda else "cpu, interpreted",
-            dtype=", ".join((str(self.store.dtype).removeprefix("torch."), *self.model.packed_types)),
+            dtype=describe_types(self.store, self.model.packed_types),
+            kv_dtype=self.store.kv_dtype,
             num_threads=1,
             weight_bytes=self.model.num_bytes,
             **memory_facts(self.store, self.states),
@@ -235,7 +236,7 @@ class CudaRunner:
     def _copy(self, pairs: Tensor) -> None:
         """Copy blocks. `pairs` holds the sources and destinations of the copies, then those of window blocks."""
         copies, window_copies = self._copies
-        for shape, pool in self.store.pools.items():
+        for shape, pool in self.store.all_pools():
             own = window_copies if shape.window else copies
             if len(own) == 1:  # the tail of one prompt: this takes the host a third of the time of launching a kernel
                 pool[:, own[0].destination].copy_(pool[:, own[0].source])

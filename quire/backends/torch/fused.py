@@ -132,6 +132,7 @@ class FusedPass:
             kept=self._kept(heads.index),
             has_value_norm=heads.has_value_norm,
             is_shared=heads.is_shared,
+            scales=self._state.store.scales.get(heads.index),
         )  # [T, H, D]
         return self._attend(q, heads)
 
@@ -141,7 +142,10 @@ class FusedPass:
         layer, tables = state.store.layers[heads.index], self._tables(heads.index)
         rows = inputs.positions, inputs.batch_indices
         kept = self._kept(heads.index)
-        q = rope_store(qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0, kept=kept)
+        scales = state.store.scales.get(heads.index)
+        q = rope_store(
+            qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0, kept=kept, scales=scales
+        )
         return self._attend(q, heads)
 
     def _uses_window_blocks(self, layer: int) -> bool:
@@ -162,7 +166,8 @@ class FusedPass:
             assert inputs.window is not None
             work = inputs.window
         out = torch.empty_like(q)
-        for items, tiling in zip((work.narrow, work.wide), tilings(heads.head_size, q.itemsize), strict=True):
+        kinds = tilings(heads.head_size, q.itemsize, is_fp8=state.store.is_fp8)
+        for items, tiling in zip((work.narrow, work.wide), kinds, strict=True):
             if len(items):
                 attend(
                     q,
@@ -178,6 +183,7 @@ class FusedPass:
                     window=heads.window,
                     cap=heads.cap,
                     sinks=heads.sinks,
+                    scales=state.store.scales.get(heads.index),
                 )
         if self._num_merged:
             merge(state.parts, work.first_parts, out[: self._num_merged], heads.sinks)

@@ -225,7 +225,9 @@ def _launch(call: Callable[[], object], device: torch.device) -> None:
         call()
 
 
-def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Calls:
+def first_calls(
+    spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device, *, has_fp8_kv: bool = False
+) -> Calls:
     """Return launches of the kernels that every step needs."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -254,7 +256,7 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
         if isinstance(mlp, MlpSpec):
             calls.append(partial(gated, zeros(2, 2 * mlp.size), mlp.activation))
     for attention in _kinds_of_attention(spec):
-        calls += _attention_calls(attention, spec, dtype, block_size, device)
+        calls += _attention_calls(attention, spec, dtype, block_size, device, has_fp8_kv=has_fp8_kv)
     return calls
 
 
@@ -299,7 +301,13 @@ def may_share_rows(spec: ModelSpec) -> bool:
 
 
 def _attention_calls(
-    attention: AttentionSpec, spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device
+    attention: AttentionSpec,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    *,
+    has_fp8_kv: bool,
 ) -> Calls:
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
@@ -309,7 +317,8 @@ def _attention_calls(
     rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
     tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
     qkv = zeros(2, qkv_rows(attention))
-    layer = zeros(2, 2, num_kv_heads, block_size, head_size)
+    layer = zeros(2, 2, num_kv_heads, block_size, head_size, kind=torch.uint8 if has_fp8_kv else dtype)
+    scales = zeros(2, 2, num_kv_heads, block_size, kind=torch.bfloat16) if has_fp8_kv else None
     angles = None
     if attention.rope is not None:
         angles = zeros(16, attention.rope.rotary_size // 2, kind=torch.float32)
@@ -330,6 +339,7 @@ def _attention_calls(
             has_value_norm=attention.has_value_norm,
             is_shared=attention.shared_with is not None,
             kept=kept,
+            scales=scales,
         ),
         partial(merge, parts, ints[:3], q, sinks),
     ]
@@ -337,10 +347,10 @@ def _attention_calls(
         wide = zeros(attention.q_size, kind=NORM_DTYPE)
         calls.append(partial(norm_columns, qkv, 0, attention.q_size, wide, spec.norm_eps))
         calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
-    run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q)
+    run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, sinks=sinks, scales=scales)
     calls += [
-        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap, sinks=sinks)
-        for tiling in tilings(head_size, dtype.itemsize)
+        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
+        for tiling in tilings(head_size, dtype.itemsize, is_fp8=has_fp8_kv)
     ]
     return calls
 
@@ -389,7 +399,12 @@ def state_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
 
 
 def later_calls(
-    spec: ModelSpec, dtype: torch.dtype, block_size: int, packed_format: PackedFormat | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    block_size: int,
+    packed_format: PackedFormat | None = None,
+    *,
+    has_fp8_kv: bool = False,
 ) -> Calls:
     """Return launches, with shapes only, of the kernels for graphs of few rows and for rarer requests.
 
@@ -415,8 +430,11 @@ def later_calls(
         partial(edit, altered, ints[:1], ints[:1], penalties[:1]),
     ]
     for attention in _kinds_of_attention(spec):
-        pool = meta(spec.num_layers, 2, 2, attention.num_kv_heads, block_size, attention.head_size)
-        calls.append(partial(copy_blocks, pool, ints[:1], ints[:1]))
+        shape = spec.num_layers, 2, 2, attention.num_kv_heads, block_size, attention.head_size
+        pools = [meta(*shape)]
+        if has_fp8_kv:
+            pools = [meta(*shape, kind=torch.uint8), meta(*shape[:-1], kind=torch.bfloat16)]
+        calls += [partial(copy_blocks, pool, ints[:1], ints[:1]) for pool in pools]
     return calls
 
 

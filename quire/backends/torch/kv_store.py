@@ -3,6 +3,9 @@
 A block of a layer is [2, K, block size, D]: keys, then values, of all KV heads. Storing a batch, gathering a context
 and copying a block are therefore one operation each. Layers of the same shape lie in one tensor.
 
+In FP8, a block holds codes, and a second pool of the same shape without D holds the scale of each key and value
+(`quire.backends.torch.fp8_kv`).
+
 There are two pools of blocks. Layers that keep their whole context use the blocks of `SeqSlice.block_table`. Layers
 with a window use those of `SeqSlice.window_table`, if the store has window blocks; without them, all layers keep their
 whole context.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec, LayerKV
+from quire.backends.torch.fp8_kv import decode, encode
 from quire.core.step import BlockCopy
 
 # K kv heads, D head size
@@ -67,9 +71,15 @@ class Context:
     out: Tensor  # [rows, block size * D]
     keys: Tensor  # [B, K, L, D]
     values: Tensor  # [B, K, L, D]
+    scales: Mapping[int, Tensor]  # in FP8, by layer: the scales viewed as [.., block size]
 
     def read(self, layer: int) -> None:
-        torch.index_select(self.heads[layer], 0, self.rows, out=self.out)
+        if not self.scales:
+            torch.index_select(self.heads[layer], 0, self.rows, out=self.out)
+            return
+        scales = self.scales[layer].index_select(0, self.rows)  # [rows, block size]
+        codes = self.heads[layer].index_select(0, self.rows).view(*scales.shape, -1)
+        decode(codes, scales, self.out.view(codes.shape))
 
 
 class KVStore:
@@ -86,7 +96,8 @@ class KVStore:
         self.num_window_blocks = num_window_blocks if kv_spec.window else 0
         self.has_states = kv_spec.has_states  # some layers have a recurrent state instead of keys and values
         self.block_size = block_size
-        self.dtype = dtype
+        self.dtype = dtype  # of keys and values when they are read
+        self.is_fp8 = kv_spec.is_fp8
         self.device = device
         # By index of the layer. Layers without attention are absent.
         self.shapes = {
@@ -100,15 +111,21 @@ class KVStore:
         }
         self.shapes |= {index: self.shapes[owner] for index, owner in sharers.items()}
         owners = {index: shape for index, shape in self.shapes.items() if index not in sharers}
+        stored = torch.uint8 if self.is_fp8 else dtype
         self.pools: Mapping[LayerShape, Tensor] = {  # [layers of the shape, blocks, 2, K, block size, D]
-            shape: zeros(self._pool_shape(shape, list(owners.values()).count(shape)), dtype, device)
+            shape: zeros(self._pool_shape(shape, list(owners.values()).count(shape)), stored, device)
             for shape in dict.fromkeys(owners.values())
         }
-        unused = {shape: iter(pool) for shape, pool in self.pools.items()}
-        self.layers = {index: next(unused[shape]) for index, shape in owners.items()}
-        self.layers |= {index: self.layers[owner] for index, owner in sharers.items()}
+        self.scale_pools: Mapping[LayerShape, Tensor] = {  # [layers of the shape, blocks, 2, K, block size]
+            shape: zeros(tuple(pool.shape[:-1]), torch.bfloat16, device)
+            for shape, pool in self.pools.items()
+            if self.is_fp8
+        }
+        self.layers = _divide_pools(self.pools, owners, sharers)
+        self.scales = _divide_pools(self.scale_pools, owners, sharers)  # empty unless in FP8
         self._slots = {index: layer.view(-1, layer.shape[-1]) for index, layer in self.layers.items()}
         self._heads = {index: layer.view(-1, block_size * layer.shape[-1]) for index, layer in self.layers.items()}
+        self._scale_heads = {index: scales.view(-1, block_size) for index, scales in self.scales.items()}
         self._workspace = torch.empty(0, dtype=dtype, device=device)
 
     def _shape(self, layer: LayerKV) -> LayerShape:
@@ -118,21 +135,34 @@ class KVStore:
         num_blocks = self.num_window_blocks if shape.window else self.num_blocks
         return num_layers, num_blocks, 2, shape.num_kv_heads, self.block_size, shape.head_size
 
+    def all_pools(self) -> list[tuple[LayerShape, Tensor]]:
+        """Return the pools [layers, blocks, ..] of everything that blocks hold, each with the shape of its layers."""
+        return [*self.pools.items(), *self.scale_pools.items()]
+
+    @property
+    def kv_dtype(self) -> str:
+        """The type in which keys and values are stored."""
+        return "fp8" if self.is_fp8 else str(self.dtype).removeprefix("torch.")
+
     @property
     def num_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self.pools.values())
+        return sum(pool.nbytes for _, pool in self.all_pools())
 
     @property
     def num_window_bytes(self) -> int:
         """Bytes of the window blocks, a part of `num_bytes`."""
-        return sum(pool.nbytes for shape, pool in self.pools.items() if shape.window)
+        return sum(pool.nbytes for shape, pool in self.all_pools() if shape.window)
 
     def store(self, layer: int, kv: Tensor, slots: Slots) -> None:
         """Write keys and values kv [T, 2K, D]."""
         shape = self.shapes[layer]
         if slots.kept is not None and not shape.window:
             kv = kv[slots.kept]
-        self._slots[layer].index_copy_(0, slots.rows[shape], kv.reshape(-1, shape.head_size))
+        vectors, rows = kv.reshape(-1, shape.head_size), slots.rows[shape]
+        if self.is_fp8:
+            vectors, scales = encode(vectors)
+            self.scales[layer].view(-1).index_copy_(0, rows, scales)
+        self._slots[layer].index_copy_(0, rows, vectors)
 
     def contexts(self, tables: Tensor, num_keys: int, window: int = 0) -> Mapping[LayerShape, Context]:
         """Return buffers for the first `num_keys` keys and values of block tables [B, blocks], read layer by layer.
@@ -148,7 +178,8 @@ class KVStore:
             self._workspace = torch.empty(size + size // 4, dtype=self.dtype, device=self.device)
         out = self._workspace[:size].view(-1, self.block_size * shape.head_size)
         whole = out.view(2, len(tables), shape.num_kv_heads, -1, shape.head_size)
-        return Context(self._heads, rows, out, whole[0, :, :, :num_keys], whole[1, :, :, :num_keys])
+        keys, values = whole[0, :, :, :num_keys], whole[1, :, :, :num_keys]
+        return Context(self._heads, rows, out, keys, values, self._scale_heads)
 
     def copy(self, copies: Sequence[BlockCopy], *, is_window: bool = False) -> None:
         """Copy whole blocks in every layer of a pool. No block is both source and destination."""
@@ -161,16 +192,18 @@ class KVStore:
 
     def purge(self, blocks: Sequence[int], window_blocks: Sequence[int] = ()) -> None:
         """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
-        for is_window, some in ((False, blocks), (True, window_blocks)):
+        pools = self.scale_pools if self.is_fp8 else self.pools  # codes are always finite
+        for shape, pool in pools.items():
+            some = window_blocks if shape.window else blocks
             whole = torch.tensor(sorted(set(some)), dtype=torch.int64, device=self.device)
-            for layer in self.layers_of(is_window=is_window):
+            for layer in pool:
                 for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
                     clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     layer.index_copy_(0, index, clean)
 
     def layers_of(self, *, is_window: bool) -> list[Tensor]:
-        """Return the layers [blocks, 2, K, block size, D] that store keys and values in one kind of blocks."""
-        pools = [pool for shape, pool in self.pools.items() if bool(shape.window) == is_window]
+        """Return the tensors [blocks, ..] of all layers that store something in one kind of blocks."""
+        pools = [pool for shape, pool in self.all_pools() if bool(shape.window) == is_window]
         return [layer for pool in pools for layer in pool]
 
     def slots(self, blocks: Tensor, window_blocks: Tensor | None, offsets: Tensor, kept: Tensor | None = None) -> Slots:
@@ -196,3 +229,12 @@ class KVStore:
         num_kv_heads = shape.num_kv_heads
         heads = torch.arange(2 * num_kv_heads, device=self.device).view(2, 1, num_kv_heads, 1)
         return (tables[None, :, None, :] * (2 * num_kv_heads) + heads).flatten()
+
+
+def _divide_pools(
+    pools: Mapping[LayerShape, Tensor], owners: Mapping[int, LayerShape], sharers: Mapping[int, int]
+) -> dict[int, Tensor]:
+    """Return the part of each layer. Layers of one shape lie in the order of the model; `sharers` have another's."""
+    unused = {shape: iter(pool) for shape, pool in pools.items()}
+    layers = {index: next(unused[shape]) for index, shape in owners.items() if shape in unused}
+    return layers | {index: layers[owner] for index, owner in sharers.items() if owner in layers}

@@ -26,7 +26,7 @@ from quire.backends.torch.block_io import make_host_block_io
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
-from quire.backends.torch.state_store import StateStore, memory_facts, purge
+from quire.backends.torch.state_store import StateStore, describe_types, memory_facts, purge
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
@@ -91,12 +91,13 @@ class TorchRunner:
         return self._capacity
 
     def facts(self) -> RunnerFacts:
-        device, dtype = self.store.device, str(self.store.dtype).removeprefix("torch.")
+        device = self.store.device
         is_cpu = device.type == "cpu"
         return RunnerFacts(
             backend=f"torch {torch.__version__}",
             device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
-            dtype=", ".join((dtype, *self.model.packed_types)),
+            dtype=describe_types(self.store, self.model.packed_types),
+            kv_dtype=self.store.kv_dtype,
             num_threads=torch.get_num_threads() if is_cpu else 1,
             weight_bytes=self.model.num_bytes,
             **memory_facts(self.store, self.states),

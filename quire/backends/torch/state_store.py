@@ -92,6 +92,12 @@ def memory_facts(store: KVStore, states: StateStore | None) -> MemoryFacts:
     }
 
 
+def describe_types(store: KVStore, packed_types: Sequence[str]) -> str:
+    """Return the types of activations, of packed weights, and of keys and values where they differ."""
+    kv = [f"KV cache in {store.kv_dtype}"] if store.is_fp8 else []
+    return ", ".join((str(store.dtype).removeprefix("torch."), *packed_types, *kv))
+
+
 def purge(piece: SeqSlice, store: KVStore, states: StateStore | None) -> None:
     """Purge the memory that a slice wrote, except blocks behind its window: other requests may use these already."""
     store.purge(piece.block_table, piece.window_table)

@@ -493,7 +493,12 @@ class Metrics:
 
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
-        values = (capacity.block_size, capacity.num_blocks - 1, ready.facts.dtype, ready.kv_bytes)
+        values = (
+            capacity.block_size,
+            capacity.num_blocks - 1,
+            ready.facts.kv_dtype or ready.facts.dtype,
+            ready.kv_bytes,
+        )
         labels = (*map(str, values), str(capacity.max_num_seqs), str(ready.max_model_len))
         if self._config_labels not in (None, labels):  # a new worker may have a different number of blocks
             self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def fused_runner(
     dtype: torch.dtype = torch.float32,
     max_graph_tokens: int = 0,
     quantize_bits: int | None = None,
+    is_fp8: bool = False,
 ) -> CudaRunner:
     checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
@@ -47,7 +49,7 @@ def fused_runner(
             quantize_bits=quantize_bits,
         )
         model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
-        kv_spec = model.kv_spec
+        kv_spec = replace(model.kv_spec, is_fp8=is_fp8)
         store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_blocks if kv_spec.window else 0)
         states = StateStore(kv_spec, 1 + 4 * max_num_seqs, dtype, device) if kv_spec.has_states else None
         return CudaRunner(

@@ -49,14 +49,18 @@ def open_runner(path: Path, **settings: Any) -> TorchRunner:
     return runner
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *(f"fused {name}" for name in FUSED)])
+FP8 = ("gemma4 with shared layers in fp8", "qwen3_5 in fp8", "fused llama in fp8")
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *(f"fused {name}" for name in FUSED), *FP8])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    folder, name = tmp_path_factory.mktemp("model"), request.param.removeprefix("fused ")
-    small(name, folder)
-    if name == request.param:
-        runner: Runner = open_runner(folder)
+    folder, name = tmp_path_factory.mktemp("model"), request.param.removesuffix(" in fp8")
+    small(name.removeprefix("fused "), folder)
+    is_fp8 = name != request.param
+    if not name.startswith("fused "):
+        runner: Runner = open_runner(folder, kv_cache_dtype="fp8" if is_fp8 else "auto")
     else:
-        runner = fused_runner(folder, num_blocks=12, block_size=8, max_num_seqs=2)
+        runner = fused_runner(folder, num_blocks=12, block_size=8, max_num_seqs=2, is_fp8=is_fp8)
     yield runner
     runner.close()
 
@@ -65,11 +69,13 @@ class TestTorch(BlockIOContract):
     bound = 1e-5  # a step of the GPU runner may use a graph, which rounds in another way
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("name", ["gemma4 with shared layers", "qwen3_5"])
-def test_both_runners_have_the_same_order(name: str, tmp_path: Path) -> None:
+def test_both_runners_have_the_same_order(name: str, is_fp8: bool, tmp_path: Path) -> None:
     """Also where layers have different shapes, or share keys."""
     small(name, tmp_path)
-    fused, reference = fused_runner(tmp_path, num_blocks=12, block_size=8, max_num_seqs=2), open_runner(tmp_path)
+    fused = fused_runner(tmp_path, num_blocks=12, block_size=8, max_num_seqs=2, is_fp8=is_fp8)
+    reference = open_runner(tmp_path, kv_cache_dtype="fp8" if is_fp8 else "auto")
     sizes = block_io(fused).sizes
     assert sizes == block_io(reference).sizes
     pieces = [MemoryRef(kind, 3) for kind in MemoryKind if sizes.of(kind)]
@@ -86,7 +92,7 @@ def test_both_runners_have_the_same_order(name: str, tmp_path: Path) -> None:
 
 
 def pools_of(runner: Any) -> list[torch.Tensor]:
-    layers = [layer for pool in runner.store.pools.values() for layer in pool]
+    layers = [layer for _, pool in runner.store.all_pools() for layer in pool]
     return layers if runner.states is None else [*layers, *runner.states.pools()]
 
 
@@ -105,6 +111,8 @@ def test_layouts(tmp_path: Path) -> None:
         (folders[1], {}),
         (folders[0], {"block_size": 16}),
         (folders[0], {"dtype": "bfloat16"}),
+        (folders[0], {"kv_cache_dtype": "fp8"}),
+        (folders[0], {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
         (folders[0], {"max_model_len": 20}),  # shorter than the window: the layers have no window blocks
         (folders[0], {"num_blocks": 30, "max_num_seqs": 2, "max_model_len": 100}),
     ]
@@ -112,7 +120,8 @@ def test_layouts(tmp_path: Path) -> None:
     assert layouts[0] == layouts[-1]
     assert len(set(layouts)) == len(layouts) - 1
     fused = [fused_runner(folders[0], block_size=8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    assert len({layouts[0], *(block_io(runner).layout for runner in fused)}) == 3
+    fused.append(fused_runner(folders[0], block_size=8, is_fp8=True))
+    assert len({*layouts, *(block_io(runner).layout for runner in fused)}) == len(layouts) + 2
 
 
 # Copies of the GPU runner

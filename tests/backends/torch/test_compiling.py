@@ -204,32 +204,33 @@ class Launches:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # in bf16, on a CPU without instructions for it
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 @pytest.mark.parametrize(
-    ("name", "dtype", "bits"),
+    ("name", "dtype", "bits", "is_fp8"),
     [
-        *((name, dtype, None) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
-        *((one, torch.float32, None) for one in VARIANTS),
-        *((name, torch.bfloat16, 8) for name in CONFIGS),
-        *((name, torch.float32, bits) for name in (*CONFIGS, "qwen3_moe") for bits in QUANTIZED),
+        *((name, dtype, None, False) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
+        *((one, torch.float32, None, False) for one in VARIANTS),
+        *((name, torch.float32, bits, False) for name in (*CONFIGS, "qwen3_moe") for bits in QUANTIZED),
+        *((name, torch.bfloat16, 8, False) for name in CONFIGS),
+        *((name, torch.float32, None, True) for name in (*CONFIGS, "gemma4 with shared layers", "gpt_oss")),
     ],
 )
 def test_kernels_of_steps_are_compiled_in_advance(
-    name: str, dtype: torch.dtype, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, bits: int | None, is_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form that is not in the lists would be compiled in a request's first step, or while a graph is captured."""
     folder = write_config(name, tmp_path)
-    rig = FusedRig(folder, max_num_seqs=8, load_format="dummy", dtype=dtype, quantize_bits=bits)
+    rig = FusedRig(folder, max_num_seqs=8, load_format="dummy", dtype=dtype, quantize_bits=bits, is_fp8=is_fp8)
     spec, format = rig.runner.model.spec, None if bits is None else QUANTIZED[bits]
     formats = expert_formats(open_checkpoint(folder, "dummy"), bits)
     with monkeypatch.context() as patch, torch.inference_mode():
         ahead = Launches(patch, is_run=False)
-        for call in first_calls(spec, dtype, 32, torch.device("cpu")):
+        for call in first_calls(spec, dtype, 32, torch.device("cpu"), has_fp8_kv=is_fp8):
             call()
         for call in routed_calls(spec, dtype, 512, formats):
             call()
         for call in packed_calls(spec, dtype, format):
             call()
         first = set(ahead.forms)
-        for call in later_calls(spec, dtype, 32, format):
+        for call in later_calls(spec, dtype, 32, format, has_fp8_kv=is_fp8):
             call()
     launches = Launches(monkeypatch, is_run=True)
     rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))

@@ -4,6 +4,9 @@ An item consists of query rows, a range of keys and a block table. Prompts, deco
 the shared prefix of siblings are all such items, so one kernel is enough. A row whose keys are in one item is written
 directly; if they are split over several items, each writes a part and `merge` joins the parts. A program processes one
 item and one KV head, so each block of that head is read once for all its query heads.
+
+Keys and values in FP8 are converted to fp16 when they are loaded. Their scales multiply the scores and the weights of
+the softmax, which are fewer than the numbers of keys and values.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.chaining import let_next_start
+from quire.backends.torch.kernels.fp8_kv import decode, scale_queries
 
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
@@ -36,12 +40,56 @@ class Tiling(NamedTuple):
 
 NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # items of one token: decodes
 WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # items of many: prompts, and shared prefixes of siblings
+WIDE_FP8 = WIDE._replace(num_warps=8)  # with 4 warps, the converted keys and values do not fit the registers
 ROW_BYTES = 256  # largest key for these tilings; larger ones would not fit the shared memory of smaller cards
+
+
+@triton.jit
+def _load(layer, scales, place, d, dtype: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Return keys [D, N] and values [N, D], without their scales. Values follow VALUES vectors after their keys."""
+    if D == D_PAD:
+        keys = tl.load(layer + place[None, :] * D + d[:, None])
+        values = tl.load(layer + VALUES * D + place[:, None] * D + d[None, :])
+    else:
+        keys = tl.load(layer + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
+        values = tl.load(layer + VALUES * D + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0)
+    if scales is not None:
+        keys, values = decode(keys, dtype), decode(values, dtype)
+    return keys, values
+
+
+@triton.jit
+def _mask(scores, keys_at, high, position, window, HAS_WINDOW: tl.constexpr):
+    """Return scores [M, N], minus infinity for keys that a row does not see."""
+    is_seen = (keys_at < high)[None, :] & (keys_at[None, :] <= position[:, None])
+    if HAS_WINDOW:
+        is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
+def _scale_weights(weights, scales, is_key, highest):
+    """Multiply weights [M, N] by the scales [N] of their values, relative to the highest scale so far.
+
+    So weights stay at most 1, and are exact enough in fp16. Returns them, the highest scale, and the factor of what was
+    summed before.
+    """
+    scales = tl.load(scales, mask=is_key, other=0.0).to(tl.float32)
+    higher = tl.maximum(highest, tl.max(tl.where(scales == scales, scales, 0.0), 0))
+    return weights * (scales / higher)[None, :], higher, highest / higher
+
+
+@triton.jit
+def _add_sink(sink, peak, total):
+    """Add a score without a value to a softmax. Returns its peak, its sum and the factor of what was summed before."""
+    higher = tl.maximum(peak, sink)
+    shrink = tl.exp2(peak - higher)
+    return higher, total * shrink + tl.exp2(sink - higher), shrink
 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _attend(
-    q, layer, tables, positions, items, first_parts, out, parts, lse, sinks,
+    q, layer, scales, tables, positions, items, first_parts, out, parts, lse, sinks,
     scale, cap, window, stride_q, stride_table, num_heads,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -67,40 +115,40 @@ def _attend(
     peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
+    if scales is not None:
+        queries, row_scale = scale_queries(queries)
+        highest = tl.full((), 1e-37, tl.float32)
     for start in range(low, high, N):
         keys_at = start + n
         is_key = keys_at < high
         # Beyond the range the null block is read. Masked values have no weight, but must be finite.
         block = tl.load(tables + batch_index * stride_table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
-        place = ((block * 2 * K + head) * BLOCK + keys_at % BLOCK) * D  # [N]
-        if D == D_PAD:
-            keys = tl.load(layer + place[None, :] + d[:, None])  # [D, N]
-            values = tl.load(layer + K * BLOCK * D + place[:, None] + d[None, :])  # [N, D]
-        else:
-            keys = tl.load(layer + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-            values = tl.load(layer + K * BLOCK * D + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        place = (block * 2 * K + head) * BLOCK + keys_at % BLOCK  # [N]
+        keys, values = _load(layer, scales, place, d, queries.dtype, K * BLOCK, D, D_PAD)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
+        if scales is not None:
+            scores = scores * row_scale[:, None] * tl.load(scales + place).to(tl.float32)[None, :]
         if HAS_CAP:
             scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
             scores *= 1.4426950408889634
-        is_seen = is_key[None, :] & (keys_at[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
-        scores = tl.where(is_seen, scores, float("-inf"))
+        scores = _mask(scores, keys_at, high, position, window, HAS_WINDOW)
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, 1)
+        if scales is not None:
+            weights, highest, factor = _scale_weights(weights, scales + K * BLOCK + place, is_key, highest)
+            shrink = shrink * factor
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = higher
+    if scales is not None:
+        mixed = mixed * highest
     first_part = tl.load(first_parts + rows, mask=is_row, other=0)
     is_whole = tl.load(first_parts + rows + 1, mask=is_row, other=0) - first_part == 0
     if sinks is not None:  # of a split row, `merge` adds it
         sink = tl.load(sinks + heads, mask=is_row & is_whole, other=-1e30).to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(peak, sink)
-        total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
-        mixed = mixed * tl.exp2(peak - higher)[:, None]
-        peak = higher
+        peak, total, shrink = _add_sink(sink, peak, total)
+        mixed = mixed * shrink[:, None]
     total = tl.where(total == 0.0, 1.0, total)  # no key was seen: `merge` recognises that by the peak
     mixed = mixed / total[:, None]
     target = rows.to(tl.int64) * num_heads + heads
@@ -141,9 +189,8 @@ def _merge(
         peak = higher
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(peak, sink)
-        total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
-        mixed = mixed * tl.exp2(peak - higher)
+        peak, total, shrink = _add_sink(sink, peak, total)
+        mixed = mixed * shrink
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
     target = row.to(tl.int64) * num_heads + head
     tl.store(out + target * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
@@ -167,11 +214,11 @@ def _power(size: int) -> int:
 
 
 @cache
-def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
-    """Return NARROW and WIDE, or smaller tilings, for keys of this size."""
+def tilings(head_size: int, itemsize: int, *, is_fp8: bool = False) -> tuple[Tiling, Tiling]:
+    """Return NARROW and WIDE, or smaller tilings, for keys of this size. `itemsize`: of queries."""
     row_bytes = _power(head_size) * itemsize
     if row_bytes <= ROW_BYTES:
-        return NARROW, WIDE
+        return NARROW, WIDE_FP8 if is_fp8 else WIDE
     if row_bytes <= 2 * ROW_BYTES:
         return NARROW._replace(keys=64), WIDE._replace(rows=64, keys=32)
     return NARROW._replace(keys=32), WIDE._replace(rows=32, keys=32, num_stages=1)
@@ -197,12 +244,13 @@ def attend(
     window: int,
     cap: float,
     sinks: Tensor | None = None,  # [H]: a score that takes part in the softmax and has no value
+    scales: Tensor | None = None,  # [blocks, 2, K, block size]: `layer` holds FP8
 ) -> None:
     num_heads, head_size = q.shape[1:]
     num_kv_heads, block_size = layer.shape[2:4]
     num_groups = num_heads // num_kv_heads
     _attend[(len(items), num_kv_heads)](
-        q, layer, tables, positions, items, first_parts, out, parts.mixed, parts.lse, sinks,
+        q, layer, scales, tables, positions, items, first_parts, out, parts.mixed, parts.lse, sinks,
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads,
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
         M=max(tiling.rows, _power(num_groups)), N=tiling.keys,

@@ -24,13 +24,13 @@ from triton.language.target_info import cuda_capability_geq
 
 MAX_EARLY_ROWS = 16
 
-_IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 @cache
 def can_launch_early() -> bool:
     """Return whether the GPU has early launches. Triton's interpreter has none."""
-    if not _IS_COMPILED.value:
+    if not IS_COMPILED.value:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= 90)
@@ -44,7 +44,7 @@ def is_early(num_rows: int) -> bool:
 @triton.jit
 def let_next_start():
     """Permit the next kernel to start when all programs of this one have started."""
-    if _IS_COMPILED:
+    if IS_COMPILED:
         if cuda_capability_geq(9):
             cuda.gdc_launch_dependents()
 
@@ -52,6 +52,6 @@ def let_next_start():
 @triton.jit
 def wait_for_inputs():
     """Wait for the kernel before this one. What is read before the wait must be constant."""
-    if _IS_COMPILED:
+    if IS_COMPILED:
         if cuda_capability_geq(9):
             cuda.gdc_wait()

@@ -446,9 +446,9 @@ def quantized_product(
     num_programs = -(-max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _quantized_product[(num_programs,)](
         x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, order, tiles, out, IN=num_inputs,
-        OUT=num_outputs, K=num_chosen, ROWS=rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER, KIND=KINDS[format.type],
-        GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=kind is not None, ACTIVATION=kind or 0,
-        HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
+        OUT=num_outputs, K=num_chosen, ROWS=rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER,
+        KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=kind is not None,
+        ACTIVATION=kind or 0, HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

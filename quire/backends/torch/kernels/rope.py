@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.fp8_kv import choose_scale, encode, magnitude
+
 # T rows of the batch, H query heads, K kv heads, D head size, R rotated dimensions of a head, P positions
 
 ELEMENTS = 1024  # per program, in whole heads: with NUM_WARPS, each thread has 16 bytes of each half
@@ -34,9 +36,15 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
     return (x * weight).to(dtype).to(tl.float32)
 
 
+@triton.jit
+def _peak(x, y, is_in):
+    """Return the largest magnitude of each head [HEADS, 1]."""
+    return tl.max(tl.where(is_in, tl.maximum(magnitude(x), magnitude(y)), 0), 1, keep_dims=True)
+
+
 @triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
-    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
+    qkv, positions, batch_indices, tables, cosines, sines, layer, scales, q, q_norm, k_norm, query_factors, kept,
     eps, max_blocks, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
@@ -93,7 +101,12 @@ def _rope_store(
     if kept is not None:
         is_stored = tl.load(kept + row) >= 0
     is_kept = (head >= H) & (head < tl.where(is_stored, H + 2 * K, H))
-    target = layer + ((block * 2 * K + head - H) * BLOCK_SIZE + position % BLOCK_SIZE) * D
+    vector = (block * 2 * K + head - H) * BLOCK_SIZE + position % BLOCK_SIZE  # [HEADS, 1]
+    if scales is not None:
+        scale = choose_scale(tl.maximum(_peak(y1, y2, in_pair), _peak(y3, y3, in_rest)))
+        tl.store(scales + vector, scale.to(tl.bfloat16), mask=is_kept)
+        y1, y2, y3 = encode(y1, scale), encode(y2, scale), encode(y3, scale)
+    target = layer + vector * D
     tl.store(target + pair, y1, mask=in_pair & is_kept)
     tl.store(target + HALF + pair, y2, mask=in_pair & is_kept)
     tl.store(target + rest, y3, mask=in_rest & is_kept)
@@ -134,6 +147,7 @@ def rope_store(
     kept: Tensor | None = None,  # [T] int32; -1: the row's keys are in a shared block already, and are not stored
     has_value_norm: bool = False,  # values are normed without a weight
     is_shared: bool = False,  # qkv holds queries only, and `layer` is not changed
+    scales: Tensor | None = None,  # [blocks, 2, K, block size]: `layer` holds FP8
 ) -> Tensor:
     """Norm and rotate queries and keys. Return the queries [T, H, D]; store keys and values in `layer`."""
     num_rows = qkv.shape[0]
@@ -143,7 +157,7 @@ def rope_store(
     tiling = _tiling(num_heads + 2 * num_kv_heads, head_size, half)
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
-        qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, query_factors, kept,
+        qkv, positions, batch_indices, tables, cosines, sines, layer, scales, q, q_norm, k_norm, query_factors, kept,
         eps, tables.stride(0), qkv.stride(0),
         H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,

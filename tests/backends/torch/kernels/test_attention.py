@@ -21,6 +21,7 @@ from quire.backends.torch.attention_work import (
     find_siblings,
     plan_work,
 )
+from quire.backends.torch.fp8_kv import decode, encode
 from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
 from tests.backends.torch.kernels.device import DEVICE
 
@@ -63,6 +64,12 @@ class Step:
     batch_indices: list[int]
     siblings: Sequence[Siblings]
     work: Work
+    scales: Tensor | None = None  # of keys and values in FP8
+
+    def to_fp8(self) -> None:
+        """Store keys and values in FP8, those of each token on a scale of its own."""
+        tokens = torch.randn(self.layer.shape[:4], generator=torch.Generator().manual_seed(1))
+        self.layer, self.scales = encode(self.layer.float() * torch.exp2(2 * tokens).to(DEVICE)[..., None])
 
     def run(self, *, scale: float, window: int = 0, cap: float = 0.0, padding: int = 0) -> Tensor:
         """Run as in a graph: with padding rows and items after the others, into memory full of garbage."""
@@ -76,14 +83,15 @@ class Step:
         first_parts = on_device(np.pad(self.work.first_parts, (0, padding), mode="edge"))
         tables = on_device(self.tables)
         work = (self.work.narrow, self.work.wide)
-        for items, tiling in zip(work, tilings(head_size, q.dtype.itemsize), strict=True):
+        kinds = tilings(head_size, q.dtype.itemsize, is_fp8=self.scales is not None)
+        for items, tiling in zip(work, kinds, strict=True):
             empty = np.full((padding, ITEM_FIELDS), 2**30)
             empty[:, 1] = 0
             items = np.concatenate((items, empty))
             if len(items):
                 attend(
                     q, self.layer, tables, positions, on_device(items), first_parts, parts, out,
-                    tiling=tiling, scale=scale, window=window, cap=cap,
+                    tiling=tiling, scale=scale, window=window, cap=cap, scales=self.scales,
                 )  # fmt: skip
         if self.work.first_parts[-1]:
             merge(parts, first_parts, out)
@@ -99,6 +107,8 @@ class Step:
         num_kv_heads, block_size = self.shape.num_kv_heads, self.shape.block_size
         out = torch.empty(num_rows, num_heads, head_size, dtype=torch.float64)
         q, layer = self.q.cpu().double(), self.layer.cpu().double()
+        if self.scales is not None:
+            decode(self.layer.cpu(), self.scales.cpu(), layer)
         for row, (position, batch_index) in enumerate(zip(self.positions, self.batch_indices, strict=True)):
             first = max(position - window + 1, 0) if window else 0
             at = np.arange(first, position + 1)
@@ -170,6 +180,17 @@ def check(step: Step, *, window: int = 0, cap: float = 0.0, padding: int = 2) ->
     expected = step.expected(scale=scale, window=window, cap=cap)
     assert out.isfinite().all()
     assert float((out.cpu().double() - expected).abs().max()) < BOUNDS[out.dtype]
+
+
+def check_fp8(step: Step, *, window: int = 0, cap: float = 0.0, padding: int = 2) -> None:
+    """Compare with the decoded keys and values: only weights of the softmax are rounded, to fp16, and results."""
+    step.to_fp8()
+    scale = step.shape.head_size**-0.5 / 4  # keys are larger than in other tests
+    out = step.run(scale=scale, window=window, cap=cap, padding=padding)
+    expected = step.expected(scale=scale, window=window, cap=cap)
+    assert out.isfinite().all()
+    bound = 2e-6 if out.dtype == torch.float32 else 1e-2
+    assert float((out.cpu().double() - expected).abs().max()) < bound * float(expected.abs().max())
 
 
 MIXED = StepMix((0, 40, 201), ((0, 9), (37, 20)), (5, 160), target=12)  # 160: not whole tiles of keys
@@ -248,6 +269,37 @@ def test_random_steps(seed: int) -> None:
     step = make_step(shape, mix, seed, rng.choice(DTYPES))
     window, cap = rng.choice([0, 0, rng.randrange(1, 300)]), rng.choice([0.0, 0.0, 8.0])
     check(step, window=window, cap=cap, padding=rng.randrange(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp8(shape: Shape, dtype: torch.dtype) -> None:
+    for seed in range(NUM_ROUNDS):
+        check_fp8(make_step(shape, MIXED, seed, dtype))
+
+
+@pytest.mark.parametrize(("window", "cap"), [(24, 0.0), (0, 5.0), (40, 20.0)])
+def test_fp8_with_windows_and_caps(window: int, cap: float) -> None:
+    check_fp8(make_step(Shape(4, 2, 32, 16), MIXED._replace(inner=(4, 160)), 1), window=window, cap=cap)
+
+
+@pytest.mark.parametrize("factor", [2.0**-60, 2.0**-20, 2.0**14, 2.0**60])
+def test_fp8_with_tiny_and_huge_numbers(factor: float) -> None:
+    """Scales, scaled queries and weights in fp16 neither overflow nor lose digits."""
+    step = make_step(Shape(4, 2, 64, 32), MIXED, 2, torch.bfloat16)
+    step.layer *= factor
+    step.q /= factor
+    check_fp8(step)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_fp8_that_is_not_finite() -> None:
+    """A key or value that is not finite makes all rows that see it NaN."""
+    for part in (0, 1):
+        step = make_step(Shape(2, 1, 32, 32), StepMix(prompts=((0, 40),)), 4)
+        step.layer[step.tables[step.batch_indices[0], 0], part, 0, 20, 3] = float("inf" if part else "nan")
+        step.to_fp8()
+        assert step.run(scale=0.1)[20:].isnan().all()
 
 
 def test_scores_far_apart() -> None:
