@@ -16,8 +16,12 @@ from quire.backends.torch.kernels.packed_linear import (
     packed_tile_product,
 )
 from quire.backends.torch.kernels.packed_products import TILED_ROWS, expanded_product, is_fp8, product_in_fp8
+from quire.backends.torch.packed import PackedFormat
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.spec import Activation
+
+
+MAX_EXPANDED = 1 << 28  # weights of a matrix that is decoded for a product; those of a head take too much memory
 
 
 class FusedPackedLinear(PackedLinear):
@@ -25,10 +29,20 @@ class FusedPackedLinear(PackedLinear):
 
     __slots__ = ()
 
+    @classmethod
+    def holds(cls, format: PackedFormat) -> bool:  # noqa: ARG003
+        return True
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        multiply = product_in_fp8 if is_fp8(self.packed) else expanded_product
-        whole = multiply(self._ordered(x), self.packed, self.bias)
+        whole = self._multiplied(self._ordered(x))
         return whole if out is None else out.copy_(whole)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        if is_fp8(self.packed):
+            return product_in_fp8(x, self.packed, self.bias)
+        if self.packed.shape.numel() <= MAX_EXPANDED:
+            return expanded_product(x, self.packed, self.bias)
+        return (packed_row_product if len(x) in ROW_COUNTS else packed_tile_product)(x, self.packed, self.bias)
 
     @property
     def _max_rows(self) -> int:
