@@ -20,7 +20,6 @@ from quire.backends.torch.packed import PackedFormat
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.spec import Activation
 
-
 MAX_EXPANDED = 1 << 28  # weights of a matrix that is decoded for a product; those of a head take too much memory
 
 
