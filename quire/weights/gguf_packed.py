@@ -117,8 +117,8 @@ def _q5_k(blocks: NDArray[np.uint8]) -> _Decoded:
     """As Q4_K, with 32 bytes before the codes: bit i of byte j is the fifth bit of weight j of group i."""
     import numpy as np
 
-    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # [B, 8, 32]
-    codes = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | high << 4
+    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [B, 8, 32]
+    codes = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | high << np.uint8(4)
     return _Decoded(codes.reshape(len(blocks), -1), *_k_scales(blocks))
 
 
