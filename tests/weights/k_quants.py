@@ -1,4 +1,4 @@
-"""Writes a small GGUF model with the mixture of types of Q4_K_M files, or with all matrices in one type."""
+"""Makes a small GGUF model with the mixture of types of Q4_K_M files, or with all matrices in one type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.weights.checkpoint import TensorType
 from quire.weights.gguf import BLOCKS, FILE_TYPES
 from tests.weights.makers import VOCAB, Tensor, llama_keys, make_gguf, set_scales
 
-HIDDEN, FFN, LAYERS, HEADS, KV_HEADS = 256, 512, 2, 4, 2
+HIDDEN, FFN, LAYERS, HEADS, KV_HEADS = 256, 256, 2, 4, 2
 F32 = TensorType.F32
 NUMBERS = {kind: number for number, (kind, _block) in FILE_TYPES.items()}
 # Scale and minimum of blocks of random bytes whose weights are about 0.05.
@@ -29,8 +29,8 @@ def random_blocks(rng: np.random.Generator, kind: TensorType, rows: int, columns
     return Tensor((columns, rows), NUMBERS[kind], blocks.tobytes())
 
 
-def write_k_quants(folder: Path, kind: str | None = None) -> Path:
-    """Write a llama model in Q4_K, with values, down projections and the head in Q6_K; or all of it in `kind`."""
+def k_quants(kind: str | None = None, num_layers: int = LAYERS) -> bytes:
+    """Make a llama model in Q4_K, with values, down projections and the head in Q6_K; or all of it in `kind`."""
     rng = np.random.default_rng(0)
     most, others = (TensorType(kind), TensorType(kind)) if kind else (TensorType.Q4_K, TensorType.Q6_K)
     ones = Tensor((HIDDEN,), NUMBERS[F32], np.ones(HIDDEN, "<f4").tobytes())
@@ -40,7 +40,7 @@ def write_k_quants(folder: Path, kind: str | None = None) -> Path:
         "output_norm.weight": ones,
     }
     head_size = HIDDEN // HEADS
-    for i in range(LAYERS):
+    for i in range(num_layers):
         tensors |= {
             f"blk.{i}.attn_norm.weight": ones,
             f"blk.{i}.ffn_norm.weight": ones,
@@ -53,12 +53,16 @@ def write_k_quants(folder: Path, kind: str | None = None) -> Path:
             f"blk.{i}.ffn_down.weight": random_blocks(rng, others, HIDDEN, FFN),
         }
     keys = llama_keys(
-        llama__block_count=LAYERS,
+        llama__block_count=num_layers,
         llama__embedding_length=HIDDEN,
         llama__feed_forward_length=FFN,
         llama__attention__head_count=HEADS,
         llama__attention__head_count_kv=KV_HEADS,
     )
+    return make_gguf(keys, list(tensors.items()))
+
+
+def write_k_quants(folder: Path, kind: str | None = None) -> Path:
     path = folder / f"{kind or 'mixed'}.gguf"
-    path.write_bytes(make_gguf(keys, list(tensors.items())))
+    path.write_bytes(k_quants(kind))
     return path

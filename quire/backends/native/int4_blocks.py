@@ -15,7 +15,7 @@ from quire.backends.native.library import GROUP, Bytes
 from quire.weights.checkpoint import TensorType
 from quire.weights.packed import INT4_ZERO, CodeType, PackedMatrix, unpack_pairs
 
-MAX_CODE = 15
+MAX_ZERO = 16
 MAX_HALF = 65504.0  # of fp16
 
 
@@ -33,7 +33,7 @@ def find_block_type(matrix: PackedMatrix) -> TensorType | None:
     is_whole = matrix.shape[1] % GROUP == 0 and (columns % GROUP == 0 or columns >= matrix.shape[1])
     if matrix.type is not CodeType.INT4 or matrix.order is not None or not is_whole or rows < 1:
         return None
-    if not np.abs(matrix.scales).max(initial=0) * MAX_CODE < MAX_HALF:  # also if a scale is NaN
+    if not np.abs(matrix.scales).max(initial=0) < MAX_HALF / MAX_ZERO:  # also if a scale is NaN
         return None
     return TensorType.Q4_0 if matrix.zeros is None else TensorType.Q4_1
 
