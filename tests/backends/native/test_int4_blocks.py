@@ -35,7 +35,7 @@ def random_int4(shape: tuple[int, int], group: tuple[int, int], *, has_zeros: bo
     rng = np.random.default_rng(0)
     num_scales = -(-shape[0] // group[0]), -(-shape[1] // group[1])
     codes = rng.integers(0, 256, (shape[0], shape[1] // 2), dtype=np.uint8)
-    scales = rng.uniform(0.5, 1.5, num_scales).astype(np.float16).astype(np.float32) / 16
+    scales = rng.uniform(0.5, 1.5, num_scales).astype(np.float16).astype(np.float32) / np.float32(16)
     zeros = rng.integers(0, 16, num_scales).astype(np.float32) if has_zeros else None
     return PackedMatrix(CodeType.INT4, shape, codes, scales, group, zeros)
 
