@@ -14,7 +14,10 @@ HIDDEN, FFN, LAYERS, HEADS, KV_HEADS = 256, 256, 2, 4, 2
 F32 = TensorType.F32
 NUMBERS = {kind: number for number, (kind, _block) in FILE_TYPES.items()}
 # Scale and minimum of blocks of random bytes whose weights are about 0.05.
-SCALES = {"Q4_K": (4e-4, 3e-3), "Q5_K": (2e-4, 3e-3), "Q6_K": (4e-5, 0.0), "MXFP4": (0.02, 0.0), "Q4_1": (0.01, -0.08)}
+SCALES = {
+    "Q4_K": (4e-4, 3e-3), "Q5_K": (2e-4, 3e-3), "Q6_K": (4e-5, 0.0), "MXFP4": (0.02, 0.0), "Q4_0": (0.01, 0.0),
+    "Q4_1": (0.01, -0.08), "Q5_0": (0.005, 0.0), "Q5_1": (0.005, -0.08), "Q8_0": (7e-4, 0.0),
+}  # fmt: skip
 
 
 def random_blocks(rng: np.random.Generator, kind: TensorType, rows: int, columns: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels.elementwise import gated
@@ -18,8 +19,10 @@ from quire.backends.torch.kernels.packed_linear import (
 from quire.backends.torch.kernels.packed_products import TILED_ROWS, expanded_product, is_fp8, product_in_fp8
 from quire.backends.torch.packed import PackedFormat
 from quire.backends.torch.packed_linear import PackedLinear
+from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 
+MIN_FP8_CAPABILITY = (8, 9)  # Ada; then Hopper and Blackwell
 MAX_EXPANDED = 1 << 28  # weights of a matrix that is decoded for a product; those of a head take too much memory
 
 
@@ -29,8 +32,11 @@ class FusedPackedLinear(PackedLinear):
     __slots__ = ()
 
     @classmethod
-    def holds(cls, format: PackedFormat) -> bool:  # noqa: ARG003
-        return True
+    def holds(cls, format: PackedFormat) -> bool:
+        """Return whether the kernels compile for this format. Older GPUs have no instructions for FP8."""
+        if format.type is not CodeType.FP8 or not torch.cuda.is_available():
+            return True
+        return torch.cuda.get_device_capability() >= MIN_FP8_CAPABILITY
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         whole = self._multiplied(self._ordered(x))

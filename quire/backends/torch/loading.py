@@ -20,6 +20,7 @@ from quire.backends.torch.layers import Linear
 from quire.backends.torch.mxfp4 import MAX_EXPONENT, PackedStack
 from quire.backends.torch.packed import QUANTIZED, PackedFormat, decoded, format_of, pack, quantize
 from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
+from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.packed import PackedMatrix
@@ -310,6 +311,8 @@ class _Loader:
         if not run.matrices:
             weight = self._stack([f"{name}.weight" for name in run.names])
             if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
+                if not self._packed_linear.holds(self._quantized):
+                    raise InvalidRequest("quantize = 8: this GPU has no instructions for FP8; quantize = 4 needs none")
                 return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
             return self._linear(weight, bias)
         self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in run.names))

@@ -27,13 +27,16 @@ from quire.backends.torch.packed import (
     quantize,
 )
 from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
+from quire.cli.machine_fit import GPU_BITS, PACKED_BITS
 from quire.errors import InvalidRequest
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.dummy import DummyCheckpoint
+from quire.weights.gguf_packed import pack_blocks
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
 from quire.weights.spec import Activation
 from tests.backends.torch.test_compiling import write_config
+from tests.weights.k_quants import random_blocks
 
 # O outputs, I inputs
 
@@ -305,3 +308,47 @@ def test_experts_and_routers_are_not_quantised(tmp_path: Path) -> None:
 def test_shapes_must_match() -> None:
     with pytest.raises(ValueError, match="do not match"):
         PackedWeight(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(3, 1), None, None, FP8_PER_OUTPUT, FP32)
+
+
+def test_older_gpus_decode_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels would not compile."""
+    checkpoint = PackedDummy(llama(tmp_path), CodeType.FP8, 128)
+    plain = llama(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, holds in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert FusedPackedLinear.holds(FP8_PER_OUTPUT) is holds
+        assert FusedPackedLinear.holds(INT4_IN_GROUPS)
+        weights = load_weights(checkpoint, FP32, CPU, packed_linear=FusedPackedLinear)
+        assert all(isinstance(one, FusedPackedLinear) is holds for one in linears(weights.layers[0]))
+        if not holds:
+            with pytest.raises(InvalidRequest, match="quantize = 8: this GPU has no instructions for FP8"):
+                load_weights(plain, FP32, CPU, packed_linear=FusedPackedLinear, quantize_bits=8)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GPU_BITS if kind not in PACKED_BITS])
+def test_bits_per_weight_of_gguf_types(kind: str) -> None:
+    tensor = random_blocks(np.random.default_rng(0), TensorType(kind), 32, 256)
+    data = np.frombuffer(tensor.data, np.uint8).reshape(32, -1)
+    matrix = pack_blocks(RawTensor(TensorInfo("x", TensorType(kind), (32, 256), len(tensor.data)), data))
+    assert matrix is not None
+    format = format_of([matrix])
+    assert format is not None
+    packed = pack([matrix], format, FP32, CPU)
+    assert packed.nbytes * 8 / packed.shape.numel() == GPU_BITS[kind]
+    error = (packed.dense() - decoded(matrix)).abs()
+    peak = decoded(matrix).abs().view(32, -1, 16).amax(2).repeat_interleave(16, 1)
+    assert bool((error <= 2 * 2**-11 * (peak + decoded(matrix).abs().max())).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros"),
+    [(CodeType.FP8, (128, 128), False), (CodeType.FP8, (1, 256), False), (CodeType.INT8, (1, 64), False),
+     (CodeType.INT4, (1, 128), True), (CodeType.INT4, (1, 64), False)],
+)  # fmt: skip
+def test_bits_per_weight_of_safetensors(kind: CodeType, group: tuple[int, int], has_zeros: bool) -> None:
+    matrix = random_matrix(kind, (256, 1024), group if group[1] < 256 else (1, 1024), has_zeros=has_zeros)
+    format = format_of([matrix])
+    assert format is not None
+    packed = pack([matrix], format, FP32, CPU)
+    assert packed.nbytes * 8 / packed.shape.numel() <= GPU_BITS[kind.upper()]
