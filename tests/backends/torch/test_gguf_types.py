@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,9 +60,9 @@ def test_packed_models(
     if has_graphs:
         monkeypatch.setattr(rig.runner._graphs, "_is_compiled", lambda: True)
     assert rig.runner.facts().dtype == ", ".join(("float32", *types))
-    mixer = rig.runner.model.layers[0].mixer
-    assert isinstance(mixer.qkv_proj, JoinedLinear if kind is None else PackedLinear)
-    assert isinstance(rig.runner.model.head, PackedLinear)
+    model: Any = rig.runner.model
+    assert isinstance(model.layers[0].mixer.qkv_proj, JoinedLinear if kind is None else PackedLinear)
+    assert isinstance(model.head, PackedLinear)
     alone = [rig.answer(prompt, 2) for prompt in PROMPTS[:1]]
     rig.reset()
     ids = [rig.start(prompt, 2) for prompt in PROMPTS]
