@@ -52,6 +52,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # CPU seconds of slow test files, including their child processes. Approximate values are enough.
 SLOW_FILES_S = {
     "test_drafts.py": 20,
+    "test_quantized_equality.py": 150,
+    "backends/torch/test_gguf_types.py": 60,
     "backends/torch/kernels/test_packed_linear.py": 25,
     "backends/torch/kernels/test_packed_products.py": 20,
     "weights/test_quantizing.py": 40,
@@ -125,7 +127,7 @@ SLOW_FILES_S = {
     "weights/test_config.py": 8,
     "backends/torch/test_work.py": 8,
     "backends/torch/kernels/test_linear.py": 8,
-    "weights/test_fuzz.py": 7,
+    "weights/test_fuzz.py": 60,
     "server/test_agents_golden.py": 8,
     "server/test_model_service.py": 7,
     "backends/native/test_runner.py": 7,

@@ -14,9 +14,23 @@ FILE_BITS: dict[str, float] = {kind: 8 * block.num_bytes / block.num_elements fo
 PACKED_BITS = {"FP8": 8.125, "INT8": 8.25, "INT4": 4.5}  # of quantised safetensors: most have groups of 64 to 128
 MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
 MLX_FILE_BITS = {MLX_4BIT: 4.5}
-CPU_BITS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"), 5.0)  # in memory, native backend (docs/cpu.md)
+# In memory, native backend (docs/cpu.md).
+CPU_BITS = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0", "INT4"), 5.0), "MXFP4": 4.5}
 OTHER_CPU_BITS = 8.5
-GPU_BITS = {**PACKED_BITS, "MXFP4": FILE_BITS["MXFP4"]}  # packed types of safetensors stay packed
+# In the memory of an NVIDIA GPU (docs/models.md). Embeddings have 16 bits, which is not counted here.
+GPU_BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q4_K": 5.0,
+    "Q5_0": 8.5,
+    "Q5_1": 9.0,
+    "Q5_K": 9.0,
+    "Q6_K": 9.0,
+    "Q8_0": 8.5,
+    "MXFP4": 4.5,
+    **PACKED_BITS,
+}
+EXPERT_GPU_BITS = {"MXFP4": 4.25}  # experts in other types are decoded
 OTHER_GPU_BITS = 16.0
 # On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
 METAL_BITS = {
@@ -82,11 +96,11 @@ def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
     return {kind: int(size * 8 / FILE_BITS[kind]) for kind, size in num_bytes.items()}
 
 
-def fit(weights: Mapping[str, int], memory: Memory) -> Fit:
-    """Where a model runs. `weights`: how many it has of each type."""
+def fit(weights: Mapping[str, int], memory: Memory, *, has_experts: bool = False) -> Fit:
+    """Where a model runs. `weights`: how many it has of each type. `has_experts`: most of them are those of experts."""
     if memory.has_metal:
         return fit_mlx(_num_bytes(weights, METAL_BITS, OTHER_METAL_BITS), memory)
-    on_gpu = _num_bytes(weights, GPU_BITS, OTHER_GPU_BITS)
+    on_gpu = _num_bytes(weights, EXPERT_GPU_BITS if has_experts else GPU_BITS, OTHER_GPU_BITS)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)
     return _fit_cpu(_num_bytes(weights, CPU_BITS, OTHER_CPU_BITS), memory)

@@ -19,7 +19,7 @@ from quire.cli.machine_fit import FILE_BITS, PACKED_BITS, Fit, Memory, fit, fit_
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
-from quire.weights.families import GGUF_ARCHITECTURES
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES
 from quire.weights.fields import Fields, show
 from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
 from quire.weights.other import read_spec
@@ -71,6 +71,17 @@ class Download:
     def spec(self) -> ModelSpec:
         """The spec of a folder of safetensors. Raises QuireError."""
         return read_spec(self.config, {}, "config.json", self.type or "BF16")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts; of a GGUF file, whether every model of its architecture is one."""
+        if self.name.gguf is not None:
+            families = [family for family in FAMILIES if family.gguf == self.gguf.get("architecture")]
+            return bool(families) and all(family.experts is not None for family in families)
+        try:
+            return any(layer.experts is not None for layer in self.spec().layers)
+        except QuireError:
+            return False
 
     @property
     def needs_mlx(self) -> bool:
@@ -165,7 +176,9 @@ def _family_problems(found: Download) -> list[str]:
 
 
 def find_place(found: Download, memory: Memory) -> Fit:
-    return fit_mlx(found.weight_bytes, memory) if found.needs_mlx else fit(found.weights, memory)
+    if found.needs_mlx:
+        return fit_mlx(found.weight_bytes, memory)
+    return fit(found.weights, memory, has_experts=found.has_experts)
 
 
 def find_context(found: Download) -> int | None:

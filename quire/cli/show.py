@@ -56,7 +56,8 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         weights[tensor.type.value] += math.prod(tensor.shape)
     if spec.unsupported and spec.quantization not in DTYPES:
         weights.clear()  # MLX packs several weights into a number: shapes do not say how many there are
-    place = fit_mlx(weight_bytes(path), read_memory()) if needs_mlx(spec) else fit(weights, read_memory())
+    memory, has_experts = read_memory(), any(layer.experts is not None for layer in spec.layers)
+    place = fit_mlx(weight_bytes(path), memory) if needs_mlx(spec) else fit(weights, memory, has_experts=has_experts)
     problem = find_backend_problem(spec.unsupported, read_config(path))
     return {
         "path": str(path),

@@ -1,4 +1,6 @@
-"""Blocks of GGUF as a `PackedMatrix`, for the types that have equal groups of 4- or 8-bit codes.
+"""Blocks of GGUF as a `PackedMatrix`, for the types that have equal groups of codes of 4 to 8 bits.
+
+Codes of 5 and 6 bits take 8 here.
 
 The value of a weight is that of llama.cpp, up to the rounding of float32. A type with a minimum m per group,
 w = d * code + m, has a zero of -m / d.
@@ -88,16 +90,47 @@ def _q4_1(blocks: NDArray[np.uint8]) -> _Decoded:
     return _Decoded(_halves(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
 
 
+def _fifth_bits(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the fifth bits of 32 codes as 16 or 0: bit i of four bytes belongs to code i."""
+    import numpy as np
+
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q5_0(blocks: NDArray[np.uint8]) -> _Decoded:
+    import numpy as np
+
+    codes = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _Decoded((codes.view(np.int8) - np.int8(16)).view(np.uint8), _half(blocks, 0))
+
+
+def _q5_1(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2))
+
+
 def _q4_k(blocks: NDArray[np.uint8]) -> _Decoded:
-    """Eight groups of 32, with factors of 6 bits for scale and minimum in bytes 4 to 15."""
+    codes = _halves(blocks[:, 16:].reshape(-1, 4, 32))  # 64 weights in 32 bytes
+    return _Decoded(codes.reshape(len(blocks), -1), *_k_scales(blocks))
+
+
+def _q5_k(blocks: NDArray[np.uint8]) -> _Decoded:
+    """As Q4_K, with 32 bytes before the codes: bit i of byte j is the fifth bit of weight j of group i."""
+    import numpy as np
+
+    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [B, 8, 32]
+    codes = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | high << np.uint8(4)
+    return _Decoded(codes.reshape(len(blocks), -1), *_k_scales(blocks))
+
+
+def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return scales and minima of eight groups of 32, with factors of 6 bits for both in bytes 4 to 15."""
     import numpy as np
 
     packed = blocks[:, 4:16]
     first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     factors = np.concatenate((first & 63, high & 15 | first >> 6 << 4), axis=1)
     offsets = np.concatenate((second & 63, high >> 4 | second >> 6 << 4), axis=1)
-    codes = _halves(blocks[:, 16:].reshape(-1, 4, 32))  # 64 weights in 32 bytes
-    return _Decoded(codes.reshape(len(blocks), -1), _half(blocks, 0) * factors, -(_half(blocks, 2) * offsets))
+    return _half(blocks, 0) * factors, -(_half(blocks, 2) * offsets)
 
 
 def _q6_k(blocks: NDArray[np.uint8]) -> _Decoded:
@@ -129,7 +162,10 @@ _LAYOUTS = {
     TensorType.Q8_0: _Layout(CodeType.INT8, 34, 32, _q8_0),
     TensorType.Q4_0: _Layout(CodeType.INT4, 18, 32, _q4_0),
     TensorType.Q4_1: _Layout(CodeType.INT4, 20, 32, _q4_1),
+    TensorType.Q5_0: _Layout(CodeType.INT8, 22, 32, _q5_0),
+    TensorType.Q5_1: _Layout(CodeType.INT8, 24, 32, _q5_1),
     TensorType.Q4_K: _Layout(CodeType.INT4, 144, 32, _q4_k),
+    TensorType.Q5_K: _Layout(CodeType.INT8, 176, 32, _q5_k),
     TensorType.Q6_K: _Layout(CodeType.INT8, 210, 16, _q6_k),
     TensorType.MXFP4: _Layout(CodeType.FP4, 17, 32, _mxfp4),
 }

@@ -215,9 +215,11 @@ def _read_auto_round(fields: Fields) -> Quantization:
         raise _refuse(fields, "data_type", "int")
     if packing in ("auto_round:auto_gptq", "auto_round:gptq"):
         return _gptq(fields, _GPTQ_OFFSETS["gptq"])
+    if packing in ("auto_round", "auto_round:gptqmodel"):
+        return _gptq(fields, _GPTQ_OFFSETS["gptq_v2"])
     if packing in ("auto_round:auto_awq", "auto_round:awq"):
         return _read_awq(fields)
-    raise _refuse(fields, "packing_format", "auto_round:auto_gptq and auto_round:auto_awq")
+    raise _refuse(fields, "packing_format", "auto_round, auto_round:auto_gptq and auto_round:auto_awq")
 
 
 _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {

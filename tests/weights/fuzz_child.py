@@ -16,13 +16,17 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from quire.backends.native.int4_blocks import find_block_type, to_blocks
 from quire.backends.native.packing import SOURCES
+from quire.backends.torch.packed import format_of, pack
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import RawTensor
@@ -34,6 +38,7 @@ from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
 from tests.backends.native.matrices import Packed
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
+from tests.weights.k_quants import k_quants
 from tests.weights.layouts import LAYOUTS, Stored, mixed_safetensors, quantize_arrays
 from tests.weights.makers import (
     LAYERS,
@@ -232,13 +237,34 @@ def make_quantized_mutant(rng: random.Random, folder: Path) -> Path:
 
 
 def read_packed_too(path: Path) -> None:
-    """Read all matrices in both forms."""
+    """Read all matrices in both forms, and pack them as the torch and the native backend do."""
     open_and_read_all(path)
     checkpoint = open_checkpoint(path)
     for name in checkpoint.tensors:
-        packed = checkpoint.read_packed(name)
-        assert packed is None or dequantize(packed).shape == checkpoint.tensors[name].shape
+        matrix = checkpoint.read_packed(name)
+        if matrix is None:
+            continue
+        shape = checkpoint.tensors[name].shape
+        assert dequantize(matrix).shape == shape
+        if (format := format_of([matrix])) is not None:
+            assert torch.isfinite(pack([matrix], format, torch.float32, torch.device("cpu")).scales).all()
+        if (kind := find_block_type(matrix)) is not None:
+            assert len(to_blocks(matrix, kind).data) == shape[0]
     checkpoint.close()
+
+
+K_TYPES = (None, "Q4_K", "Q5_K", "Q6_K", "Q4_1", "MXFP4")
+
+
+@cache
+def k_quants_of(kind: str | None) -> bytes:
+    return k_quants(kind, num_layers=1)
+
+
+def make_k_quants_mutant(rng: random.Random, folder: Path) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(mutate_bytes(rng, k_quants_of(rng.choice(K_TYPES)), 8000))
+    return path
 
 
 def make_other_mutant(rng: random.Random, folder: Path) -> Path:
@@ -328,6 +354,7 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
 
 TARGETS: list[Target] = [
     Target("gguf", make_gguf_mutant, read_packed_too),
+    Target("gguf of K types", make_k_quants_mutant, read_packed_too),
     Target("gguf of experts", make_experts_mutant, open_all_tensors),
     Target("safetensors", make_folder_mutant, open_and_read_all),
     Target("gguf of a mixture of experts", make_moe_gguf_mutant, open_and_read_all),

@@ -235,7 +235,7 @@ def test_rows_of_an_interleaved_family(tmp_path: Path) -> None:
 # Blocks of GGUF
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"])
 def test_gguf_blocks_keep_their_values(kind: str) -> None:
     rng = np.random.default_rng(0)
     block = BLOCKS[TensorType(kind)]
@@ -255,7 +255,7 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
     assert (np.abs(dequantize(packed) - expected) <= 1e-6 * largest).all()
 
 
-@pytest.mark.parametrize("kind", ["Q5_K", "IQ4_XS", "F16", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["Q3_K", "IQ4_XS", "F16", "TQ1_0"])
 def test_other_gguf_types_are_not_packed(kind: str) -> None:
     block = BLOCKS[TensorType(kind)]
     data = np.zeros((2, 512 // block.num_elements * block.num_bytes), np.uint8)

@@ -1,9 +1,10 @@
 """Packs a checkpoint's weights into 4 and 8 bits, in the layout of csrc/pack.c.
 
 Types whose groups of 32 are a scale and small numbers keep their codes: Q4_0, Q4_1, Q4_K, TQ1_0, TQ2_0 and MXFP4 in 4
-bits, Q8_0, Q5_0, IQ4_NL and IQ4_XS in 8 bits. All others are rounded to 8 bits in groups of 32: they have groups of 16
-(Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), or other codebooks. Routers stay in fp32: rounded scores would
-choose other experts. Matrices are packed in parallel: the library releases the interpreter lock.
+bits, Q8_0, Q5_0, IQ4_NL and IQ4_XS in 8 bits. So do 4-bit matrices of safetensors (`int4_blocks`). All others are
+rounded to 8 bits in groups of 32: they have groups of 16 (Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), other
+codebooks, or columns in another order. Routers stay in fp32: rounded scores would choose other experts. Matrices are
+packed in parallel: the library releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 
 from quire.backends.base import Progress
 from quire.backends.native.expert_memory import ExpertMemory
+from quire.backends.native.int4_blocks import find_block_type, to_blocks
 from quire.backends.native.library import GROUP, Bytes, Expert, Floats, Layer, Linear, Matrix, load_library
+from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.quants import to_float32
@@ -187,6 +190,7 @@ class _Packer:
         self._checkpoint = checkpoint
         self._progress = progress
         self._kinds: dict[str, int] = {}
+        self._int4_types: dict[str, TensorType] = {}  # by the kind of matrix: q_proj
         self._lock = threading.Lock()
         self._num_done = 0
         expected = expected_tensors(checkpoint.spec)
@@ -249,25 +253,67 @@ class _Packer:
         return floats.reshape(self._checkpoint.tensors[name].shape)
 
     def _packed_bytes(self, name: str) -> int:
+        """Return the size of a matrix. For 4-bit safetensors it is an estimate: `_blocks` decides."""
         info = self._checkpoint.tensors[name]
-        kind = DUMMY_KIND
-        if not isinstance(self._checkpoint, DummyCheckpoint):
-            kind = load_library().quire_source_kind(SOURCES.get(info.type, SOURCES[TensorType.F32]))
-        self._kinds[name] = kind
-        return int(load_library().quire_packed_bytes(kind, *info.shape))
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            self._kinds[name] = DUMMY_KIND
+        else:
+            self._kinds[name] = _kind_of(self._int4_type(name) if info.type is TensorType.INT4 else info.type)
+        return self._num_packed(name)
+
+    def _num_packed(self, name: str) -> int:
+        return int(load_library().quire_packed_bytes(self._kinds[name], *self._checkpoint.tensors[name].shape))
+
+    def _int4_type(self, name: str) -> TensorType:
+        """Return the type of blocks of the first matrix of this kind. Only reading one shows the order of its columns.
+
+        All experts have one type, because their memory is allocated before they are read.
+        """
+        role = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        key = f"experts.{role}" if ".experts." in name else role
+        if key not in self._int4_types:
+            matrix = self._checkpoint.read_packed(name)
+            found = None if matrix is None else find_block_type(matrix)
+            is_expert = found is not None and ".experts." in name
+            self._int4_types[key] = TensorType.Q4_1 if is_expert else found or TensorType.F32
+        return self._int4_types[key]
 
     def _matrix(self, name: str) -> Bytes:
         rows, cols = self._checkpoint.tensors[name].shape
         is_expert = ".experts." in name
-        out: Bytes = self.experts[name] if is_expert else np.empty(self._packed_bytes(name), np.uint8)
         if isinstance(self._checkpoint, DummyCheckpoint):
+            out: Bytes = self.experts[name] if is_expert else np.empty(self._num_packed(name), np.uint8)
             _fill_random(name, out)
             return out
-        raw: RawTensor = self._checkpoint.read(name)
-        source = SOURCES.get(raw.info.type, SOURCES[TensorType.F32])
-        data = np.ascontiguousarray(raw.data) if raw.info.type in SOURCES else to_float32(raw)
-        load_library().quire_pack(source, data.ctypes.data, rows, cols, out.ctypes.data)
+        kind, data = self._blocks(name)
+        self._kinds[name] = _kind_of(kind)
+        out = self.experts[name] if is_expert else np.empty(self._num_packed(name), np.uint8)
+        load_library().quire_pack(SOURCES[kind], data.ctypes.data, rows, cols, out.ctypes.data)
         return out
+
+    def _blocks(self, name: str) -> tuple[TensorType, Bytes | Floats]:
+        """Return a matrix as C reads it."""
+        if self._checkpoint.tensors[name].type is TensorType.INT4:
+            matrix = self._checkpoint.read_packed(name)
+            kind = None if matrix is None else find_block_type(matrix)
+            if ".experts." in name:
+                expected = self._int4_type(name)
+                if (kind is None) != (expected is TensorType.F32):
+                    raise UnsupportedModel(
+                        f"{self._checkpoint.path}: tensor {name} has another order of columns or other groups than the"
+                        " same matrix of the first expert"
+                    )
+                kind = None if kind is None else expected
+            if matrix is not None and kind is not None:
+                return to_blocks(matrix, kind)
+        raw: RawTensor = self._checkpoint.read(name)
+        if raw.info.type in SOURCES:
+            return raw.info.type, np.ascontiguousarray(raw.data)
+        return TensorType.F32, to_float32(raw)
+
+
+def _kind_of(kind: TensorType) -> int:
+    return int(load_library().quire_source_kind(SOURCES.get(kind, SOURCES[TensorType.F32])))
 
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
@@ -27,8 +28,13 @@ from quire.backends.torch.kernels.packed_products import (
     unscaled_product,
 )
 from quire.backends.torch.layers import Linear, plain
+from quire.backends.torch.packed import PackedFormat
 from quire.backends.torch.packed_linear import PackedLinear
+from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
+
+MIN_FP8_CAPABILITY = (8, 9)  # Ada; then Hopper and Blackwell
+MAX_EXPANDED = 1 << 28  # weights of a matrix that is decoded for a product; those of a head take too much memory
 
 
 class FusedPackedLinear(PackedLinear):
@@ -36,12 +42,23 @@ class FusedPackedLinear(PackedLinear):
 
     __slots__ = ()
 
+    @classmethod
+    def holds(cls, format: PackedFormat) -> bool:
+        """Return whether the kernels compile for this format. Older GPUs have no instructions for FP8."""
+        if format.type is not CodeType.FP8 or not torch.cuda.is_available():
+            return True
+        return torch.cuda.get_device_capability() >= MIN_FP8_CAPABILITY
+
     def __call__(self, x: Inputs, out: Tensor | None = None) -> Tensor:
-        if is_fp8(self.packed):
-            whole = product_in_fp8(self._ordered(x) if isinstance(x, Tensor) else x, self.packed, self.bias)
-        else:
-            whole = expanded_product(self._ordered(plain(x)), self.packed, self.bias)
+        whole = self._multiplied(self._ordered(x) if isinstance(x, Tensor) else x)
         return whole if out is None else out.copy_(whole)
+
+    def _multiplied(self, x: Inputs) -> Tensor:
+        if is_fp8(self.packed):
+            return product_in_fp8(x, self.packed, self.bias)
+        if self.packed.shape.numel() <= MAX_EXPANDED:
+            return expanded_product(plain(x), self.packed, self.bias)
+        return (packed_row_product if len(x) in ROW_COUNTS else packed_tile_product)(plain(x), self.packed, self.bias)
 
     def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:
         weight = self.packed

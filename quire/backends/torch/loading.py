@@ -20,8 +20,9 @@ from quire.backends.torch.experts import Experts, SharedExpert, Stack
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.mxfp4 import MAX_EXPONENT, Mxfp4Stack
 from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight, decoded, format_of, pack, quantize
-from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
 from quire.backends.torch.packed_stack import PackedStack, fitting_format, have_common_kernels, stack_format
+from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.packed import PackedMatrix
@@ -244,6 +245,15 @@ def _load_shared(loader: _Loader, spec: ExpertsSpec, prefix: str) -> SharedExper
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Matrices with the same input that one product computes with."""
+
+    names: list[str]
+    matrices: list[PackedMatrix]  # empty: stored in 16 or 32 bits
+    format: PackedFormat | None  # None: 16 bits in memory
+
+
 class _Loader:
     def __init__(
         self,
@@ -272,20 +282,47 @@ class _Loader:
     def linear(self, names: list[str], *, has_bias: bool) -> Linear:
         """Load matrices with the same input, stacked along their outputs."""
         bias = self._stack([f"{name}.bias" for name in names]) if has_bias else None
-        matrices = read_packed(self._checkpoint, [f"{name}.weight" for name in names])
-        if matrices is not None:
-            return self._from_packed(names, matrices, bias)
-        weight = self._stack([f"{name}.weight" for name in names])
-        if self._quantized is not None and is_quantized(names[0]) and self._quantized.fits(weight.shape[1]):
-            return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
-        return self._linear(weight, bias)
+        parts, first = [], 0
+        for run in self._runs(names):
+            last = first + sum(self._checkpoint.tensors[f"{name}.weight"].shape[0] for name in run.names)
+            parts.append(self._part(run, None if bias is None else bias[first:last]))
+            first = last
+        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
 
-    def _from_packed(self, names: list[str], matrices: list[PackedMatrix], bias: Tensor | None) -> Linear:
-        """Keep matrices as they are packed in the file, or decode them if the kernels do not know their format."""
-        self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in names))
-        if (format := format_of(matrices)) is not None:
-            packed = pack(matrices, format, self._dtype, self._device)
+    def _runs(self, names: list[str]) -> list[_Run]:
+        """Divide matrices into runs of one format."""
+        runs: list[_Run] = []
+        for name in names:
+            matrix = read_packed(self._checkpoint, f"{name}.weight")
+            run = self._run([name], [] if matrix is None else [matrix])
+            if runs and bool(runs[-1].matrices) == bool(run.matrices):
+                joined = self._run(runs[-1].names + run.names, runs[-1].matrices + run.matrices)
+                if len({one.format is None for one in (joined, run, runs[-1])}) == 1:
+                    runs[-1] = joined
+                    continue
+            runs.append(run)
+        return runs
+
+    def _run(self, names: list[str], matrices: list[PackedMatrix]) -> _Run:
+        format = format_of(matrices) if matrices else None
+        return _Run(names, matrices, format if format and self._packed_linear.holds(format) else None)
+
+    def _part(self, run: _Run, bias: Tensor | None) -> Linear:
+        """Load matrices of one format. Keep them packed, or decode them if the kernels do not know their format."""
+        if not run.matrices:
+            weight = self._stack([f"{name}.weight" for name in run.names])
+            if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
+                if not self._packed_linear.holds(self._quantized):
+                    raise InvalidRequest("quantize = 8: this GPU has no instructions for FP8; quantize = 4 needs none")
+                return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
+            return self._linear(weight, bias)
+        self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in run.names))
+        if run.format is not None:
+            packed = pack(run.matrices, run.format, self._dtype, self._device)
             return self._kept_packed(self._packed_linear(packed, bias))
+        return self._linear(self._decode(run.matrices), bias)
+
+    def _decode(self, matrices: list[PackedMatrix]) -> Tensor:
         kinds = ", ".join(sorted({f"{one.type} in groups of {one.group}" for one in matrices}))
         self._log_decoded(kinds)
         num_outputs = sum(one.shape[0] for one in matrices)
@@ -294,7 +331,7 @@ class _Loader:
         for one in matrices:
             weight[first : first + one.shape[0]] = decoded(one).to(self._device)
             first += one.shape[0]
-        return self._linear(weight, bias)
+        return weight
 
     def _log_decoded(self, kinds: str) -> None:
         if kinds not in self._decoded:  # once, not for every layer
@@ -356,9 +393,8 @@ class _Loader:
         for expert, group in enumerate(groups):
             first = 0
             for name in group:
-                if (found := read_packed(self._checkpoint, [name])) is None:
+                if (matrix := read_packed(self._checkpoint, name)) is None:
                     return None
-                matrix = found[0]
                 if stack is None and (format := stack_format(matrix)) is not None:
                     stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self._device)
                 if stack is None or stack_format(matrix) != format:
@@ -420,8 +456,8 @@ class _Loader:
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
-            if (packed := read_packed(self._checkpoint, [name])) is not None:  # a matrix that has no packed product
-                out[first : first + shape[0]].copy_(decoded(packed[0]))
+            if (packed := read_packed(self._checkpoint, name)) is not None:  # a matrix that has no packed product
+                out[first : first + shape[0]].copy_(decoded(packed))
             elif not isinstance(self._checkpoint, DummyCheckpoint):
                 out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
             first += shape[0]
@@ -444,13 +480,10 @@ class _Loader:
             self._progress(min(self._num_done, self._num_bytes), self._num_bytes)  # some tensors are read twice
 
 
-def read_packed(checkpoint: Checkpoint, names: list[str]) -> list[PackedMatrix] | None:
-    """Read matrices that the file stores packed, all of them or none."""
+def read_packed(checkpoint: Checkpoint, name: str) -> PackedMatrix | None:
+    """Read a matrix that the file stores packed."""
     read: Callable[[str], PackedMatrix | None] | None = getattr(checkpoint, "read_packed", None)
-    if read is None:
-        return None
-    found = [one for name in names if (one := read(name)) is not None]
-    return found if len(found) == len(names) else None
+    return None if read is None else read(name)
 
 
 def is_quantized(name: str) -> bool:
@@ -464,8 +497,8 @@ def packed_format(checkpoint: Checkpoint, quantize_bits: int | None) -> PackedFo
         return QUANTIZED[quantize_bits]
     for name in expected_tensors(checkpoint.spec):
         if name.removesuffix(".weight").rsplit(".", 1)[-1] in PROBED:
-            matrices = read_packed(checkpoint, [name])
-            return None if matrices is None else format_of(matrices)
+            matrix = read_packed(checkpoint, name)
+            return None if matrix is None else format_of([matrix])
     return None
 
 
@@ -484,10 +517,10 @@ def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> ExpertF
         return None
     found: list[PackedFormat | None] = []
     for name, size in (("gate_proj", spec.hidden_size), ("down_proj", experts.size)):
-        matrices = read_packed(checkpoint, [f"layers.{layer}.experts.0.{name}.weight"])
-        if matrices is not None and (format := stack_format(matrices[0])) is not None:
-            found.append(replace(format, has_zeros=matrices[0].zeros is not None))
-        elif matrices is None and quantize_bits is not None:
+        matrix = read_packed(checkpoint, f"layers.{layer}.experts.0.{name}.weight")
+        if matrix is not None and (format := stack_format(matrix)) is not None:
+            found.append(replace(format, has_zeros=matrix.zeros is not None))
+        elif matrix is None and quantize_bits is not None:
             found.append(fitting_format(QUANTIZED[quantize_bits], size))
     gate_up, down = (*found, None, None)[:2]
     if gate_up is None or down is None or not have_common_kernels(gate_up, down):

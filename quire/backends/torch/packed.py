@@ -1,7 +1,8 @@
 """Packed matrices on the device: codes of 4 or 8 bits, with a scale for every rectangle of weights.
 
 The layout is the one that the kernels read. `PackedMatrix`, the layout of files, becomes this one without loss, apart
-from the rounding of scales of small groups to 16 bits.
+from the rounding to fp16 of scales of small groups and of zeros that are not whole. That changes a scale or a zero by
+at most 2 ** -11 of it; a scale below 6.1e-5, which fp16 holds with fewer bits, by at most 3e-8.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from quire.weights.quants import E2M1_CODES
 PAIRED = 32  # weights of a 4-bit block: byte j of a block holds weight j and, in its high half, weight j + 16
 LARGE_GROUP = 512  # weights: scales of larger groups are fp32, because they are few
 GROUP_COLUMNS = (16, 32, 64, 128)  # that the kernels know; a scale for whole rows is the other kind
-MAX_SCALE = 65504.0  # of fp16
+MAX_HALF = 65504.0  # of fp16
+MAX_WHOLE_ZERO = 16  # of zeros in a byte
 NO_ZERO = 8.0  # of 4-bit integers without zeros
 E4M3_MAX = 448.0
 MAX_INT4 = 7.0  # of codes without zeros
@@ -38,6 +40,16 @@ class PackedFormat:
     group_columns: int
     has_zeros: bool = False
     has_order: bool = False
+    has_half_zeros: bool = False  # zeros are fp16: those of a group with a minimum are fractions
+
+    @property
+    def zero_dtype(self) -> torch.dtype:
+        return torch.float16 if self.has_half_zeros else torch.uint8
+
+    @property
+    def default_zero(self) -> float:
+        """The zero of a matrix without zeros."""
+        return NO_ZERO if self.type is CodeType.INT4 else 0.0
 
     @property
     def codes_per_byte(self) -> int:
@@ -86,7 +98,7 @@ class PackedWeight:
             raise ValueError(f"scales of {tuple(scales.shape) = } do not match {tuple(self.shape) = } in {format}")
         self.codes = codes  # [O, I] uint8, or [O, I / 2] in blocks of PAIRED weights
         self.scales = scales  # [ceil(O / group rows), G] fp16 or fp32
-        self.zeros = zeros  # the same shape, uint8
+        self.zeros = zeros  # the same shape, uint8 or fp16
         self.order = order  # [I] int64
         self.format = format
         self.dtype = dtype  # of decoded weights
@@ -101,7 +113,7 @@ class PackedWeight:
         codes = torch.empty((num_outputs, num_inputs // format.codes_per_byte), dtype=torch.uint8, device=device)
         shape = (-(-num_outputs // format.group_rows), format.num_groups(num_inputs))
         scales = torch.empty(shape, dtype=format.scale_dtype, device=device)
-        zeros = torch.empty(shape, dtype=torch.uint8, device=device) if format.has_zeros else None
+        zeros = torch.empty(shape, dtype=format.zero_dtype, device=device) if format.has_zeros else None
         order = torch.arange(num_inputs, device=device) if format.has_order else None
         return cls(codes, scales, zeros, order, format, dtype)
 
@@ -119,8 +131,8 @@ class PackedWeight:
         scales = self.scales[index].float().repeat_interleave(columns, 1)[:, : self.shape[1]]
         if self.zeros is not None:
             values -= self.zeros[index].float().repeat_interleave(columns, 1)[:, : self.shape[1]]
-        elif self.format.type is CodeType.INT4:
-            values -= NO_ZERO
+        else:
+            values -= self.format.default_zero
         return values.mul_(scales).to(self.dtype)
 
     def dense(self) -> Tensor:
@@ -151,7 +163,10 @@ class PackedWeight:
         self.codes.random_(0, 256, generator=random)
         spread = {CodeType.INT8: 74.0, CodeType.INT4: 4.6, CodeType.FP4: 2.8}[self.format.type]
         self.scales.fill_(std / spread)
-        if self.zeros is not None:
+        if self.zeros is not None and self.format.has_half_zeros:
+            middle = torch.rand(self.zeros.shape, generator=random, device=self.zeros.device).mul_(4).sub_(2)
+            self.zeros.copy_(middle.add_(self.format.default_zero))
+        elif self.zeros is not None:
             self.zeros.random_(6, 11, generator=random)
 
 
@@ -186,7 +201,7 @@ def format_of(matrices: Sequence[PackedMatrix]) -> PackedFormat | None:
     """
     first = matrices[0]
     columns = {0 if one.group[1] >= one.shape[1] else one.group[1] for one in matrices}
-    if len({one.type for one in matrices}) > 1 or len(columns) > 1 or len({one.zeros is None for one in matrices}) > 1:
+    if len({one.type for one in matrices}) > 1 or len(columns) > 1:
         return None
     if any(not _same(one.order, first.order) for one in matrices):
         return None
@@ -195,21 +210,34 @@ def format_of(matrices: Sequence[PackedMatrix]) -> PackedFormat | None:
     if len(matrices) == 1 and first.group[0] < first.shape[0]:
         is_aligned = True
     rows = first.group[0] if is_aligned and columns != {0} else 1  # the library's FP8 has a scale per output
-    format = PackedFormat(first.type, rows, columns.pop(), first.zeros is not None, first.order is not None)
-    return format if format.fits(first.shape[1]) and all(_is_exact(one) for one in matrices) else None
+    format = PackedFormat(
+        first.type,
+        rows,
+        columns.pop(),
+        any(one.zeros is not None for one in matrices),
+        first.order is not None,
+        not all(_has_whole_zeros(one) for one in matrices),
+    )
+    return format if format.fits(first.shape[1]) and all(_is_in_range(one) for one in matrices) else None
 
 
 def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
-def _is_exact(matrix: PackedMatrix) -> bool:
-    """Return whether the kernels' 16-bit scales and whole zeros can express this matrix."""
-    if matrix.zeros is not None:
-        is_whole = (matrix.zeros == np.rint(matrix.zeros)) & (matrix.zeros >= 0) & (matrix.zeros <= 16)
-        if matrix.type is not CodeType.INT4 or not is_whole.all():
-            return False
-    return bool(np.abs(matrix.scales).max(initial=0) < MAX_SCALE)
+def _has_whole_zeros(matrix: PackedMatrix) -> bool:
+    """Return whether the zeros are bytes, or there are none."""
+    if (zeros := matrix.zeros) is None:
+        return True
+    is_whole = (zeros == np.rint(zeros)) & (zeros >= 0) & (zeros <= MAX_WHOLE_ZERO)
+    return matrix.type is CodeType.INT4 and bool(is_whole.all())
+
+
+def _is_in_range(matrix: PackedMatrix) -> bool:
+    """Return whether fp16 can hold scales and zeros. NaN is not in range."""
+    held = (matrix.scales,) if matrix.zeros is None else (matrix.scales, matrix.zeros)
+    has_zeros = matrix.zeros is None or matrix.type in (CodeType.INT4, CodeType.INT8)
+    return has_zeros and all(bool(np.abs(one).max(initial=0) < MAX_HALF) for one in held)
 
 
 def pack(
@@ -225,8 +253,10 @@ def pack(
         num_scales = -(-one.shape[0] // format.group_rows)
         rows = slice(scale_row, scale_row + num_scales)
         whole.scales[rows] = _scale_rows(one, one.scales, format).to(device)
-        if one.zeros is not None and whole.zeros is not None:
-            whole.zeros[rows] = _scale_rows(one, one.zeros, format).to(device, torch.uint8)
+        if whole.zeros is not None and one.zeros is None:
+            whole.zeros[rows] = format.default_zero
+        elif whole.zeros is not None and one.zeros is not None:
+            whole.zeros[rows] = _scale_rows(one, one.zeros, format).to(device, format.zero_dtype)
         first += one.shape[0]
         scale_row += num_scales
     if whole.order is not None and (order := matrices[0].order) is not None:

@@ -49,7 +49,11 @@ FORMATS = {
     "int4": PackedFormat(CodeType.INT4, 1, 128),
     "int4 with zeros": PackedFormat(CodeType.INT4, 1, 128, has_zeros=True),
     "int4 in small groups": PackedFormat(CodeType.INT4, 1, 32, has_zeros=True),
+    "int4 with minima": PackedFormat(CodeType.INT4, 1, 32, has_zeros=True, has_half_zeros=True),
+    "int8 with minima": PackedFormat(CodeType.INT8, 1, 32, has_zeros=True, has_half_zeros=True),
+    "int8 in small groups": PackedFormat(CodeType.INT8, 1, 16),
     "fp4": PackedFormat(CodeType.FP4, 1, 16),
+    "fp4 in 32": PackedFormat(CodeType.FP4, 1, 32),
 }
 
 

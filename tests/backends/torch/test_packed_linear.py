@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from quire.backends.base import BackendOptions
 from quire.backends.torch.build import make_runner
+from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import AttentionWeights, MlpWeights, load_weights, packed_format, weight_bytes
 from quire.backends.torch.packed import (
     FP8_PER_OUTPUT,
@@ -23,13 +26,17 @@ from quire.backends.torch.packed import (
     pack,
     quantize,
 )
-from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
+from quire.cli.machine_fit import GPU_BITS, PACKED_BITS
 from quire.errors import InvalidRequest
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.dummy import DummyCheckpoint
+from quire.weights.gguf_packed import pack_blocks
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
+from quire.weights.spec import Activation
 from tests.backends.torch.test_compiling import write_config
+from tests.weights.k_quants import random_blocks
 
 # O outputs, I inputs
 
@@ -102,11 +109,37 @@ def test_formats_without_kernels() -> None:
     assert format_of([int4, random_matrix(CodeType.INT4, (4, 128), (1, 32))]) is None
     assert format_of([random_matrix(CodeType.INT4, (4, 96), (1, 24))]) is None  # a group that no kernel knows
     assert format_of([random_matrix(CodeType.INT4, (4, 48), (1, 48))]) is None  # not whole blocks
-    zeros = np.full((4, 2), 7.5, np.float32)
-    half = PackedMatrix(CodeType.INT4, int4.shape, int4.codes, int4.scales, int4.group, zeros)
-    assert format_of([half]) is None
     large = PackedMatrix(CodeType.INT4, int4.shape, int4.codes, int4.scales * 1e8, int4.group)
     assert format_of([large]) is None
+    zeros = np.full((4, 2), 1e5, np.float32)  # fp16 ends at 65504
+    assert format_of([replace(int4, zeros=zeros)]) is None
+    fp8 = random_matrix(CodeType.FP8, (4, 128), (1, 64))
+    assert format_of([replace(fp8, zeros=np.ones((4, 2), np.float32))]) is None
+
+
+@pytest.mark.parametrize("kind", [CodeType.INT4, CodeType.INT8])
+def test_fractional_zeros_are_rounded_to_fp16(kind: CodeType) -> None:
+    matrix = random_matrix(kind, (6, 128), (1, 32))
+    zeros = np.random.default_rng(1).uniform(-20, 20, matrix.scales.shape).astype(np.float32)
+    matrix = replace(matrix, zeros=zeros)
+    format = format_of([matrix])
+    assert format is not None
+    assert format.has_half_zeros
+    error = pack([matrix], format, FP32, CPU).dense() - decoded(matrix)
+    bound = torch.from_numpy(np.abs(zeros * matrix.scales)).repeat_interleave(32, 1) * 2**-11
+    assert bool((error.abs() <= bound + 1e-6).all())
+
+
+def test_zeros_that_one_matrix_lacks() -> None:
+    """Matrices without zeros have the usual ones beside those with zeros, whole or not."""
+    plain, whole = (random_matrix(CodeType.INT4, (6, 128), (1, 32), has_zeros=has_zeros) for has_zeros in (False, True))
+    assert whole.zeros is not None
+    half = replace(whole, zeros=whole.zeros + np.float32(0.5))
+    for matrices, has_half_zeros in (([plain, whole], False), ([plain, half], True), ([whole, plain, half], True)):
+        format = format_of(matrices)
+        assert format is not None
+        assert (format.has_zeros, format.has_half_zeros) == (True, has_half_zeros)
+        assert torch.equal(pack(matrices, format, FP32, CPU).dense(), torch.cat([decoded(one) for one in matrices]))
 
 
 @pytest.mark.parametrize(("format", "error"), [(FP8_PER_OUTPUT, 0.04), (INT4_IN_GROUPS, 0.12)])
@@ -139,9 +172,11 @@ def test_the_plain_product_is_that_of_the_decoded_matrix(monkeypatch: pytest.Mon
 class PackedCheckpoint:
     """A checkpoint whose matrices of layers are packed, in memory. The other tensors are invented."""
 
-    def __init__(self, inner: Checkpoint, kind: CodeType, group: int, *, is_odd: bool = False) -> None:
+    def __init__(
+        self, inner: Checkpoint, kind: CodeType, group: int, *, is_odd: bool = False, has_minima: bool = False
+    ) -> None:
         self._inner = inner
-        self._kind, self._group, self._is_odd = kind, group, is_odd
+        self._kind, self._group, self._is_odd, self._has_minima = kind, group, is_odd, has_minima
         self.read_names: list[str] = []
 
     def __getattr__(self, name: str) -> object:
@@ -153,7 +188,8 @@ class PackedCheckpoint:
         self.read_names.append(name)
         shape = self._inner.tensors[name].shape
         kind = CodeType.FP8 if self._is_odd and "k_proj" in name else self._kind
-        return random_matrix(kind, (shape[0], shape[1]), (1, self._group), seed=len(name))
+        matrix = random_matrix(kind, (shape[0], shape[1]), (1, self._group), has_zeros=self._has_minima, seed=len(name))
+        return matrix if matrix.zeros is None else replace(matrix, zeros=matrix.zeros + np.float32(0.3))
 
 
 class PackedDummy(PackedCheckpoint, DummyCheckpoint):
@@ -186,17 +222,52 @@ def test_packed_matrices_stay_packed(tmp_path: Path) -> None:
     assert isinstance(weights.head.weight, Tensor)
 
 
-def test_mixed_matrices_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mixed_matrices_have_their_own_products(tmp_path: Path) -> None:
     checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 128, is_odd=True)
-    with caplog.at_level(logging.INFO):
-        weights = load_weights(checkpoint, FP32, CPU)
+    weights = load_weights(checkpoint, FP32, CPU)
     qkv, o_proj, *_ = linears(weights.layers[0])
-    assert not isinstance(qkv, PackedLinear)
+    assert isinstance(qkv, JoinedLinear)
     assert isinstance(o_proj, PackedLinear)
-    assert caplog.text.count("are decoded to torch.float32: no kernel computes with them") == 1
+    assert [type(part) for part in qkv.parts] == [PackedLinear] * 3  # the keys, in another format, divide the others
     matrices = [checkpoint.read_packed(f"layers.0.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")]
-    want = torch.cat([decoded(one) for one in matrices if one is not None])
-    assert torch.equal(qkv.weight, want)  # type: ignore[attr-defined]
+    whole = torch.cat([decoded(one) for one in matrices if one is not None])
+    x = torch.randn(3, whole.shape[1])
+    torch.testing.assert_close(qkv(x), x @ whole.t(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(qkv.project(x, is_graph=False), qkv(x))
+    out = torch.empty(3, len(whole))
+    assert qkv(x, out) is out
+    assert torch.equal(out, qkv(x))
+    assert qkv.num_outputs == len(whole)
+    assert qkv.num_bytes == sum(part.num_bytes for part in qkv.parts)
+    assert weights.packed_types == ("fp8", "int4")
+
+
+def test_joined_gates_and_biases() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(64, 128), torch.randn(64), torch.randn(3, 128)
+    joined = JoinedLinear(
+        [Linear(weight[:32], bias[:32]), PackedLinear(quantize(weight[32:], INT4_IN_GROUPS), bias[32:])]
+    )
+    part = joined.parts[1]
+    assert isinstance(part, PackedLinear)
+    whole = x @ torch.cat((weight[:32], part.packed.dense())).t() + bias
+    gate, up = whole.chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(joined.gated(x, Activation.SILU, is_graph=False), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cpu_decodes_minima_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Decoding in every step is slow there. A GPU keeps them packed."""
+    checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 32, has_minima=True)
+    with caplog.at_level(logging.INFO):
+        plain = load_weights(checkpoint, FP32, CPU)
+    assert not any(isinstance(one, PackedLinear) for one in linears(plain.layers[0]))
+    assert caplog.text.count("are decoded to torch.float32: no kernel computes with them") == 1
+    packed = load_weights(checkpoint, FP32, CPU, packed_linear=FusedPackedLinear)
+    for dense, one in zip(linears(plain.layers[0]), linears(packed.layers[0]), strict=True):
+        assert isinstance(one, FusedPackedLinear)
+        torch.testing.assert_close(one.packed.dense(), dense.weight, rtol=2e-3, atol=1e-3)  # type: ignore[attr-defined]
+    assert plain.num_bytes > 1.5 * packed.num_bytes
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, "fp8"), (4, "int4")])
@@ -237,3 +308,47 @@ def test_routers_are_not_quantised(tmp_path: Path) -> None:
 def test_shapes_must_match() -> None:
     with pytest.raises(ValueError, match="do not match"):
         PackedWeight(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(3, 1), None, None, FP8_PER_OUTPUT, FP32)
+
+
+def test_older_gpus_decode_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels would not compile."""
+    checkpoint = PackedDummy(llama(tmp_path), CodeType.FP8, 128)
+    plain = llama(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, holds in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert FusedPackedLinear.holds(FP8_PER_OUTPUT) is holds
+        assert FusedPackedLinear.holds(INT4_IN_GROUPS)
+        weights = load_weights(checkpoint, FP32, CPU, packed_linear=FusedPackedLinear)
+        assert all(isinstance(one, FusedPackedLinear) is holds for one in linears(weights.layers[0]))
+        if not holds:
+            with pytest.raises(InvalidRequest, match="quantize = 8: this GPU has no instructions for FP8"):
+                load_weights(plain, FP32, CPU, packed_linear=FusedPackedLinear, quantize_bits=8)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GPU_BITS if kind not in PACKED_BITS])
+def test_bits_per_weight_of_gguf_types(kind: str) -> None:
+    tensor = random_blocks(np.random.default_rng(0), TensorType(kind), 32, 256)
+    data = np.frombuffer(tensor.data, np.uint8).reshape(32, -1)
+    matrix = pack_blocks(RawTensor(TensorInfo("x", TensorType(kind), (32, 256), len(tensor.data)), data))
+    assert matrix is not None
+    format = format_of([matrix])
+    assert format is not None
+    packed = pack([matrix], format, FP32, CPU)
+    assert packed.nbytes * 8 / packed.shape.numel() == GPU_BITS[kind]
+    error = (packed.dense() - decoded(matrix)).abs()
+    peak = decoded(matrix).abs().view(32, -1, 16).amax(2).repeat_interleave(16, 1)
+    assert bool((error <= 2 * 2**-11 * (peak + decoded(matrix).abs().max())).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros"),
+    [(CodeType.FP8, (128, 128), False), (CodeType.FP8, (1, 256), False), (CodeType.INT8, (1, 64), False),
+     (CodeType.INT4, (1, 128), True), (CodeType.INT4, (1, 64), False)],
+)  # fmt: skip
+def test_bits_per_weight_of_safetensors(kind: CodeType, group: tuple[int, int], has_zeros: bool) -> None:
+    matrix = random_matrix(kind, (256, 1024), group if group[1] < 256 else (1, 1024), has_zeros=has_zeros)
+    format = format_of([matrix])
+    assert format is not None
+    packed = pack([matrix], format, FP32, CPU)
+    assert packed.nbytes * 8 / packed.shape.numel() <= GPU_BITS[kind.upper()]

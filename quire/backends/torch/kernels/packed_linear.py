@@ -4,7 +4,7 @@
 wide loads. Sixteen neighbouring codes of a row, which one thread loads, are summed before they are multiplied by their
 scale. `_packed_tiles` is for up to 64 rows: it multiplies the codes as bf16 or fp16, in which they are exact, with
 tensor cores. The scale of a group of at least a step's columns multiplies the sum, and that of a smaller group the
-codes.
+codes. Zeros of fp16 are subtracted and multiplied by the scale in fp32; the weight is rounded once.
 
 4-bit codes are in blocks of 32 weights: byte j holds weights j and j + 16 (`PackedWeight`). A tile of bytes is
 therefore two tiles of weights, each multiplied by its own tile of inputs.
@@ -119,12 +119,15 @@ def _chunk_sums(value, R: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def _row_sums(
-    x, low, high, byte, zero,
-    KIND: tl.constexpr, COUNT: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    x, low, high, byte, zero, KIND: tl.constexpr, COUNT: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Return the sums [R, BYTES / 16] of codes times one row of inputs, less zeros [R, BYTES / 16] or a number."""
     if KIND < _INT4:
-        total = _chunk_sums(low * _load_inputs(x + byte, byte, COUNT, IS_WHOLE)[None, :], R, BYTES)
+        first = _load_inputs(x + byte, byte, COUNT, IS_WHOLE)[None, :]
+        total = _chunk_sums(low * first, R, BYTES)
+        if HAS_ZEROS:
+            total -= _chunk_sums(first, 1, BYTES) * zero
     else:
         x_at = x + byte // 16 * 32 + byte % 16
         first = _load_inputs(x_at, byte, COUNT, IS_WHOLE)[None, :]
@@ -171,7 +174,7 @@ def _scaled_sums(
     column = (offset // 16 + tl.arange(0, BYTES // 16)) * columns
     zero = 8.0
     if zeros is not None:
-        zero = _load_group(zeros, row, column, GROUP, groups, GROUP_ROWS)
+        zero = _load_group(zeros, row, column, GROUP if GROUP else IN, groups, GROUP_ROWS)
     scale = 1.0
     if GROUP:
         scale = _load_group(scales, row, column, GROUP, groups, GROUP_ROWS)
@@ -187,10 +190,10 @@ def _scaled_sums(
     else:
         low = _byte_values(code, KIND)
         high = low
-    first = scale * _row_sums(x, low, high, byte, zero, KIND, COUNT, R, BYTES, is_whole)
+    first = scale * _row_sums(x, low, high, byte, zero, KIND, COUNT, R, BYTES, zeros is not None, is_whole)
     second = first
     if ROWS > 1:
-        second = scale * _row_sums(x + IN, low, high, byte, zero, KIND, COUNT, R, BYTES, is_whole)
+        second = scale * _row_sums(x + IN, low, high, byte, zero, KIND, COUNT, R, BYTES, zeros is not None, is_whole)
     return first, second
 
 
@@ -291,6 +294,27 @@ def _decoded(codes, zero, dtype: tl.constexpr, KIND: tl.constexpr, R: tl.constex
 
 
 @triton.jit
+def _with_minima(
+    codes, scale, zero, KIND: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr, HAS_ASSEMBLER: tl.constexpr
+):  # fmt: skip
+    """Return the two tiles of weights in fp32. `scale` is 1 or [R, BYTES / 16], as `zero`.
+
+    Each is code * scale + minimum: one operation per weight. Halves of a block have the same scale.
+    """
+    if KIND == _INT4:
+        low, high = _wide_nibbles(codes, HAS_ASSEMBLER)
+        wide = tl.zeros_like(zero) + scale
+        factor = _spread(wide, R, BYTES)
+        low = low * factor + _spread((-128.0 - zero) * wide, R, BYTES)
+        high = high * factor + _spread((-2048.0 - zero) * wide, R, BYTES)
+    else:
+        wide = tl.zeros_like(zero) + scale
+        low = _byte_values(codes, KIND) * _spread(wide, R, BYTES) - _spread(zero * wide, R, BYTES)
+        high = low
+    return low, high
+
+
+@triton.jit
 def _load_tile(
     c_at, scales, zeros, row, column, is_in, dtype: tl.constexpr,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
@@ -304,14 +328,25 @@ def _load_tile(
         codes = tl.load(c_at + column // per_byte)
     else:
         codes = tl.load(c_at + column // per_byte, mask=is_in, other=0)
-    zero = None
-    if zeros is not None:
-        zero = _spread(_load_group(zeros, row, chunk, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES)
-    low, high = _decoded(codes, zero, dtype, KIND, OUTPUTS, BYTES, IN_PAIRS)
-    if GROUP > 0 and GROUP < 128:
-        low *= _spread(_load_group(scales, row, chunk, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES).to(dtype)
-        if KIND >= _INT4:
-            high *= _spread(_load_group(scales, row, chunk + 16, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES).to(dtype)
+    is_small: tl.constexpr = GROUP > 0 and GROUP < 128
+    span: tl.constexpr = GROUP if GROUP else IN
+    if zeros is not None and zeros.dtype.element_ty == tl.float16:
+        scale = 1.0
+        if is_small:
+            scale = _load_group(scales, row, chunk, GROUP, groups, GROUP_ROWS)
+        zero = _load_group(zeros, row, chunk, span, groups, GROUP_ROWS)
+        low, high = _with_minima(codes, scale, zero, KIND, OUTPUTS, BYTES, IN_PAIRS)
+        low, high = low.to(dtype), high.to(dtype)
+    else:
+        zero = None
+        if zeros is not None:
+            zero = _spread(_load_group(zeros, row, chunk, span, groups, GROUP_ROWS), OUTPUTS, BYTES)
+        low, high = _decoded(codes, zero, dtype, KIND, OUTPUTS, BYTES, IN_PAIRS)
+        if is_small:
+            low *= _spread(_load_group(scales, row, chunk, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES).to(dtype)
+            if KIND >= _INT4:
+                later = _load_group(scales, row, chunk + 16, GROUP, groups, GROUP_ROWS)
+                high *= _spread(later, OUTPUTS, BYTES).to(dtype)
     return low, high
 
 

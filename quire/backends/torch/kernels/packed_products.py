@@ -139,6 +139,8 @@ def _expand_packed(
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             value = code.to(tl.int8, bitcast=True).to(tl.float32)
+            if zeros is not None:
+                value -= zero
         tl.store(o_at + byte[None, :], (value * scale).to(dtype), mask=is_in)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.backends.torch import fused_packed_linear
 from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
 from quire.backends.torch.kernels import packed_products
@@ -99,7 +100,10 @@ def test_expanding_equals_decoding(name: str) -> None:
         torch.testing.assert_close(expanded(weight), exact_weight(weight), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["fp8 per output", BLOCKS, "int4 in 128"])
+SOME = ["fp8 per output", BLOCKS, "int4 in 128", "int4 in 32 with minima", "int8 in 16", "fp4 in 32"]
+
+
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_every_number_of_rows_has_a_product(name: str, is_graph: bool) -> None:
     linear = FusedPackedLinear(random_weight(70, 256, FORMATS[name]), randn(70))
@@ -116,6 +120,21 @@ def test_every_number_of_rows_has_a_product(name: str, is_graph: bool) -> None:
         assert linear(x, out) is out
         for got, want in [*found, (out, product)]:
             assert float((value_of(got) - want).norm() / want.norm()) < 1.2 * ERROR
+
+
+@pytest.mark.parametrize("name", ["int8 in 16", "int4 in 32 with minima"])
+def test_a_large_matrix_is_not_expanded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoded head would take gigabytes."""
+    linear = FusedPackedLinear(random_weight(70, 256, FORMATS[name]))
+    exact = exact_weight(linear.packed)
+    monkeypatch.setattr(fused_packed_linear, "MAX_EXPANDED", 70 * 256 - 1)
+    monkeypatch.setattr(fused_packed_linear, "expanded_product", None)
+    for num_rows in (1, 2, 3, 130):
+        x = randn(num_rows, 256)
+        want = exact_product(x, exact, None)
+        out = torch.full((num_rows, 70), 7.0, device=DEVICE)
+        assert linear(x, out) is out
+        assert float((out - want).norm() / want.norm()) < ERROR / 10
 
 
 def test_tiles_fill_the_card() -> None:
