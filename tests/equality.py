@@ -25,6 +25,7 @@ from tests.backends.torch.rig import Answer, Rig
 
 NEAR_TIE = 2e-3  # difference of logits, which are 10 to 30
 NEAR_TIES = {"torch": NEAR_TIE, "mlx": NEAR_TIE, "native": 0.0}
+FP8_NEAR_TIE = 0.2  # a last bit may round a key to another code, which changes the keys of later layers much more
 NUM_TOKENS = 24
 SUBJECTS = (
     "the moon", "bread", "a bicycle", "rain", "the number seven", "honey", "a violin", "the sea", "glass", "a glacier",
@@ -101,7 +102,8 @@ def compare_on_hits(rig: Rig, alone: Sequence[Alone]) -> Outcome:
 
 def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bool = False) -> Outcome:
     """Answer all prompts at once; or, to preempt, half as LOW and the others as HIGH while those decode."""
-    outcome = Outcome(name, NEAR_TIES[rig.config.backend])
+    is_fp8 = rig.config.kv_cache_dtype == "fp8"
+    outcome = Outcome(name, FP8_NEAR_TIE if is_fp8 else NEAR_TIES[rig.config.backend])
     ids: dict[int, Alone] = {}
     answers: dict[int, Answer] = {}
     requests: list[Request] = []

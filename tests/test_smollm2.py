@@ -131,6 +131,26 @@ def test_greedy_answers_do_not_depend_on_the_cache(rig: Rig, alone: list[Any]) -
     assert outcome.num_cached_tokens == sum(len(one.prompt) - 1 for one in alone)
 
 
+def test_the_kv_cache_in_fp8(default_model: Path, text: ModelText, rig: Rig) -> None:
+    """Its answers are near those of fp32, and depend on chunks and cached prefixes only where tokens nearly tie."""
+    france = chat(text, "What is the capital of France?")
+    rig.reset()
+    expected = rig.answer(france, 8)
+    fp8 = Rig(default_model, num_blocks=400, max_num_seqs=16, kv_cache_dtype="fp8")
+    answer = fp8.answer(france, 8)
+    assert answer.tokens == expected.tokens
+    kl = torch.stack([(one.exp() * (one - other)).sum() for one, other in zip(expected.rows, answer.rows, strict=True)])
+    assert 1e-6 < float(kl.mean()) < 0.02
+    assert fp8.engine.runner.facts().kv_bytes * 128 == rig.engine.runner.facts().kv_bytes * 33  # 66 bytes for 256
+    alone = answer_alone(fp8, make_prompts(text, NUM_PROMPTS), lambda _: None, NUM_TOKENS)
+    outcomes = [compare(fp8, alone, "in chunks of 13", lambda _: None), compare_on_hits(fp8, alone)]
+    for outcome in outcomes:
+        assert outcome.differences == []
+        assert len(outcome.near_ties) <= 2
+    assert outcomes[1].num_cached_tokens == sum(len(one.prompt) - 1 for one in alone)
+    fp8.engine.close()
+
+
 def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
     """Both requests use the same blocks with reference count 2; nothing is copied and only the new tail is computed."""
     rig.reset()

@@ -182,13 +182,11 @@ def serve(
     ssl_keyfile: Annotated[Path | None, Opt(help="File with the private key of the TLS certificate.")] = None,
     root_path: Annotated[str, Opt(help="Path prefix that a reverse proxy removes.")] = "",
     metrics_compat: Annotated[str | None, Opt(help="vllm: also export metrics under vLLM's names.")] = None,
-    kv_events: KvEvents = None,
-    kv_events_replay: KvEventsReplay = None,
-    kv_events_topic: KvEventsTopic = None,
+    kv_events: KvEvents = None, kv_events_replay: KvEventsReplay = None, kv_events_topic: KvEventsTopic = None,
     log_level: Annotated[str, Opt(help="Log level: debug, info, warning or error.")] = "info",
     log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be environment variables, QUIRE_NAME."""
     _serve(dict(locals()))
 

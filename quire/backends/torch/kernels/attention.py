@@ -115,10 +115,10 @@ def _attend(
     peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
-    row_scale = highest = peak  # without FP8 they are not used
+    row_scale, highest = 1.0, 1.0
     if scales is not None:
         queries, row_scale = scale_queries(queries)
-        highest = tl.full((), 1e-37, tl.float32)
+        highest = tl.full((), 1e-37, tl.float32)  # of the scales of values
     for start in range(low, high, N):
         keys_at = start + n
         is_key = keys_at < high
