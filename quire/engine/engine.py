@@ -164,10 +164,17 @@ class Engine:
         return self.clock() + int(ttl_s * 1e9)
 
     def step(self) -> list[EngineOutput]:
-        """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap."""
+        """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap.
+
+        If many requests await tokens of the previous step, it is collected first.
+        """
         if self.transfers is not None:
             self.follow_deletions()
             self._settle_transfers(self.transfers)
+        outputs: list[EngineOutput] = []
+        if self._in_flight is not None and self.awaits_tokens:
+            earlier, self._in_flight = self._in_flight, None
+            outputs = self._commit(earlier)
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
@@ -176,11 +183,22 @@ class Engine:
             if plan.is_empty and self._in_flight is None:
                 self.transfers.wait(WAIT_S)  # only loads are in flight
         if self._masking.has_any(plan):
-            return self._step_masked(plan)
+            return outputs + self._step_masked(plan)
         launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
         if self.capacity.has_overlap:
             launched, self._in_flight = self._in_flight, launched
-        return [] if launched is None else self._commit(launched)
+        return outputs if launched is None else outputs + self._commit(launched)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether at least half of the running requests cannot be planned before the step in flight is collected.
+
+        The device idles while the next step is planned. Without the wait, those requests would miss that step.
+        """
+        if not self.speculation.has_active:
+            return False
+        running = self.scheduler.running
+        return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
 
     # Tiers below the device
 
@@ -270,8 +288,7 @@ class Engine:
             earlier, self._in_flight = self._in_flight, None
             if earlier is not None:
                 outputs += self._commit(earlier)
-            self._masking.begin(plan)
-            masks = self._masking.finish()
+            masks = self._masking.compute(plan)
         else:
             masks = self._masking.compute(plan)
             error = self._try(plan, lambda: self.runner.forward(plan))
@@ -318,14 +335,14 @@ class Engine:
 
     def _speculate(self, plan: StepPlan, updates: Sequence[TokenUpdate]) -> None:
         """Learn from the drafts of a step, and make new ones."""
-        drafted = {piece.request_id: piece.num_drafts for piece in plan.slices if piece.num_drafts}
-        for update in updates if drafted else ():  # in most steps there are none
-            if update.tokens and update.request_id in drafted:
-                self.speculation.learn(update.request_id, drafted[update.request_id], len(update.tokens))
-        num_running, cost = len(self.scheduler.running), self.scheduler.policy.ledger.cost
-        for update in updates:
-            if update.tokens and update.finish_reason is None:
-                self.speculation.update(update.request_id, num_running, cost, self._masking)
+        speculation, scheduler = self.speculation, self.scheduler
+        if speculation.has_active:  # else the step has no drafts
+            drafted = {piece.request_id: piece.num_drafts for piece in plan.slices if piece.num_drafts}
+            for update in updates:
+                if update.tokens and update.request_id in drafted:
+                    speculation.learn(update.request_id, drafted[update.request_id], len(update.tokens))
+        waiting = (update.request_id for update in updates if update.tokens and update.finish_reason is None)
+        speculation.update(waiting, len(scheduler.running), scheduler.policy.ledger.cost, self._masking)
 
     def _collect(self, step: _InFlight) -> StepResult:
         error = step.error
