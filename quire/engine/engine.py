@@ -172,9 +172,8 @@ class Engine:
             self.follow_deletions()
             self._settle_transfers(self.transfers)
         outputs: list[EngineOutput] = []
-        if self._in_flight is not None and self.awaits_tokens:
-            earlier, self._in_flight = self._in_flight, None
-            outputs = self._commit(earlier)
+        if self.awaits_tokens:
+            outputs = self._commit_in_flight()
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
@@ -195,7 +194,7 @@ class Engine:
 
         The device idles while the next step is planned. Without the wait, those requests would miss that step.
         """
-        if not self.speculation.has_active:
+        if self._in_flight is None or not self.speculation.has_active:
             return False
         running = self.scheduler.running
         return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
@@ -230,8 +229,7 @@ class Engine:
         deadline_ns = self.clock() + int(limit_s * 1e9)
         self.follow_deletions(at_once=True)
         if self._in_flight is not None and self.has_idle_work:  # a device may copy only when no step is running
-            earlier, self._in_flight = self._in_flight, None
-            self._commit(earlier)
+            self._commit_in_flight()
         while self.has_idle_work and self.transfers is not None:
             if self.clock() >= deadline_ns:
                 return False
@@ -285,9 +283,7 @@ class Engine:
         outputs: list[EngineOutput] = []
         if self.capacity.has_overlap:
             error = self._try(plan, lambda: self.runner.forward(plan))
-            earlier, self._in_flight = self._in_flight, None
-            if earlier is not None:
-                outputs += self._commit(earlier)
+            outputs += self._commit_in_flight()
             masks = self._masking.compute(plan)
         else:
             masks = self._masking.compute(plan)
@@ -317,6 +313,10 @@ class Engine:
             self.runner.abandon()
             return f"the step failed: {type(error).__name__}: {error}"
         return None
+
+    def _commit_in_flight(self) -> list[EngineOutput]:
+        earlier, self._in_flight = self._in_flight, None
+        return [] if earlier is None else self._commit(earlier)
 
     def _commit(self, step: _InFlight) -> list[EngineOutput]:
         result = self._collect(step)
