@@ -107,8 +107,8 @@ LETTER = (
 )
 ORDER = (
     "Dear team, please process order {number} of 3 March 2026 for Ada Lovelace, 12 Analytical Road, London. She"
-    " ordered two brass gears for the difference engine and one punched card reader. The order was paid by bank transfer. Kind"
-    " regards, Charles Babbage"
+    " ordered two brass gears for the difference engine and one punched card reader. The order was paid by bank"
+    " transfer. Kind regards, Charles Babbage"
 )
 SCHEMA = {
     "type": "object",
