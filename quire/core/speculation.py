@@ -9,16 +9,19 @@ a step in flight the time in which the device waits, so a drafter that was wrong
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from quire.core.ledger import StepCost
+from quire.core.request import Request
 
 INDEX_PER_CALL = 2048  # tokens of a prompt that are indexed at once: this takes half a millisecond
 MAX_INDEXED = 65_536  # tokens of one request; an entry takes about 200 bytes
 MAX_MATCH = 64  # longer matches are not distinguished
 NUM_FAILURES = 2  # drafts without a right token, after which longer matches are demanded
 FIRST_RATE = 0.8  # share of right tokens that is assumed before there is experience
+MAX_ROWS = 64  # of a step with drafts, where a few more rows cost almost nothing
+MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them, nor the rows in a larger batch
 GAIN = 1.1  # a draft must be worth this much more than no draft
 
 
@@ -153,6 +156,24 @@ class Drafter:
         if self._num_failures >= NUM_FAILURES:
             self._num_failures = 0
             self._min_match = min(2 * self._min_match, MAX_MATCH)
+
+
+def awaits_tokens(running: Collection[Request]) -> bool:
+    """Whether at least half of these requests cannot be planned before the step in flight is committed.
+
+    Then it is awaited before the next one is planned. Otherwise those requests would miss a whole step; the wait costs
+    only the time of planning, in which the device idles.
+    """
+    return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
+
+
+def num_allowed(max_drafts: int, max_num_seqs: int, num_running: int, *, has_costly_rows: bool) -> int:
+    """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
+    most = min(max_drafts, max_num_seqs // max(num_running, 1) - 1)
+    if has_costly_rows:
+        return max(most, 0)
+    most = min(most, MAX_ROWS // max(num_running, 1) - 1)
+    return most if most >= MIN_DRAFTS else 0
 
 
 def num_paying(rate: float, most: int, num_rows: int, cost: StepCost) -> int:

@@ -12,6 +12,7 @@ from quire.core.placement import choose_boundaries
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.speculation import awaits_tokens
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
 from quire.engine.speculation import Predicted, Speculation
@@ -190,14 +191,12 @@ class Engine:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether at least half of the running requests cannot be planned before the step in flight is collected.
-
-        The device idles while the next step is planned. Without the wait, those requests would miss that step.
-        """
-        if self._in_flight is None or not self.speculation.has_active:
-            return False
-        running = self.scheduler.running
-        return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
+        """Whether the next call of `step` collects the step in flight before it plans."""
+        return (
+            self._in_flight is not None
+            and self.speculation.has_active
+            and awaits_tokens(self.scheduler.running.requests)
+        )
 
     # Tiers below the device
 

@@ -13,14 +13,12 @@ from quire.backends.base import Capacity
 from quire.backends.sampling import has_penalty
 from quire.core.ledger import StepCost
 from quire.core.request import Request
-from quire.core.speculation import NO_GUESS, Drafter, num_paying
+from quire.core.speculation import MIN_DRAFTS, NO_GUESS, Drafter, num_allowed, num_paying
 from quire.engine.structured.masks import GrammarMasks
 
 MIN_MATCH = 3  # tokens, where a few more rows cost almost nothing
 MIN_COSTLY_MATCH = 8  # where every row takes time
 REACH = 4  # guessed tokens for each token that matches, where a few more rows cost almost nothing
-MAX_ROWS = 64  # of a step with drafts, where a few more rows cost almost nothing
-MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them
 
 
 class Predicted(NamedTuple):
@@ -140,8 +138,6 @@ class Speculation:
     def _most(self, num_running: int) -> int:
         """How many drafts a request may have now."""
         capacity = self._capacity
-        free = capacity.max_num_seqs // max(num_running, 1) - 1
-        if capacity.has_costly_rows:
-            return min(capacity.max_drafts, free)
-        most = min(capacity.max_drafts, free, MAX_ROWS // max(num_running, 1) - 1)
-        return most if most >= MIN_DRAFTS else 0
+        return num_allowed(
+            capacity.max_drafts, capacity.max_num_seqs, num_running, has_costly_rows=capacity.has_costly_rows
+        )

@@ -264,7 +264,7 @@ class CudaRunner:
             divided.append(piece._replace(tokens=piece.tokens[:cut], length=cut, num_drafts=0))
             head, rest = piece[:3], piece[6:-1]  # `_replace` would take four times as long
             for position, token in enumerate(piece.drafts, piece.start + cut):
-                divided.append(SeqSlice(*head, (token,), position, 1, *rest))
+                divided.append(SeqSlice._make((*head, (token,), position, 1, *rest, 0)))
         return divided, tuple(indices)
 
     def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
