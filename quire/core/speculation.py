@@ -51,7 +51,9 @@ class TokenIndex:
         size = self.size
         first = max(self._num_indexed, size - 1, end - MAX_INDEXED)
         last = min(end, first + INDEX_PER_CALL)
-        if first < last:
+        if last == first + 1:  # the usual case, in a third of the time
+            self._ends[tuple(tokens[last - size : last])] = self._num_indexed = last
+        elif first < last:
             part = tokens[first + 1 - size : last]
             runs = zip(*(part[offset:] for offset in range(size)), strict=False)
             self._ends.update(zip(runs, range(first + 1, last + 1), strict=False))
