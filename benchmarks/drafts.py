@@ -277,6 +277,12 @@ def copied(tasks: Sequence[Task], texts: Sequence[str]) -> float:
     return num_copied / max(sum(map(len, texts)), 1)
 
 
+def mean(runs: Sequence[Run]) -> Run:
+    """The mean counts and times of runs with the same answers."""
+    counts: Any = [statistics.mean(values) for values in zip(*(run[2:] for run in runs), strict=True)]
+    return Run(runs[0].tokens, runs[0].texts, *counts)
+
+
 def measure(sides: Sequence[Side], name: str, num_streams: int, rounds: int) -> None:
     tasks = [WORKLOADS[name](number) for number in range(num_streams)]
     runs: list[list[Run]] = [[], []]
@@ -288,7 +294,7 @@ def measure(sides: Sequence[Side], name: str, num_streams: int, rounds: int) -> 
     plain, drafted = ([run.speed for run in found] for found in runs)
     ratios = [after / before for before, after in zip(plain, drafted, strict=True)]
     is_equal = all(one.tokens == other.tokens for one, other in zip(*runs, strict=True))
-    before, after = runs[0][-1], runs[1][-1]
+    before, after = mean(runs[0]), mean(runs[1])
     print(
         f"{name:9} {num_streams:3} streams: {statistics.median(ratios):5.2f} times ({min(ratios):.2f} to"
         f" {max(ratios):.2f}), {statistics.median(plain):.1f} -> {statistics.median(drafted):.1f} tok/s;"
@@ -296,9 +302,9 @@ def measure(sides: Sequence[Side], name: str, num_streams: int, rounds: int) -> 
         f" {copied(tasks[:1], after.texts[:1]):.0%} copied"
     )
     print(
-        f"{'':21} steps {before.num_steps} -> {after.num_steps} ({after.num_calls} calls),"
+        f"{'':21} steps {before.num_steps:.0f} -> {after.num_steps:.0f} ({after.num_calls:.0f} calls),"
         f" {after.num_tokens / after.num_steps:.2f} tokens per step,"
-        f" {after.num_accepted} of {after.num_drafted} drafts right;"
+        f" {after.num_accepted:.0f} of {after.num_drafted:.0f} drafts right;"
         f" engine + enqueue + wait, us per step: {before.parts_us} -> {after.parts_us}",
         flush=True,
     )
