@@ -1,22 +1,32 @@
 """Speed with and without drafts, of one stream and of several, in one run.
 
-    python benchmarks/drafts.py                                # the default model on this machine's CPU
-    python benchmarks/drafts.py --backend torch --device cuda  # on a GPU
+    python benchmarks/drafts.py                                                    # the default model on this CPU
+    python benchmarks/drafts.py --backend torch --device cuda --streams 1,4,64     # on a GPU
 
-Workloads: `copy` repeats a file, `edit` the same with a prediction of the answer, `json` extracts fields of a letter by
-a schema, `free` writes text that repeats nothing (temperature 1). Rounds with and without drafts alternate. Answers are
-compared.
+Workloads:
+
+- `edit`: a file of the conversation is sent again with one constant changed. `predicted`: the same, and the client
+  sends the changed file as its prediction.
+- `proof`: a letter is sent again with its spelling corrected.
+- `json`: fields of a letter are extracted by a schema.
+- `free`: text that repeats nothing (temperature 1). `wrong`: the same, with a prediction of something else.
+
+Every stream has a prompt of its own. Rounds with and without drafts alternate, and answers are compared. For each side
+the time of a step is divided into `engine` (planning, commit, drafts, masks, text), `enqueue` (the runner's `forward`
+and `sample`: on a CPU these compute) and `wait` (its `collect`: on a GPU this waits for the device).
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.engine.engine import EngineOutput
 from quire.engine.llm import LLM
@@ -24,24 +34,81 @@ from quire.engine.params import GenerationParams
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, work_of
 from quire.text.grammar import Grammar, GrammarKind
 
-FILE = '''def area(width, height):
-    """Return the area of a rectangle."""
-    return width * height
+MIN_COPIED = 20  # characters: shorter runs do not count as copied
+FILE = '''"""Prices of an order: items, discounts, tax and shipping."""
+
+TAX_RATE = 0.19
+FREE_SHIPPING_FROM = 50.0
+SHIPPING_COST = 4.9
 
 
-def perimeter(width, height):
-    """Return the length of the border of a rectangle."""
-    return 2 * (width + height)
+class Item:
+    """One line of an order."""
+
+    def __init__(self, name, price, count=1):
+        self.name = name
+        self.price = price
+        self.count = count
+
+    def cost(self):
+        """Return the price of all pieces."""
+        return self.price * self.count
 
 
-def describe(name, width, height):
-    """Return a sentence about a rectangle."""
-    return f"{name} has an area of {area(width, height)} and a perimeter of {perimeter(width, height)}"
+class Order:
+    """A list of items and an optional discount in percent."""
+
+    def __init__(self, customer, discount=0):
+        self.customer = customer
+        self.discount = discount
+        self.items = []
+
+    def add(self, name, price, count=1):
+        """Add an item to the order."""
+        if price < 0:
+            raise ValueError(f"price {price} is negative")
+        self.items.append(Item(name, price, count))
+
+    def subtotal(self):
+        """Return the cost of all items, without discount."""
+        return sum(item.cost() for item in self.items)
+
+    def total(self):
+        """Return what the customer pays: discount, tax and shipping included."""
+        net = self.subtotal() * (100 - self.discount) / 100
+        gross = net * (1 + TAX_RATE)
+        if gross < FREE_SHIPPING_FROM:
+            gross += SHIPPING_COST
+        return round(gross, 2)
+
+
+def report(orders):
+    """Print one line for each order."""
+    for order in orders:
+        print(f"{order.customer}: {len(order.items)} items, {order.total()} EUR")
 '''
 LETTER = (
-    "Dear team, please process order 4711 of 3 March 2026 for Ada Lovelace, 12 Analytical Road, London. She ordered two"
-    " brass gears for the difference engine and one punched card reader. The order was paid by bank transfer. Kind"
-    " regards, Charles Babbage"
+    "Dear members of the garden club,\n\n"
+    "our summer meeting takes place on Saturday, {day} June, at ten o'clock in the old greenhouse. Please bring "
+    "gloves, a small shovel and a bottle of water. We will plant three apple trees, repair the fence behind the "
+    "shed and paint the two benches next to the pond.\n\n"
+    "At noon there will be soup, bread and lemonade. Anna Miller brings the plates, and Thomas Reed brings the "
+    "cups. If you can bring a cake or a salad, please write to Anna Miller before Wednesday.\n\n"
+    "In the afternoon we will choose a new treasurer. Two members have offered to do this work: Peter Stone, who "
+    "has been with us for nine years, and Maria Lopez, who keeps the books of the school library. Everyone who "
+    "has paid the fee for this year may vote.\n\n"
+    "The fee remains twelve pounds. You can pay it to Peter Stone at the meeting or send it to the account of the"
+    " club. Last year we spent most of the money on seeds, a new water pump and the roof of the shed. A full "
+    "report is on the board at the entrance of the greenhouse.\n\n"
+    "Please park your cars at the church, because the lane to the greenhouse is closed. Children are welcome, and"
+    " so are friendly dogs.\n\n"
+    "Kind regards,\n"
+    "Susan Hill, chair of the garden club\n"
+)
+ORDER = (
+    "Dear team, please process order {number} of 3 March 2026 for Ada Lovelace, 12 Analytical Road, London. She"
+    " ordered two brass gears for the difference engine and one punched card reader. The order was paid by bank"
+    " transfer. Kind regards, Charles Babbage"
 )
 SCHEMA = {
     "type": "object",
@@ -58,62 +125,121 @@ SCHEMA = {
 SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
 
 
-class Workload(NamedTuple):
-    name: str
-    prompt: str
+GREEDY = GenerationParams(temperature=0, max_tokens=340)
+
+
+class Task(NamedTuple):
+    chat: Any
     params: GenerationParams
+    source: str = ""  # what the answer copies
 
 
-WORKLOADS = (
-    Workload(
-        "copy",
-        f"Repeat this file exactly:\n```python\n{FILE}```",
-        GenerationParams(temperature=0, max_tokens=160, ignore_eos=True),
-    ),
-    Workload(
-        "edit",
-        f"Rename the function area to surface in this file:\n```python\n{FILE}```",
-        GenerationParams(temperature=0, max_tokens=160, ignore_eos=True, prediction=FILE.replace("area", "surface")),
-    ),
-    Workload(
-        "json",
-        f"Extract the fields of this letter as JSON:\n\n{LETTER}",
-        GenerationParams(
-            temperature=0, max_tokens=160, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, sort_keys=True))
-        ),
-    ),
-    Workload(
-        "free",
-        "Write a story about a lighthouse.",
-        GenerationParams(temperature=1.0, top_p=1.0, seed=7, max_tokens=160, ignore_eos=True),
-    ),
-)
+def edit(number: int) -> Task:
+    rate = f"0.{21 + number}"
+    turns = (
+        "Write a Python file that computes the prices of an order.",
+        f"```python\n{FILE}```",
+        f"Change TAX_RATE to {rate} and send me the whole file again.",
+    )
+    chat = [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
+    return Task(chat, GREEDY, FILE)
+
+
+def predicted(number: int) -> Task:
+    task = edit(number)
+    changed = FILE.replace("0.19", f"0.{21 + number}")
+    return task._replace(params=replace(GREEDY, prediction=f"```python\n{changed}```"))
+
+
+def proof(number: int) -> Task:
+    letter = LETTER.replace("{day}", str(14 + number % 16))
+    wrong = letter.replace("Wednesday", "Wensday").replace("remains", "remians")
+    ask = "Correct the spelling mistakes in this letter and reply with the whole letter:"
+    return Task(f"{ask}\n\n{wrong}", GREEDY, letter)
+
+
+def extract(number: int) -> Task:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, sort_keys=True))
+    letter = ORDER.replace("{number}", str(4711 + number))
+    return Task(f"Extract the fields of this letter as JSON:\n\n{letter}", replace(GREEDY, grammar=grammar), letter)
+
+
+def free(number: int) -> Task:
+    params = GenerationParams(temperature=1.0, top_p=1.0, seed=7 + number, max_tokens=160, ignore_eos=True)
+    return Task("Write a story about a lighthouse.", params)
+
+
+def wrong(number: int) -> Task:
+    task = free(number)
+    return task._replace(params=replace(task.params, prediction=FILE))
+
+
+WORKLOADS: dict[str, Callable[[int], Task]] = {
+    "edit": edit,
+    "predicted": predicted,
+    "proof": proof,
+    "json": extract,
+    "free": free,
+    "wrong": wrong,
+}
 
 
 class Run(NamedTuple):
     tokens: list[tuple[int, ...]]
+    texts: list[str]
     seconds: float
+    num_calls: int  # of `Engine.step`
     num_steps: int
+    num_drafted: int
+    num_accepted: int
+    enqueue_s: float
+    wait_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
 
     @property
     def speed(self) -> float:
-        return sum(map(len, self.tokens)) / self.seconds
+        return self.num_tokens / self.seconds
+
+    @property
+    def parts_us(self) -> str:
+        parts = (self.seconds - self.enqueue_s - self.wait_s, self.enqueue_s, self.wait_s)
+        return " + ".join(f"{part / self.num_steps * 1e6:.0f}" for part in parts)
 
 
 class Side:
     """An engine whose scheduler knows the cost of a step, as in a worker."""
 
-    def __init__(self, model: str, *, has_drafts: bool, **settings: object) -> None:
-        self.llm = LLM(model, enable_drafts=has_drafts, enable_prefix_caching=False, **settings)  # type: ignore[arg-type]
-        engine = self.llm.engine
+    def __init__(self, model: str, *, has_drafts: bool, **settings: Any) -> None:
+        self.llm = LLM(model, enable_drafts=has_drafts, enable_prefix_caching=False, **settings)
+        engine, runner = self.llm.engine, self.llm.engine.runner
+        while runner.prepare():
+            pass
         self._estimator = StepEstimator()
         self._planned = self._running = NO_WORK
         self._step = engine.step
-        self.num_steps = 0
+        self._num_calls = self._num_steps = 0
+        self._enqueue_s = self._wait_s = 0.0
         engine.on_plan = lambda plan: setattr(self, "_planned", work_of(plan))
         engine.step = self._timed  # type: ignore[method-assign]
-        while engine.runner.prepare():
-            pass
+        forward, sample, collect = runner.forward, runner.sample, runner.collect
+        runner.forward = lambda plan: self._enqueue(forward, plan)  # type: ignore[method-assign]
+        runner.sample = lambda masks: self._enqueue(sample, masks)  # type: ignore[method-assign]
+        runner.collect = lambda: self._collect(collect)  # type: ignore[method-assign]
+
+    def _enqueue(self, call: Callable[[Any], None], argument: Any) -> None:
+        start_s = time.perf_counter()
+        call(argument)
+        self._enqueue_s += time.perf_counter() - start_s
+
+    def _collect(self, collect: Callable[[], Any]) -> Any:
+        start_s = time.perf_counter()
+        result = collect()
+        self._wait_s += time.perf_counter() - start_s
+        self._num_steps += 1
+        return result
 
     def _timed(self) -> list[EngineOutput]:
         engine, start_s = self.llm.engine, time.monotonic()
@@ -121,38 +247,65 @@ class Side:
         done = self._planned
         if engine.capacity.has_overlap:
             done, self._running = self._running, self._planned
-        self._estimator.learn(done, time.monotonic() - start_s)
-        self.num_steps += 1
+        self._num_calls += 1
         if engine.capacity.has_costly_rows:
+            self._estimator.learn(done, time.monotonic() - start_s)
             engine.scheduler.policy.ledger.cost = self._estimator.cost()
         return outputs
 
-    def run(self, workload: Workload, num_streams: int) -> Run:
-        before = self.num_steps
-        start_s = time.monotonic()
-        outputs = self.llm.chat([workload.prompt] * num_streams, workload.params, progress=False)
-        seconds = time.monotonic() - start_s
-        return Run([output.completions[0].token_ids for output in outputs], seconds, self.num_steps - before)
+    def _counts(self) -> tuple[float, ...]:
+        scheduler = self.llm.engine.scheduler
+        counts = (self._num_calls, self._num_steps, scheduler.num_drafted, scheduler.num_accepted)
+        return (*counts, self._enqueue_s, self._wait_s)
+
+    def run(self, tasks: Sequence[Task]) -> Run:
+        before = self._counts()
+        start_s = time.perf_counter()
+        outputs = self.llm.chat([task.chat for task in tasks], [task.params for task in tasks], progress=False)
+        seconds = time.perf_counter() - start_s
+        answers = [output.completions[0] for output in outputs]
+        counts: Any = [now - then for now, then in zip(self._counts(), before, strict=True)]
+        return Run([one.token_ids for one in answers], [one.text for one in answers], seconds, *counts)
 
 
-def measure(sides: Sequence[Side], workload: Workload, num_streams: int, rounds: int) -> None:
+def copied(tasks: Sequence[Task], texts: Sequence[str]) -> float:
+    """Share of the answers that is copied from their sources, in runs of at least MIN_COPIED characters."""
+    num_copied = 0
+    for task, text in zip(tasks, texts, strict=True):
+        runs = difflib.SequenceMatcher(None, task.source, text, autojunk=False).get_matching_blocks()
+        num_copied += sum(run.size for run in runs if run.size >= MIN_COPIED)
+    return num_copied / max(sum(map(len, texts)), 1)
+
+
+def mean(runs: Sequence[Run]) -> Run:
+    """The mean counts and times of runs with the same answers."""
+    counts: Any = [statistics.mean(values) for values in zip(*(run[2:] for run in runs), strict=True)]
+    return Run(runs[0].tokens, runs[0].texts, *counts)
+
+
+def measure(sides: Sequence[Side], name: str, num_streams: int, rounds: int) -> None:
+    tasks = [WORKLOADS[name](number) for number in range(num_streams)]
     runs: list[list[Run]] = [[], []]
     for number in range(rounds + 1):  # the first round warms up
         for side, found in zip(sides, runs, strict=True):
-            run = side.run(workload, num_streams)
+            run = side.run(tasks)
             if number:
                 found.append(run)
     plain, drafted = ([run.speed for run in found] for found in runs)
     ratios = [after / before for before, after in zip(plain, drafted, strict=True)]
     is_equal = all(one.tokens == other.tokens for one, other in zip(*runs, strict=True))
-    scheduler = sides[1].llm.engine.scheduler
+    before, after = mean(runs[0]), mean(runs[1])
     print(
-        f"{workload.name:5} {num_streams:3} streams: {statistics.median(plain):9.1f} ->"
-        f" {statistics.median(drafted):9.1f} tok/s, {statistics.median(ratios):5.2f} times"
-        f" ({min(ratios):.2f} to {max(ratios):.2f});"
-        f" steps {runs[0][-1].num_steps} -> {runs[1][-1].num_steps};"
-        f" {scheduler.num_accepted} of {scheduler.num_drafted} drafts right so far;"
-        f" answers {'equal' if is_equal else 'DIFFER'}",
+        f"{name:9} {num_streams:3} streams: {statistics.median(ratios):5.2f} times ({min(ratios):.2f} to"
+        f" {max(ratios):.2f}), {statistics.median(plain):.1f} -> {statistics.median(drafted):.1f} tok/s;"
+        f" answers {'equal' if is_equal else 'DIFFER'}, {after.num_tokens} tokens,"
+        f" {copied(tasks[:1], after.texts[:1]):.0%} copied"
+    )
+    print(
+        f"{'':21} steps {before.num_steps:.0f} -> {after.num_steps:.0f} ({after.num_calls:.0f} calls),"
+        f" {after.num_tokens / after.num_steps:.2f} tokens per step,"
+        f" {after.num_accepted:.0f} of {after.num_drafted:.0f} drafts right;"
+        f" engine + enqueue + wait, us per step: {before.parts_us} -> {after.parts_us}",
         flush=True,
     )
 
@@ -165,16 +318,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", default="1", help="numbers of streams, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="copy,edit,json,free")
+    parser.add_argument("--only", default=",".join(WORKLOADS), help="names of workloads, separated by commas")
     options = parser.parse_args()
     model = str(Path(options.model)) if Path(options.model).exists() else options.model
-    settings = {"backend": options.backend, "device": options.device, "dtype": options.dtype, "num_blocks": 2000}
+    settings = {"backend": options.backend, "device": options.device, "dtype": options.dtype, "num_blocks": 4000}
     sides = [Side(model, has_drafts=has_drafts, **settings) for has_drafts in (False, True)]
     print(f"{sides[0].llm.engine.runner.facts()}")
-    for workload in WORKLOADS:
-        if workload.name in options.only.split(","):
-            for num_streams in map(int, options.streams.split(",")):
-                measure(sides, workload, num_streams, options.rounds)
+    for name in options.only.split(","):
+        for num_streams in map(int, options.streams.split(",")):
+            measure(sides, name, num_streams, options.rounds)
     for side in sides:
         side.llm.close()
 

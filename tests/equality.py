@@ -1,7 +1,8 @@
 """Check on the real model that greedy answers do not depend on batching: `python -m tests.equality --prompts 300`.
 
 Each prompt is first answered alone, without a cache. Then all prompts are answered again: batched, chunked, on cached
-prefixes, preempted, and with a step in flight. The native backend guarantees bitwise equal results, so no token may
+prefixes, preempted, with a step in flight, and with drafts. Drafts come from a prediction of the answer with some wrong
+tokens, so that they are accepted, cut and refused. The native backend guarantees bitwise equal results, so no token may
 differ. With torch and MLX, where a token differs, the two best logits must be closer than `NEAR_TIE`: fp32 sums over a
 different number of rows differ in their last bits, which may decide a tie.
 """
@@ -55,6 +56,8 @@ class Outcome:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     near_ties: list[float] = field(default_factory=list)  # gaps of the two best logits at tokens that differ
     differences: list[str] = field(default_factory=list)  # differences that are not near ties
 
@@ -71,7 +74,11 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "in chunks of 13": {"max_chunk_tokens": 13, "max_num_batched_tokens": 48},
     "with a step in flight": {"overlap": True},
     "preempted": {"max_num_seqs": 4},
+    "with drafts": {"has_drafts": True},
+    "drafts, step in flight": {"has_drafts": True, "overlap": True},
 }
+NUM_DRAFTING = 3  # requests at once in conditions with drafts: a full batch has none
+WRONG_EACH = 8  # of these tokens of a prediction, one is wrong
 
 
 def answer_alone(
@@ -90,7 +97,8 @@ def answer_alone(
 def compare(rig: Rig, alone: Sequence[Alone], name: str, show_progress: Callable[[str], None]) -> Outcome:
     rig.reset(**CONDITIONS[name])
     show_progress(name)
-    return _answer_all(rig, alone, name, is_preempted=name == "preempted")
+    has_drafts = CONDITIONS[name].get("has_drafts", False)
+    return _answer_all(rig, alone, name, is_preempted=name == "preempted", has_drafts=has_drafts)
 
 
 def compare_on_hits(rig: Rig, alone: Sequence[Alone]) -> Outcome:
@@ -100,7 +108,14 @@ def compare_on_hits(rig: Rig, alone: Sequence[Alone]) -> Outcome:
     return _answer_all(rig, alone, "on cached prefixes")
 
 
-def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bool = False) -> Outcome:
+def nearly(tokens: Sequence[int]) -> list[int]:
+    """These tokens, with a wrong one among every `WRONG_EACH`."""
+    return [token ^ 1 if place % WRONG_EACH == WRONG_EACH - 2 else token for place, token in enumerate(tokens)]
+
+
+def _answer_all(
+    rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bool = False, has_drafts: bool = False
+) -> Outcome:
     """Answer all prompts at once; or, to preempt, half as LOW and the others as HIGH while those decode."""
     is_fp8 = rig.config.kv_cache_dtype == "fp8"
     outcome = Outcome(name, FP8_NEAR_TIE if is_fp8 else NEAR_TIES[rig.config.backend])
@@ -110,7 +125,8 @@ def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bo
 
     def start(some: Sequence[Alone], priority: Priority) -> None:
         for one in some:
-            request_id = rig.start(one.prompt, len(one.tokens), priority=priority, logprobs=None)
+            prediction = nearly(one.tokens) if has_drafts else ()
+            request_id = rig.start(one.prompt, len(one.tokens), priority=priority, logprobs=None, prediction=prediction)
             ids[request_id], answers[request_id] = one, Answer()
             request = rig.engine.scheduler.get(request_id)
             assert request is not None
@@ -124,6 +140,11 @@ def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bo
             start(alone[number + 4 : number + 8], Priority.HIGH)
             while rig.engine.has_work:
                 rig.step(answers)
+    elif has_drafts:
+        for number in range(0, len(alone), NUM_DRAFTING):
+            start(alone[number : number + NUM_DRAFTING], Priority.NORMAL)
+            while rig.engine.has_work:
+                rig.step(answers)
     else:
         start(alone, Priority.NORMAL)
     while rig.engine.has_work:
@@ -133,6 +154,8 @@ def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bo
         outcome.num_cached_tokens += answer.num_cached_tokens
         _judge(outcome, ids[request_id], answer.tokens)
     outcome.num_preemptions = sum(request.num_preemptions for request in requests)
+    outcome.num_drafted = rig.engine.scheduler.num_drafted
+    outcome.num_accepted = rig.engine.scheduler.num_accepted
     return outcome
 
 
@@ -190,12 +213,14 @@ def main() -> int:
     if options.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     else:
-        print(f"\n{'condition':24}{'prompts':>8}{'equal':>8}{'ties':>6}{'largest':>10}{'cached':>8}{'preempted':>10}")
+        print(
+            f"\n{'condition':24}{'prompts':>8}{'equal':>8}{'ties':>6}{'largest':>10}{'cached':>8}{'preempted':>10}{'drafts':>16}"
+        )
         for one in outcomes:
             largest = max(one.near_ties, default=0.0)
             print(
                 f"{one.name:24}{one.num_prompts:8}{one.num_tokens:8}{len(one.near_ties):6}{largest:10.6f}"
-                f"{one.num_cached_tokens:8}{one.num_preemptions:10}"
+                f"{one.num_cached_tokens:8}{one.num_preemptions:10}{f'{one.num_accepted} of {one.num_drafted}':>16}"
             )
         print(f"Near ties are closer than {NEAR_TIES[options.backend]}. {time.monotonic() - start:.0f} s.")
     differences = [difference for outcome in outcomes for difference in outcome.differences]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.events import Preempted
 from quire.core.ledger import StepCost
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
@@ -19,6 +20,7 @@ DOCUMENT = (
     "Order 4711 of 3 March 2026. Customer: Ada Lovelace, 12 Analytical Road, London. Items: two brass gears at 14.50"
     " pounds, one punched card reader at 99 pounds. The order was paid by bank transfer and shipped on 5 March."
 )
+PROMPT = f"Repeat this text word for word:\n\n{DOCUMENT}"
 FIELDS = ["order_number", "customer_name", "customer_address", "payment_method"]
 SCHEMA = {
     "type": "object",
@@ -48,15 +50,50 @@ def llms(default_model: Path) -> Iterator[tuple[LLM, LLM]]:
 
 def answer(llm: LLM, params: GenerationParams) -> GenerationOutput:
     llm.engine.clear_cache()
-    (output,) = llm.chat(f"Repeat this text word for word:\n\n{DOCUMENT}", params)
+    (output,) = llm.chat(PROMPT, params)
     return output
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, replace(GREEDY, logprobs=2), replace(SEEDED, n=2)])
-def test_the_same_answer(llms: tuple[LLM, LLM], params: GenerationParams) -> None:
-    plain, drafting = (answer(llm, params) for llm in llms)
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SEEDED,
+        replace(GREEDY, logprobs=2),
+        replace(SEEDED, n=2),
+        replace(SEEDED, n=2, logprobs=1, logit_bias={198: -2.0}),
+        replace(GREEDY, stop=("Analytical Ro",)),
+        replace(SEEDED, stop=("London", "er")),
+        replace(GREEDY, max_tokens=29),
+        replace(GREEDY, max_tokens=30),
+        replace(GREEDY, max_tokens=31),
+    ],
+)
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_the_same_answer(llms: tuple[LLM, LLM], params: GenerationParams, is_predicted: bool) -> None:
+    """Stop strings and the last token are in the middle of drafts, because the answer repeats the document."""
+    plain = answer(llms[0], params)
+    scheduler = llms[1].engine.scheduler
+    before = scheduler.num_accepted
+    drafting = answer(llms[1], replace(params, prediction=DOCUMENT) if is_predicted else params)
     assert drafting.completions == plain.completions
-    assert plain.usage == drafting.usage
+    assert drafting.usage.completion_tokens == plain.usage.completion_tokens
+    assert scheduler.num_accepted > before or params.temperature
+
+
+def test_preempted_with_drafts(default_model: Path, llms: tuple[LLM, LLM]) -> None:
+    expected = answer(llms[0], GREEDY).completions
+    events: list[Preempted] = []
+    with LLM(default_model, num_blocks=16, threads=1, enable_prefix_caching=False) as small:
+        scheduler = small.engine.scheduler
+        scheduler.policy.ledger.cost = StepCost(base_ns=1_000_000, token_ns=1_000)
+        admission = scheduler.planner._admission
+        admission._observe = lambda event: events.append(event) if isinstance(event, Preempted) else None
+        outputs = small.chat([PROMPT] * 4, replace(GREEDY, prediction=DOCUMENT), progress=False)
+        assert scheduler.num_accepted > 20
+    assert events
+    for output in outputs:
+        assert output.completions == expected
 
 
 def test_a_text_that_is_copied(llms: tuple[LLM, LLM]) -> None:

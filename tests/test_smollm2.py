@@ -122,6 +122,7 @@ def test_greedy_answers_do_not_depend_on_batching(rig: Rig, alone: list[Any], na
     assert outcome.num_prompts == NUM_PROMPTS
     assert len(outcome.near_ties) <= 2
     assert bool(outcome.num_preemptions) == (name == "preempted")
+    assert bool(outcome.num_accepted) == ("drafts" in name)
 
 
 def test_greedy_answers_do_not_depend_on_the_cache(rig: Rig, alone: list[Any]) -> None:

@@ -39,6 +39,7 @@ class Track:
         self.request_id = request_id
         self.priority = priority
         self.arrived_s = time.perf_counter()
+        self.tokens: list[int] = []
         self.token_times: list[float] = []
         self.num_cached_tokens = 0
         self.is_finished = False
@@ -58,6 +59,8 @@ class Session:
     def __init__(self, engine: Engine, next_id: Callable[[], int]) -> None:
         self.engine = engine
         self.tracks: dict[int, Track] = {}
+        self.plan: StepPlan | None = None  # the last one
+        self.num_steps = 0
         self.num_copies = 0
         self.num_prefill_tokens = 0
         self._next_id = next_id
@@ -79,6 +82,7 @@ class Session:
             track = self.tracks[output.request_id]
             if output.error is not None:
                 raise RequestFailed(f"request {output.request_id} failed: {output.error}")
+            track.tokens += output.tokens
             track.token_times += [now_s] * len(output.tokens)
             track.num_cached_tokens = output.num_cached_tokens
             track.is_finished = output.finish_reason is not None
@@ -88,7 +92,9 @@ class Session:
             self.step()
 
     def note(self, plan: StepPlan) -> None:
-        """Count copies and prefill tokens of a plan."""
+        """Count steps, copies and prefill tokens of a plan."""
+        self.plan = plan
+        self.num_steps += not plan.is_empty
         self.num_copies += len(plan.copies)
         self.num_prefill_tokens += sum(
             min(piece.length, piece.num_prompt_tokens - piece.start)
@@ -178,7 +184,7 @@ class Bench:
         self._num_done = 0
         self._expected_s: float | None = None
         per_round = len(self.threads.choices) + 2 * len(config.batches)
-        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1}
+        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "drafts": 2 * config.rounds}
         self._num_stages = len(self.threads.choices) + sum(sizes.get(part, 0) for part in config.parts)
 
     def begin_stage(self, what: str) -> None:
@@ -244,6 +250,7 @@ def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> floa
     spent = {
         "speedup": config.rounds * per_round,
         "prefix": (config.rounds + 1) * (config.head_tokens * prefill_s + 2 * LIVE_TOKENS * step_s),
+        "drafts": 2 * config.rounds * (2.5 * config.prompt_tokens * prefill_s + config.output_tokens * step_s),
         "fairness": 1.7 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
     }
     return sum(spent[part] for part in config.parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.errors import InvalidRequest
 
-PARTS = ("speedup", "prefix", "fairness")
+PARTS = ("speedup", "prefix", "drafts", "fairness")
 TAIL_TOKENS = 16  # tokens after the shared head, different in each prompt of the prefix part
 LIVE_TOKENS = 32  # output tokens of the first request, which still decodes when the second one arrives
 SHORT_PROMPT = 24  # prompt tokens in the warm-up
@@ -160,6 +160,29 @@ class PrefixReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsReport:
+    """One request at a time whose answer repeats its prompt, with and without drafts.
+
+    Speeds are medians of the rounds, counts are totals.
+    """
+
+    rounds: int
+    num_output_tokens: int
+    tokens_per_s: float  # after the first token
+    tokens_per_s_without: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+    steps: int
+    steps_without: int
+    draft_tokens: int  # that were verified
+    draft_tokens_accepted: int
+    acceptance: float | None  # None: there were no drafts
+    tokens_per_step: float
+    is_equal: bool  # whether the answers are equal; on a GPU a tie may be decided otherwise
+
+
+@dataclass(frozen=True, slots=True)
 class Latency:
     """Latency of HIGH requests, measured by the client over HTTP.
 
@@ -246,6 +269,7 @@ class BenchReport:
     speedup: SpeedupReport | None
     prefix: PrefixReport | None
     fairness: FairnessReport | None
+    drafts: DraftsReport | None = None
 
     @property
     def not_held(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from quire.bench.drafts import measure_drafts
 from quire.bench.driver import Bench
 from quire.bench.report import (
     LIVE_TOKENS,
@@ -34,8 +35,9 @@ def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage:
     bench.warm_up()
     speedup = measure_speedup(bench) if "speedup" in config.parts else None
     prefix = measure_prefix(bench) if "prefix" in config.parts else None
+    drafts = measure_drafts(bench) if "drafts" in config.parts else None
     llm.engine.clear_cache()
-    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, None)
+    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, None, drafts)
 
 
 def _check_fits(engine: Engine, config: BenchConfig) -> None:
@@ -46,6 +48,7 @@ def _check_fits(engine: Engine, config: BenchConfig) -> None:
     longest = {
         "speedup": config.prompt_tokens + config.output_tokens,
         "prefix": config.head_tokens + TAIL_TOKENS + LIVE_TOKENS,
+        "drafts": 5 * config.prompt_tokens // 2 + config.output_tokens,
     }
     for part, num_tokens in longest.items():
         if part in config.parts and num_tokens > max_model_len:
@@ -59,6 +62,8 @@ def _check_fits(engine: Engine, config: BenchConfig) -> None:
     if "prefix" in config.parts:
         num_own = -(-(TAIL_TOKENS + LIVE_TOKENS) // capacity.block_size) + 2
         num_needed = max(num_needed, config.head_tokens // capacity.block_size + config.num_siblings * num_own)
+    if "drafts" in config.parts:
+        num_needed = max(num_needed, -(-longest["drafts"] // capacity.block_size) + 1)
     if num_needed > capacity.num_blocks - 1:
         raise InvalidRequest(f"num_blocks = {capacity.num_blocks} is too few: the run needs {num_needed + 1}")
 

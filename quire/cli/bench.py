@@ -1,6 +1,6 @@
-"""`quire bench`: measure batching, shared prefixes and priorities with a real model on this machine.
+"""`quire bench`: measure batching, shared prefixes, drafts and priorities with a real model on this machine.
 
-Batching and prefixes are measured in this process, fairness between priorities on a `quire serve` process.
+All but the last are measured in this process, fairness between priorities on a `quire serve` process.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quire.bench.report import (
     PARTS,
     BenchConfig,
     BenchReport,
+    DraftsReport,
     FairnessReport,
     Latency,
     PrefixReport,
@@ -92,7 +93,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = _DEFAULT.seed,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure a model: concurrent clients against one at a time, a shared prefix, fairness among priorities."""
+    """Measure a model: concurrent clients, a shared prefix, drafts, fairness among priorities."""
     facts = {"quire": __version__, "command": shlex.join(["quire", *sys.argv[1:]]), "machine": machine_facts()}
     with _options_named():
         config = BenchConfig(
@@ -329,6 +330,20 @@ def _prefix_text(prefix: PrefixReport) -> str:
     )
 
 
+def _drafts_text(drafts: DraftsReport | None) -> str:
+    if drafts is None:
+        return "Drafts are off: this backend verifies none for this model."
+    share = "-" if drafts.acceptance is None else f"{drafts.acceptance:.0%}"
+    return (
+        f"An answer that repeats its prompt, one at a time: {drafts.tokens_per_s:.1f} tok/s with drafts,"
+        f" {drafts.tokens_per_s_without:.1f} without ({drafts.ratio:.2f} times, {drafts.ratio_min:.2f} to"
+        f" {drafts.ratio_max:.2f}); medians over rounds: {drafts.rounds}."
+        f" Accepted: {drafts.draft_tokens_accepted} of {drafts.draft_tokens} draft tokens ({share}),"
+        f" {drafts.tokens_per_step:.2f} tokens per step, {drafts.steps} steps instead of {drafts.steps_without}."
+        f" The answers are {'equal' if drafts.is_equal else 'DIFFERENT'}."
+    )
+
+
 def _high_rows(fairness: FairnessReport) -> list[list[str]]:
     backlog = fairness.backlog
     rows = [_high_row("idle", fairness.idle, None, None)]
@@ -381,6 +396,8 @@ def _print(report: BenchReport) -> None:
         console.print(f"\n{_speedup_text(report, speedup)}")
     if report.prefix is not None:
         console.print(f"\nA shared prefix\n\n{_prefix_text(report.prefix)}")
+    if "drafts" in report.config.parts:
+        console.print(f"\nDrafts\n\n{_drafts_text(report.drafts)}")
     if (fairness := report.fairness) is not None:
         console.print("\nFairness between priorities\n")
         console.print(_table(HIGH_HEADS, _high_rows(fairness)))
@@ -428,6 +445,8 @@ def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -
         lines += ["", _speedup_text(report, speedup)]
     if report.prefix is not None:
         lines += ["", "## A shared prefix", "", _prefix_text(report.prefix).replace("\n", "\n\n")]
+    if "drafts" in report.config.parts:
+        lines += ["", "## Drafts", "", _drafts_text(report.drafts)]
     if (fairness := report.fairness) is not None:
         lines += ["", "## Fairness between priorities", "", *_markdown_table(HIGH_HEADS, _high_rows(fairness))]
         lines += ["", _fairness_text(report.config, fairness).replace("\n", "\n\n")]

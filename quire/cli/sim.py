@@ -48,6 +48,12 @@ _MaxChunkTokens = Annotated[int, typer.Option(help="Maximum number of prompt tok
 _MaxMixedTokens = Annotated[
     int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
 ]
+_Acceptance = Annotated[
+    float | None, typer.Option(help="Drafts: probability that a guessed token is right; by default there are none.")
+]
+_DraftShare = Annotated[
+    float | None, typer.Option(help="Drafts: probability that the text after a token is guessed (1.0).")
+]
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
 DEFAULT_BLOCKS = (512, 4096)
 MAX_BLOCKS = 10_000_000  # the simulator has an object for each
@@ -84,6 +90,8 @@ def sim(
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
+    acceptance: _Acceptance = None,
+    draft_share: _DraftShare = None,
     states: sim_states.StatesOption = None,
     places: sim_states.PlacesOption = None,
     state_bytes: sim_states.StateBytesOption = None,
@@ -112,7 +120,7 @@ def sim(
         max_waiting=max_waiting,
         enable_prefix_caching=enable_prefix_caching,
     )
-    base = sim_states.with_windows(base, window, num_window_blocks)
+    base = _with_drafts(sim_states.with_windows(base, window, num_window_blocks), acceptance, draft_share)
     defaults = sim_states.DEFAULT_BLOCKS if states else sim_replicas.DEFAULT_BLOCKS if replicas else ()
     if defaults:
         scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*defaults]
@@ -228,6 +236,13 @@ def _machine(
     )
 
 
+def _with_drafts(base: SimConfig, acceptance: float | None, draft_share: float | None) -> SimConfig:
+    if draft_share is not None and acceptance is None:
+        raise InvalidRequest(f"--draft-share {draft_share} needs --acceptance")
+    with _options_named():
+        return replace(base, acceptance=acceptance, draft_share=1.0 if draft_share is None else draft_share)
+
+
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
     """A configuration for each policy and cache size."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
@@ -331,6 +346,8 @@ def summary(report: SimReport) -> dict[str, Any]:
         "steps": report.num_steps,
         "hit_rate": report.cache.hit_rate,
         "preemptions": report.num_preemptions,
+        "draft_tokens": report.num_drafted,
+        "draft_tokens_accepted": report.num_accepted,
         "peak_running": max((sample.num_running for sample in timeline), default=0),
         "peak_waiting": max((sample.num_waiting for sample in timeline), default=0),
         "peak_blocks_in_use": max((sample.num_blocks_in_use for sample in timeline), default=0),
@@ -441,7 +458,11 @@ def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
 
 
 def _remarks(report: SimReport) -> Iterator[str]:
-    """Requests without a complete answer, which the figures do not include."""
+    """Drafts that were right, and requests without a complete answer, which the figures do not include."""
+    run = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
+    if report.config.acceptance is not None:
+        share = report.num_accepted / report.num_drafted if report.num_drafted else 0.0
+        yield f"{run}: {report.num_accepted:,} of {report.num_drafted:,} draft tokens were right ({share:.0%})"
     texts = {
         Outcome.CUT: "cut at the end of the context: the pool is too small for them",
         Outcome.LEFT: "not answered in full: the client disconnected (waits and TTFT include those that were admitted)",
@@ -452,7 +473,6 @@ def _remarks(report: SimReport) -> Iterator[str]:
         outcomes = Counter(record.outcome for record in report.tier(priority))
         for outcome, text in texts.items():
             if outcomes[outcome]:
-                run = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
                 yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {text}"
 
 

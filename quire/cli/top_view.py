@@ -92,6 +92,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
             f"speed     {engine['prefill_tokens_per_s']:,.0f} prompt tok/s, {engine['decode_tokens_per_s']:,.0f} answer"
             f" tok/s; TTFT p50 / p95 {ttft} s"
         ),
+        *_drafts(engine),
         _line(
             f"cache     {engine['hit_rate']:.1%} hits, {engine['num_evictions']:,} evicted,"
             f" {engine['num_preemptions']:,} preempted, {engine['num_pins']:,} pins"
@@ -99,6 +100,16 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
         _line(f"queue     {engine['num_running']:,} running; waiting {', '.join(map(_tier, engine['tiers']))}"),
         *_replicas(engine.get("replicas") or ()),
         *_troubles(engine),
+    ]
+
+
+def _drafts(engine: dict[str, Any]) -> list[Text]:
+    """Guessed tokens, if there were any. Older servers do not report them."""
+    if not (num_drafted := engine.get("num_draft_tokens", 0)):
+        return []
+    num_accepted = engine["num_draft_tokens_accepted"]
+    return [
+        _line(f"drafts    {num_accepted:,} of {num_drafted:,} guessed tokens right ({num_accepted / num_drafted:.0%})")
     ]
 
 

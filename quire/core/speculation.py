@@ -2,28 +2,31 @@
 
 A draft is right where the model would have sampled the same tokens. Text is often repeated: an answer quotes its
 prompt, edits a file or follows a form. `Drafter` looks for the last tokens of a request among its earlier ones, and
-guesses what followed there. Wrong guesses change no answer. They cost the time of the rows that verify them, so a
-drafter that was wrong demands longer matches.
+guesses what followed there. Wrong guesses change no answer. They cost the time of the rows that verify them, and with
+a step in flight the time in which the device waits, so a drafter that was wrong demands longer matches.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from quire.core.ledger import StepCost
+from quire.core.request import Request
 
 INDEX_PER_CALL = 2048  # tokens of a prompt that are indexed at once: this takes half a millisecond
 MAX_INDEXED = 65_536  # tokens of one request; an entry takes about 200 bytes
 MAX_MATCH = 64  # longer matches are not distinguished
 NUM_FAILURES = 2  # drafts without a right token, after which longer matches are demanded
 FIRST_RATE = 0.8  # share of right tokens that is assumed before there is experience
+MAX_ROWS = 64  # of a step with drafts, where a few more rows cost almost nothing
+MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them, nor the rows in a larger batch
 GAIN = 1.1  # a draft must be worth this much more than no draft
 
 
 class TokenIndex:
-    """Finds the last place before the end of a sequence where its last `size` tokens occur."""
+    """Knows where runs of `size` tokens occur in a sequence that only grows."""
 
     __slots__ = ("_ends", "_num_indexed", "size")
 
@@ -33,18 +36,32 @@ class TokenIndex:
         self._num_indexed = 0  # ends of all occurrences up to here are known
 
     def find(self, tokens: array[int]) -> int | None:
-        """The end of that place. Occurrences that are not indexed yet are not found."""
-        size, end = self.size, len(tokens)
-        if end <= size:
+        """The end of the last place before the end of a sequence where its last tokens occur.
+
+        Occurrences that are not indexed yet are not found.
+        """
+        end = len(tokens)
+        if end <= self.size:
             return None
+        self.extend(tokens, end - 1)
+        return self.end_of(tokens[end - self.size :])
+
+    def extend(self, tokens: array[int], end: int) -> None:
+        """Index `tokens` up to `end`, or a part of them if they are many."""
+        size = self.size
         first = max(self._num_indexed, size - 1, end - MAX_INDEXED)
-        last = min(end - 1, first + INDEX_PER_CALL)  # a part of a long prompt, otherwise all tokens but the last
-        if first < last:
+        last = min(end, first + INDEX_PER_CALL)
+        if last == first + 1:  # the usual case, in a third of the time
+            self._ends[tuple(tokens[last - size : last])] = self._num_indexed = last
+        elif first < last:
             part = tokens[first + 1 - size : last]
             runs = zip(*(part[offset:] for offset in range(size)), strict=False)
             self._ends.update(zip(runs, range(first + 1, last + 1), strict=False))
             self._num_indexed = last
-        return self._ends.get(tuple(tokens[end - size :]))
+
+    def end_of(self, run: Sequence[int]) -> int | None:
+        """The end of the last occurrence of a run that is indexed."""
+        return self._ends.get(tuple(run))
 
 
 def match_length(tokens: array[int], place: int, most: int = MAX_MATCH) -> int:
@@ -63,33 +80,72 @@ class Guess(NamedTuple):
 NO_GUESS = Guess(())
 
 
+class Prediction:
+    """Follows an answer in the text that its caller expects."""
+
+    __slots__ = ("_index", "_num_followed", "_place", "_tokens", "num_matched")
+
+    def __init__(self, tokens: Sequence[int], size: int) -> None:
+        """`size`: tokens by which the place is found again after the answer has left the prediction."""
+        self._tokens = array("I", tokens)
+        self._index = TokenIndex(size)
+        self._place: int | None = 0  # of the token that comes next; None: the answer has left the prediction
+        self._num_followed = 0  # tokens of the answer that were compared
+        self.num_matched = MAX_MATCH  # tokens before the place that are in the answer; at the start it is trusted
+
+    def follow(self, tokens: array[int], num_prompt_tokens: int) -> None:
+        """Move the place past the new tokens of the answer."""
+        expected, end, place = self._tokens, len(tokens), self._place
+        for token in tokens[num_prompt_tokens + self._num_followed :]:
+            if place is not None and place < len(expected) and expected[place] == token:
+                place += 1
+                self.num_matched += 1
+            else:
+                place = None
+        self._num_followed = end - num_prompt_tokens
+        size = self._index.size
+        if place is None and self._num_followed >= size:
+            self._index.extend(expected, len(expected))
+            place, self.num_matched = self._index.end_of(tokens[end - size :]), size
+        self._place = place
+
+    def next(self, most: int) -> Sequence[int]:
+        return () if self._place is None else self._tokens[self._place : self._place + most]
+
+
 class Drafter:
-    """Guesses the tokens of one request. `prediction`: tokens that the caller expects in the answer."""
+    """Guesses the tokens of one request. `prediction`: tokens that the caller expects in the answer.
 
-    __slots__ = ("_index", "_least", "_min_match", "_num_failures", "_num_followed", "_place", "_prediction", "rate")
+    `reach`: how many tokens are guessed for each token that matches.
+    """
 
-    def __init__(self, min_match: int, prediction: Sequence[int] = ()) -> None:
+    __slots__ = ("_index", "_least", "_min_match", "_num_failures", "_prediction", "_reach", "rate")
+
+    def __init__(self, min_match: int, prediction: Sequence[int] = (), *, reach: int = 1) -> None:
         self._least = self._min_match = min_match
+        self._reach = reach
         self._index = TokenIndex(min(min_match, 8))
-        self._prediction = array("I", prediction)
-        self._place = 0  # in the prediction, of the token that comes next; -1: the answer has left the prediction
-        self._num_followed = 0  # tokens of the answer that were compared with the prediction
+        self._prediction = Prediction(prediction, self._index.size) if prediction else None
         self._num_failures = 0
         self.rate = FIRST_RATE  # share of guessed tokens that are right, an average of the last guesses
 
     def guess(self, tokens: array[int], num_prompt_tokens: int, most: int) -> Guess:
         """At most `most` tokens that may follow. `tokens` only grow from call to call."""
-        if self._prediction:
-            self._follow(tokens, num_prompt_tokens)
-            if 0 <= self._place < len(self._prediction):
-                return Guess(self._prediction[self._place : self._place + most], is_predicted=True)
+        if (prediction := self._prediction) is not None:
+            prediction.follow(tokens, num_prompt_tokens)
+            if prediction.num_matched >= self._min_match and (coming := prediction.next(most)):
+                return Guess(coming, is_predicted=True)
         place = self._index.find(tokens)
         if place is None:
             return NO_GUESS
         length = match_length(tokens, place)
         if length < self._min_match:
             return NO_GUESS
-        return Guess(tokens[place : place + min(most, length)])
+        count = min(most, self._reach * length)
+        found = tokens[place : place + count]
+        if len(found) < count:  # what follows are the last tokens themselves: they repeat
+            found = (found * -(-count // len(found)))[:count]
+        return Guess(found)
 
     def learn(self, num_guessed: int, num_right: int) -> None:
         """Take account of a verified guess."""
@@ -103,26 +159,23 @@ class Drafter:
             self._num_failures = 0
             self._min_match = min(2 * self._min_match, MAX_MATCH)
 
-    def _follow(self, tokens: array[int], num_prompt_tokens: int) -> None:
-        """Move the place in the prediction past the new tokens of the answer."""
-        prediction, answer_end = self._prediction, len(tokens)
-        while num_prompt_tokens + self._num_followed < answer_end:
-            token = tokens[num_prompt_tokens + self._num_followed]
-            self._num_followed += 1
-            if 0 <= self._place < len(prediction) and prediction[self._place] == token:
-                self._place += 1
-            else:
-                self._place = -1
-        if self._place < 0 and self._num_followed >= self._index.size:
-            self._place = self._find_again(tokens[answer_end - self._index.size :])
 
-    def _find_again(self, last: array[int]) -> int:
-        """The place after the last tokens of the answer, if the prediction contains them."""
-        step = last.itemsize
-        at = self._prediction.tobytes().find(last.tobytes())
-        while at >= 0 and at % step:
-            at = self._prediction.tobytes().find(last.tobytes(), at + 1)
-        return -1 if at < 0 else at // step + len(last)
+def awaits_tokens(running: Collection[Request]) -> bool:
+    """Whether at least half of these requests cannot be planned before the step in flight is committed.
+
+    Then it is awaited before the next one is planned. Otherwise those requests would miss a whole step; the wait costs
+    only the time of planning, in which the device idles.
+    """
+    return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
+
+
+def num_allowed(max_drafts: int, max_num_seqs: int, num_running: int, *, has_costly_rows: bool) -> int:
+    """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
+    most = min(max_drafts, max_num_seqs // max(num_running, 1) - 1)
+    if has_costly_rows:
+        return max(most, 0)
+    most = min(most, MAX_ROWS // max(num_running, 1) - 1)
+    return most if most >= MIN_DRAFTS else 0
 
 
 def num_paying(rate: float, most: int, num_rows: int, cost: StepCost) -> int:

@@ -12,6 +12,7 @@ from quire.core.placement import choose_boundaries
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.speculation import awaits_tokens
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
 from quire.engine.speculation import Predicted, Speculation
@@ -164,10 +165,16 @@ class Engine:
         return self.clock() + int(ttl_s * 1e9)
 
     def step(self) -> list[EngineOutput]:
-        """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap."""
+        """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap.
+
+        If many requests await tokens of the previous step, it is collected first.
+        """
         if self.transfers is not None:
             self.follow_deletions()
             self._settle_transfers(self.transfers)
+        outputs: list[EngineOutput] = []
+        if self.awaits_tokens:
+            outputs = self._commit_in_flight()
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
@@ -176,11 +183,20 @@ class Engine:
             if plan.is_empty and self._in_flight is None:
                 self.transfers.wait(WAIT_S)  # only loads are in flight
         if self._masking.has_any(plan):
-            return self._step_masked(plan)
+            return outputs + self._step_masked(plan)
         launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
         if self.capacity.has_overlap:
             launched, self._in_flight = self._in_flight, launched
-        return [] if launched is None else self._commit(launched)
+        return outputs if launched is None else outputs + self._commit(launched)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether the next call of `step` collects the step in flight before it plans."""
+        return (
+            self._in_flight is not None
+            and self.speculation.has_active
+            and awaits_tokens(self.scheduler.running.requests)
+        )
 
     # Tiers below the device
 
@@ -212,8 +228,7 @@ class Engine:
         deadline_ns = self.clock() + int(limit_s * 1e9)
         self.follow_deletions(at_once=True)
         if self._in_flight is not None and self.has_idle_work:  # a device may copy only when no step is running
-            earlier, self._in_flight = self._in_flight, None
-            self._commit(earlier)
+            self._commit_in_flight()
         while self.has_idle_work and self.transfers is not None:
             if self.clock() >= deadline_ns:
                 return False
@@ -267,11 +282,8 @@ class Engine:
         outputs: list[EngineOutput] = []
         if self.capacity.has_overlap:
             error = self._try(plan, lambda: self.runner.forward(plan))
-            earlier, self._in_flight = self._in_flight, None
-            if earlier is not None:
-                outputs += self._commit(earlier)
-            self._masking.begin(plan)
-            masks = self._masking.finish()
+            outputs += self._commit_in_flight()
+            masks = self._masking.compute(plan)
         else:
             masks = self._masking.compute(plan)
             error = self._try(plan, lambda: self.runner.forward(plan))
@@ -301,6 +313,10 @@ class Engine:
             return f"the step failed: {type(error).__name__}: {error}"
         return None
 
+    def _commit_in_flight(self) -> list[EngineOutput]:
+        earlier, self._in_flight = self._in_flight, None
+        return [] if earlier is None else self._commit(earlier)
+
     def _commit(self, step: _InFlight) -> list[EngineOutput]:
         result = self._collect(step)
         updates = self.scheduler.commit(step.plan, result)
@@ -318,14 +334,14 @@ class Engine:
 
     def _speculate(self, plan: StepPlan, updates: Sequence[TokenUpdate]) -> None:
         """Learn from the drafts of a step, and make new ones."""
-        drafted = {piece.request_id: piece.num_drafts for piece in plan.slices if piece.num_drafts}
-        for update in updates if drafted else ():  # in most steps there are none
-            if update.tokens and update.request_id in drafted:
-                self.speculation.learn(update.request_id, drafted[update.request_id], len(update.tokens))
-        num_running, cost = len(self.scheduler.running), self.scheduler.policy.ledger.cost
-        for update in updates:
-            if update.tokens and update.finish_reason is None:
-                self.speculation.update(update.request_id, num_running, cost, self._masking)
+        speculation, scheduler = self.speculation, self.scheduler
+        if speculation.has_active:  # else the step has no drafts
+            drafted = {piece.request_id: piece.num_drafts for piece in plan.slices if piece.num_drafts}
+            for update in updates:
+                if update.tokens and update.request_id in drafted:
+                    speculation.learn(update.request_id, drafted[update.request_id], len(update.tokens))
+        waiting = (update.request_id for update in updates if update.tokens and update.finish_reason is None)
+        speculation.update(waiting, len(scheduler.running), scheduler.policy.ledger.cost, self._masking)
 
     def _collect(self, step: _InFlight) -> StepResult:
         error = step.error

@@ -6,20 +6,19 @@ planned, so a request for which drafts are likely is held until its token has ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from quire.backends.base import Capacity
 from quire.backends.sampling import has_penalty
 from quire.core.ledger import StepCost
 from quire.core.request import Request
-from quire.core.speculation import Drafter, num_paying
+from quire.core.speculation import MIN_DRAFTS, NO_GUESS, Drafter, num_allowed, num_paying
 from quire.engine.structured.masks import GrammarMasks
 
 MIN_MATCH = 3  # tokens, where a few more rows cost almost nothing
 MIN_COSTLY_MATCH = 8  # where every row takes time
-MAX_ROWS = 64  # of a step with drafts, where a few more rows cost almost nothing
-MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them
+REACH = 4  # guessed tokens for each token that matches, where a few more rows cost almost nothing
 
 
 class Predicted(NamedTuple):
@@ -30,11 +29,12 @@ class Predicted(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("drafter", "is_forced", "is_predicted", "predicted", "request")
+    __slots__ = ("drafter", "expected", "is_forced", "is_predicted", "predicted", "request")
 
     def __init__(self, request: Request, drafter: Drafter) -> None:
         self.request = request
         self.drafter = drafter
+        self.expected: int | None = None  # the token for which the request is held
         self.is_forced = self.is_predicted = False  # where the present draft comes from
         self.predicted: Predicted | None = None
 
@@ -48,20 +48,31 @@ class Speculation:
         if capacity.num_states and capacity.num_live_states < 2:
             self.is_on = False  # a state cannot be rolled back
         self._entries: dict[int, _Entry] = {}
+        self._active: set[int] = set()  # ids of requests that have a draft or are held
+
+    @property
+    def has_active(self) -> bool:
+        """Whether a request has a draft or is held."""
+        return bool(self._active)
 
     def add(self, request: Request, prediction: Sequence[int] = ()) -> None:
         """Make drafts for a request, if its parameters allow that."""
         sampling = request.sampling
         if not self.is_on or sampling.prompt_logprobs is not None or has_penalty(sampling):
             return
-        min_match = MIN_COSTLY_MATCH if self._capacity.has_costly_rows else MIN_MATCH
-        entry = self._entries[request.request_id] = _Entry(request, Drafter(min_match, prediction))
-        if prediction:
-            request.draft = prediction[: self._capacity.max_drafts]
+        if self._capacity.has_costly_rows:
+            drafter = Drafter(MIN_COSTLY_MATCH, prediction)
+        else:
+            drafter = Drafter(MIN_MATCH, prediction, reach=REACH)
+        entry = self._entries[request.request_id] = _Entry(request, drafter)
+        if prediction and (most := self._most(len(self._entries))) > 0:
+            request.draft = prediction[:most]
             entry.is_predicted = True
+            self._active.add(request.request_id)
 
     def remove(self, request_id: int) -> None:
         self._entries.pop(request_id, None)
+        self._active.discard(request_id)
 
     def predicted(self, request_id: int) -> Predicted | None:
         """How much of a request's prediction was right so far. None: it has none, or it was not used."""
@@ -80,39 +91,53 @@ class Speculation:
             before = entry.predicted or Predicted()
             entry.predicted = Predicted(before.num_right + num_right, before.num_wrong + num_drafts - num_right)
 
-    def update(self, request_id: int, num_running: int, cost: StepCost | None, masking: GrammarMasks) -> None:
-        """Make a new draft for a request whose last tokens have arrived."""
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return
-        request = entry.request
-        request.draft, request.is_held = (), False
+    def update(
+        self, request_ids: Iterable[int], num_running: int, cost: StepCost | None, masking: GrammarMasks
+    ) -> None:
+        """Make new drafts for requests whose last tokens have arrived."""
         most = self._most(num_running)
+        if most < 1 and not self._active:  # in a large batch nothing is done for each token
+            return
+        for request_id in request_ids:
+            if (entry := self._entries.get(request_id)) is not None:
+                self._update(entry, most, num_running, cost, masking)
+
+    def _update(self, entry: _Entry, most: int, num_running: int, cost: StepCost | None, masking: GrammarMasks) -> None:
+        request, request_id = entry.request, entry.request.request_id
+        if entry.expected is not None:
+            if request.tokens[-1] != entry.expected:
+                entry.drafter.learn(1, 0)  # it waited in vain
+            entry.expected = None
+        request.draft, request.is_held = (), False
+        self._active.discard(request_id)
         if most < 1:
             return
-        forced = masking.forced(request_id) if request_id in masking else ()
-        guess = entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
-        entry.is_forced = len(forced) > 0
-        entry.is_predicted = guess.is_predicted and not forced
+        has_grammar = request_id in masking
+        forced = masking.forced(request_id) if has_grammar else ()
+        guess = NO_GUESS if forced else entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
+        entry.is_forced, entry.is_predicted = bool(forced), guess.is_predicted
         draft: Sequence[int] = forced or guess.tokens
         if not draft:
             return
         if request.num_in_flight:  # the first guess is for the token in flight
-            request.is_held = len(draft) > MIN_DRAFTS
+            if len(draft) > MIN_DRAFTS:
+                request.is_held = True
+                entry.expected = None if forced else draft[0]
+                self._active.add(request_id)
             return
         if self._capacity.has_costly_rows:
             rate = 1.0 if forced else entry.drafter.rate
             most = 0 if cost is None else num_paying(rate, min(most, len(draft)), num_running, cost)
         draft = draft[:most]
-        if request_id in masking and draft:
+        if has_grammar and draft:
             draft = draft[: masking.num_valid(request_id, draft)]
         request.draft = draft
+        if draft:
+            self._active.add(request_id)
 
     def _most(self, num_running: int) -> int:
         """How many drafts a request may have now."""
         capacity = self._capacity
-        free = capacity.max_num_seqs // max(num_running, 1) - 1
-        if capacity.has_costly_rows:
-            return min(capacity.max_drafts, free)
-        most = min(capacity.max_drafts, free, MAX_ROWS // max(num_running, 1) - 1)
-        return most if most >= MIN_DRAFTS else 0
+        return num_allowed(
+            capacity.max_drafts, capacity.max_num_seqs, num_running, has_costly_rows=capacity.has_costly_rows
+        )

@@ -22,8 +22,10 @@ from quire.core.placement import Place, choose_boundaries
 from quire.core.policy import NS_PER_S, make_policy
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.step import StepPlan, StepResult, TokenUpdate
+from quire.core.speculation import awaits_tokens
+from quire.core.step import StepPlan, StepResult, TokenUpdate, accepted
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
+from quire.sim.drafts import SimDrafts
 from quire.sim.traces import TraceRequest
 
 MAX_SAMPLES = 2_000  # points of a timeline, for runs of any length
@@ -99,6 +101,13 @@ class SimConfig:
     num_live_states: int = 2  # slots of a running request
     places: tuple[Place, ...] = tuple(Place)  # where snapshots of states are stored
     interval: int = 0  # store snapshots in prompts every so many tokens as well; 0: no
+    acceptance: float | None = None  # probability that a guessed token is right; None: no tokens are guessed
+    draft_share: float = 1.0  # probability that the text after a token is guessed
+
+    def __post_init__(self) -> None:
+        for name, value in (("acceptance", self.acceptance), ("draft_share", self.draft_share)):
+            if value is not None and not 0 <= value <= 1:
+                raise InvalidRequest(f"{name} = {value!r} is not from 0 to 1")
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
         policy = make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)
@@ -190,6 +199,8 @@ class SimReport:
     num_steps: int
     num_preemptions: int
     makespan_s: float
+    num_drafted: int = 0  # guessed tokens that were verified
+    num_accepted: int = 0  # and those that were right
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -255,6 +266,11 @@ class SimReplica:
         self._inbox: deque[int] = deque()  # requests that have arrived, or will
         self._cancels: list[tuple[int, int]] = []  # (time, request), a heap
         self._outputs: dict[int, list[int]] = {}  # complete outputs of live requests
+        self._drafts: SimDrafts | None = None
+        if config.acceptance is not None:
+            self._drafts = SimDrafts(
+                self._outputs, config.max_num_seqs, share=config.draft_share, acceptance=config.acceptance
+            )
         self._timeline: list[Sample] = []
         self._in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
 
@@ -269,11 +285,15 @@ class SimReplica:
         """Run all steps that begin before this time; None: until all requests have ended."""
         while (limit_ns is None or self.now_ns < limit_ns) and (self._in_flight is not None or self._wait_for_work()):
             self._arrive()
+            if (
+                self._drafts is not None
+                and self._in_flight is not None
+                and awaits_tokens(self.scheduler.running.requests)
+            ):
+                self._commit()
+                self._arrive()
             plan = self.scheduler.schedule(self.now_ns)
-            if self._in_flight is not None:
-                before, self.now_ns = self._in_flight
-                self._deliver(self.scheduler.commit(before, self._result(before)))
-            self._in_flight = None
+            self._commit()
             if not plan.is_empty:
                 duration_ns = self.step_time.step_ns(plan)
                 self._in_flight = plan, self.now_ns + duration_ns
@@ -284,6 +304,13 @@ class SimReplica:
         if limit_ns is None:
             self.progress(self.num_ended)
 
+    def _commit(self) -> None:
+        """Advance the time to the end of the step in flight, and apply its result."""
+        if self._in_flight is not None:
+            plan, self.now_ns = self._in_flight
+            self._in_flight = None
+            self._deliver(self.scheduler.commit(plan, self._result(plan)))
+
     def report(self) -> SimReport:
         return SimReport(
             config=self.config,
@@ -293,6 +320,8 @@ class SimReplica:
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
             makespan_s=self.now_ns / NS_PER_S,
+            num_drafted=self.scheduler.num_drafted,
+            num_accepted=self.scheduler.num_accepted,
         )
 
     def _wait_for_work(self) -> bool:
@@ -350,8 +379,8 @@ class SimReplica:
             elif output is None:
                 tokens.append((0,))
             else:
-                index = piece.start + piece.length - self.trace[piece.request_id].prompt_tokens
-                tokens.append((output[index],))
+                end = piece.start + piece.length - self.trace[piece.request_id].prompt_tokens
+                tokens.append(accepted(output[end - piece.num_drafts : end + 1], piece.drafts))
         return StepResult(tuple(tokens))
 
     def _deliver(self, updates: Sequence[TokenUpdate]) -> None:
@@ -365,6 +394,9 @@ class SimReplica:
                 record.finish_s = now_s
                 is_whole = record.num_outputs == self.trace[update.request_id].output_tokens
                 self._end(update.request_id, Outcome.FINISHED if is_whole else Outcome.CUT)
+            elif self._drafts is not None:
+                request = self.scheduler.requests[update.request_id]
+                self._drafts.update(request, len(self.scheduler.running), self.scheduler.policy.ledger.cost)
 
     def _end(self, number: int, outcome: Outcome) -> None:
         self.records[number].outcome = outcome

@@ -96,6 +96,24 @@ def test_siblings_compute_their_prompt_once(report: BenchReport) -> None:
     assert siblings.is_held
 
 
+def test_drafts_are_measured_against_none(llm: LLM, report: BenchReport) -> None:
+    drafts = report.drafts
+    assert drafts is not None
+    assert drafts.num_output_tokens == drafts.steps_without == SMALL.rounds * SMALL.output_tokens
+    assert drafts.steps == drafts.num_output_tokens - drafts.draft_tokens_accepted
+    assert 0 <= drafts.draft_tokens_accepted <= drafts.draft_tokens
+    assert drafts.tokens_per_step == drafts.num_output_tokens / drafts.steps
+    assert drafts.ratio_min <= drafts.ratio <= drafts.ratio_max
+    assert drafts.is_equal
+    assert llm.engine.speculation.is_on
+    assert llm.engine.scheduler.policy.ledger.cost is None
+
+
+def test_an_engine_without_drafts_has_no_report_of_them(tiny_model: Path) -> None:
+    with LLM(tiny_model, backend="torch", device="cpu", threads=1, num_blocks=256, enable_drafts=False) as llm:
+        assert run_bench(llm, replace(SMALL, parts=("drafts",))).drafts is None
+
+
 def test_run_bench_does_not_measure_fairness(report: BenchReport) -> None:
     assert "fairness" in report.config.parts
     assert report.fairness is None

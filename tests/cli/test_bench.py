@@ -45,6 +45,8 @@ def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
     assert printed["speedup"]["3"] > 0
     assert {"ttft_cold_ms", "ttft_hit_ms", "shared_blocks", "copies"} <= set(printed["prefix"])
     assert (printed["prefix"]["shared_blocks"], printed["prefix"]["copies"]) == (32, 0)
+    drafts = printed["drafts"]
+    assert {"draft_tokens", "draft_tokens_accepted", "acceptance", "tokens_per_step", "ratio"} <= set(drafts)
     fairness = printed["fairness"]
     assert fairness["idle"]["requests"] == 20
     assert len(fairness["backlog"]["windows"]) == 3
@@ -66,6 +68,7 @@ def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
         "ref count 2;",
         "One at a time is the best of",
         "Expectation met.",
+        "draft tokens (",
         "| idle | 20 |",
     ):
         assert words in page
@@ -76,9 +79,19 @@ def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
 
 
 def test_a_person_gets_tables_that_fit(model: str) -> None:
-    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "speedup", "--only", "prefix"])
+    outcome = CliRunner().invoke(
+        app, ["--model", model, *SMALL, *("--only", "speedup", "--only", "prefix", "--only", "drafts")]
+    )
     assert outcome.exit_code == 0, outcome.output
-    for words in ("clients", "ratio", "decode", "A shared prefix", "instead of 8,192", "prefix cache: 0"):
+    for words in (
+        "clients",
+        "ratio",
+        "decode",
+        "A shared prefix",
+        "instead of 8,192",
+        "prefix cache: 0",
+        "tokens per step",
+    ):
         assert words in " ".join(outcome.stdout.split())
     assert "Fairness" not in outcome.stdout
     assert max(map(len, outcome.stdout.splitlines())) <= 80
@@ -125,7 +138,7 @@ def test_a_broken_promise_is_reported_and_fails(model: str, monkeypatch: pytest.
         (("--clients", "1"), "--clients (1,) has no number above 1"),
         (("--rounds", "0"), "--rounds 0 is not a whole number of at least 1"),
         (("--output-tokens", "1"), "--output-tokens 1 is not"),
-        (("--only", "speed"), "--only 'speed' is not one of speedup, prefix, fairness"),
+        (("--only", "speed"), "--only 'speed' is not one of speedup, prefix, drafts, fairness"),
         (("--threads", "0"), "--threads 0 is not"),
         (("--only", "fairness", "--threads", "0"), "--threads 0 is not"),
         (("--seconds", "0.5"), "--seconds 0.5 is not a number from 1 to 3600"),

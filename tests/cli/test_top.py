@@ -162,6 +162,13 @@ def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
     assert found.line("states") == "states    30 held, 1,700 snapshots, 2 free in 20.0 GiB; 61,234 evicted"
 
 
+def test_drafts_are_shown_if_there_were_any() -> None:
+    assert "drafts" not in "".join(frame(USUAL, Screen(80)).lines)
+    counts = {"num_draft_tokens": 2000, "num_draft_tokens_accepted": 1500}
+    found = frame(snapshot(model("m", engine(0, COUNTS, **counts))), Screen(80))
+    assert found.line("drafts") == "drafts    1,500 of 2,000 guessed tokens right (75%)"
+
+
 def test_the_bar_is_in_proportion_and_shows_every_state() -> None:
     bar = frame(USUAL, Screen(80)).line("blocks").removeprefix("blocks").strip()
     assert len(bar) == 80 - len("  blocks    ")

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from quire.core.ledger import StepCost
-from quire.core.speculation import INDEX_PER_CALL, Drafter, TokenIndex, match_length, num_paying
+from quire.core.speculation import INDEX_PER_CALL, NUM_FAILURES, Drafter, TokenIndex, match_length, num_paying
 from quire.core.step import accepted
 
 
@@ -92,6 +92,35 @@ def test_a_prediction_is_followed_left_and_found_again() -> None:
     assert list(drafter.guess(tokens, 2, 4).tokens) == prediction[7:11]
     tokens.extend(prediction[7:])
     assert not drafter.guess(tokens, 2, 4).is_predicted  # it is over
+
+
+def test_a_wrong_prediction_is_used_less_until_tokens_match_again() -> None:
+    prediction = list(range(50, 80))
+    drafter, tokens = Drafter(3, prediction), array("I", [1, 2, 99, *prediction[:3]])
+    assert drafter.guess(tokens, 2, 4).is_predicted
+    for _ in range(2 * NUM_FAILURES):  # 3, 6, 12 tokens
+        drafter.learn(4, 0)
+    assert not drafter.guess(tokens, 2, 4).tokens
+    for place in range(3, 12):
+        assert not drafter.guess(tokens, 2, 4).tokens
+        tokens.append(prediction[place])
+    assert list(drafter.guess(tokens, 2, 4).tokens) == prediction[12:16]
+
+
+def test_a_long_prediction_is_indexed_in_parts() -> None:
+    prediction = list(range(3 * INDEX_PER_CALL))
+    drafter, tokens = Drafter(3, prediction), array("I", [1, 7, 7, *prediction[2 * INDEX_PER_CALL :][:3]])
+    found = [list(drafter.guess(tokens, 1, 2).tokens) for _ in range(4)]
+    assert found[0] == []
+    assert found[-1] == [2 * INDEX_PER_CALL + 3, 2 * INDEX_PER_CALL + 4]
+
+
+def test_a_run_of_equal_tokens_and_a_cycle_continue() -> None:
+    tokens = array("I", [1, 2, 5, 5, 5, 5])
+    assert list(Drafter(3, reach=4).guess(tokens, 2, 7).tokens) == [5] * 7
+    tokens = array("I", [9, 1, 2, 3, 1, 2, 3])
+    assert list(Drafter(3, reach=4).guess(tokens, 2, 8).tokens) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert list(Drafter(3).guess(tokens, 2, 8).tokens) == [1, 2, 3]
 
 
 def test_what_pays_where_rows_cost_time() -> None:

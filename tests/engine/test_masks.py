@@ -53,6 +53,33 @@ class Toy:
         return len(self.tokens) >= self.length
 
 
+class Looking(Toy):
+    """A toy that looks ahead. Its forced tokens are guesses, of which some are wrong."""
+
+    def forced(self) -> Sequence[int]:
+        ahead = list(self.tokens)
+        while len(ahead) < len(self.tokens) + 5:
+            ahead.append(max(self.allowed(ahead)))
+        return ahead[len(self.tokens) :]
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        ahead = list(self.tokens)
+        for number, token in enumerate(tokens):
+            if token == EOS or token not in self.allowed(ahead) or len(ahead) >= self.length:
+                return number
+            ahead.append(token)
+        return len(tokens)
+
+    def draft_masks(self, drafts: Sequence[int]) -> bytes:
+        before = self.tokens
+        masks = []
+        for count in range(len(drafts) + 1):
+            self.tokens = [*before, *drafts[:count]]
+            masks.append(self.mask())
+        self.tokens = before
+        return b"".join(masks)
+
+
 class Endless(Toy):
     def allowed(self, tokens: Sequence[int]) -> set[int]:
         del tokens
@@ -79,10 +106,19 @@ def alone(prompt: Sequence[int], sampling: SamplingParams, toy: Toy, max_tokens:
             return history[len(prompt) :], FinishReason.LENGTH
 
 
-def make(*, num_blocks: int = 60, has_overlap: bool = True, is_late: bool = False, max_chunk: int = 512) -> Engine:
-    capacity = Capacity(num_blocks, BLOCK_SIZE, 8, 200, VOCAB_SIZE, has_overlap)
+def make(
+    *,
+    num_blocks: int = 60,
+    has_overlap: bool = True,
+    is_late: bool = False,
+    max_chunk: int = 512,
+    max_num_seqs: int = 8,
+    max_drafts: int = 0,
+) -> Engine:
+    capacity = Capacity(num_blocks, BLOCK_SIZE, max_num_seqs, 200, VOCAB_SIZE, has_overlap, max_drafts=max_drafts)
     runner = FakeRunner(capacity, is_late=is_late)
-    return Engine(runner, make_scheduler(runner, EngineConfig(max_chunk_tokens=max_chunk)))
+    config = EngineConfig(max_chunk_tokens=max_chunk)
+    return Engine(runner, make_scheduler(runner, config), has_drafts=max_drafts > 0)
 
 
 def drain(engine: Engine) -> dict[int, list[EngineOutput]]:
@@ -104,11 +140,19 @@ MODES = [(True, False), (True, True), (False, False)]
 
 
 @pytest.mark.parametrize(("has_overlap", "is_late"), MODES)
+@pytest.mark.parametrize("max_drafts", [0, 7])
 @pytest.mark.parametrize("seed", range(12))
-def test_answers_do_not_depend_on_batching(seed: int, has_overlap: bool, is_late: bool) -> None:
-    """With preemptions, chunks, cancellations and requests without a grammar."""
+def test_answers_do_not_depend_on_batching(seed: int, max_drafts: int, has_overlap: bool, is_late: bool) -> None:
+    """With preemptions, chunks, cancellations and requests without a grammar; with and without drafts."""
     rng = Random(seed)
-    engine = make(num_blocks=rng.choice((18, 30, 80)), has_overlap=has_overlap, is_late=is_late, max_chunk=5)
+    engine = make(
+        num_blocks=rng.choice((18, 30, 80)),
+        has_overlap=has_overlap,
+        is_late=is_late,
+        max_chunk=5,
+        max_num_seqs=32 if max_drafts else 8,
+        max_drafts=max_drafts,
+    )
     wanted: dict[int, tuple[list[int], FinishReason]] = {}
     outputs: dict[int, list[EngineOutput]] = defaultdict(list)
     cancelled: set[int] = set()
@@ -119,7 +163,7 @@ def test_answers_do_not_depend_on_batching(seed: int, has_overlap: bool, is_late
         sampling = SamplingParams(
             temperature=rng.choice((0.0, 1.0)), seed=request_id, max_tokens=max_tokens, stop_token_ids=(EOS,)
         )
-        toy = Toy(request_id, rng.randrange(1, 30))
+        toy = (Looking if max_drafts else Toy)(request_id, rng.randrange(1, 30))
         has_toy = rng.random() < 0.7
         engine.add(request_id, prompt, sampling, matcher=toy if has_toy else None)
         if has_toy:
@@ -141,6 +185,8 @@ def test_answers_do_not_depend_on_batching(seed: int, has_overlap: bool, is_late
         assert found_tokens == tokens
         assert outputs[request_id][-1].finish_reason is reason
     assert len(engine._masking) == 0  # no matchers of finished requests are left
+    assert bool(engine.scheduler.num_accepted) == bool(max_drafts)
+    assert not engine.speculation.has_active
 
 
 def test_the_setup_above_causes_preemptions() -> None:
@@ -250,13 +296,12 @@ def test_a_step_is_forwarded_before_the_tokens_its_masks_need_are_collected() ->
 
 
 @pytest.mark.parametrize("has_overlap", [True, False])
-def test_masks_use_other_threads_only_with_overlap(has_overlap: bool) -> None:
+def test_a_few_masks_use_no_other_thread(has_overlap: bool) -> None:
     toy = Toy(1, 9)
     engine = make(has_overlap=has_overlap)
     engine.add(1, [1, 2], SamplingParams(max_tokens=3), matcher=toy)
     drain(engine)
-    assert toy.threads
-    assert (threading.current_thread().name in toy.threads) is not has_overlap
+    assert toy.threads == {threading.current_thread().name}
 
 
 def test_a_grammar_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +321,9 @@ def test_masks_of_many_rows_use_several_threads() -> None:
         engine.add(number, [1, number], SamplingParams(max_tokens=3))
         masking.add(number, Toy(number, 9))
     plan = engine.scheduler.schedule(0)
-    masking.begin(plan)
-    for masks in (masking.finish(), masking.compute(plan)):
-        assert sorted(masks.by_batch_index) == list(range(8))
-        assert not masks.failures
+    masks = masking.compute(plan)
+    assert sorted(masks.by_batch_index) == list(range(8))
+    assert not masks.failures
     masking.close()
 
 

@@ -14,6 +14,7 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fcfs
 from quire.core.request import PackedPrompt, SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.engine.speculation import Predicted
 
@@ -80,6 +81,62 @@ def test_repeated_text_is_guessed_beside_other_requests(has_overlap: bool) -> No
     tokens, _, _ = run(engine)
     for number, prompt in enumerate(prompts):
         assert tokens[number] == alone(prompt, 30)
+
+
+def test_every_call_plans_a_step_while_drafts_are_verified() -> None:
+    """The call that collects a step with drafts also plans the next one, so that the device does not wait for it."""
+    engine = make(has_overlap=True)
+    prompt = [3, 1, 4, 1, 5, 9]
+    expected = alone(prompt, 60)
+    plans: list[StepPlan] = []
+    engine.on_plan = plans.append
+    engine.add(1, prompt, SamplingParams(temperature=0, max_tokens=60), prediction=PackedPrompt.of(expected))
+    num_calls = 0
+    while engine.has_work:
+        engine.step()
+        num_calls += 1
+    assert len(plans) == num_calls
+    assert [plan.is_empty for plan in plans] == [False] * (num_calls - 1) + [True]
+    assert num_calls < 12
+
+
+def test_requests_without_drafts_go_on_beside_one_that_is_held() -> None:
+    engine = make(has_overlap=True)
+    prompts = [[number, 1, 4, 1, 5, 9] for number in range(4)]
+    expected = alone(prompts[0], 40)
+    plain = SamplingParams(temperature=0, max_tokens=40)
+    engine.add(0, prompts[0], plain, prediction=PackedPrompt.of(expected))
+    for number, prompt in enumerate(prompts[1:], 1):
+        engine.add(number, prompt, plain)
+    widths: list[tuple[int, bool]] = []
+    engine.on_plan = lambda plan: widths.append((len(plan.slices), bool(engine.scheduler.in_flight[:-1])))
+    while engine.has_work:
+        engine.step()
+        check_scheduler(engine.scheduler)
+    assert (3, True) in widths  # planned while the drafts of the other were in flight
+
+
+def test_a_wait_in_vain_is_a_failure_and_ends() -> None:
+    """Text that repeats and never goes on as before: longer matches are demanded, and steps overlap again."""
+    engine = make(has_overlap=True)
+    cycle = [7, 8, 9]
+    prompt = [number for turn in range(10, 40) for number in (*cycle, turn)]
+    engine.add(1, [*prompt, *cycle], SamplingParams(temperature=0, max_tokens=40))
+    entry = engine.speculation._entries[1]
+    request = entry.request
+    engine.step()
+    held: list[bool] = []
+    for number in range(12):  # as if the answer repeated the cycle, but not what follows it
+        entry.request.tokens.extend([*cycle, 100 + number, *cycle])
+        request.num_in_flight = 1
+        engine.speculation.update([1], 1, None, engine._masking)
+        held.append(request.is_held)
+        request.tokens.append(200 + number)  # not what was guessed
+        request.num_in_flight = 0
+        engine.speculation.update([1], 1, None, engine._masking)
+        assert not request.is_held
+    assert held[:2] == [True, True]
+    assert not held[-1]
 
 
 def test_stop_tokens_and_limits_within_a_draft() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 FIRST_HYBRID = 1_000_000  # as in world.py, which a mutant's copy imports
 FIRST_TIERED = 2_000_000
+FIRST_DRAFTING = 3_000_000
 WORLDS = "worlds"  # `found_by` of a mutant that the world simulation finds; otherwise the name of a test file
 
 
@@ -950,5 +951,139 @@ MUTANTS = (
         "self._num_walked_bytes > disk.store_bytes",
         "False",
         "tests/core/test_saves.py",
+    ),
+    # Drafts
+    _mutant(
+        "the sample after a wrong draft is accepted",
+        "core/step.py",
+        "return tuple(samples[: count + 1])",
+        "return tuple(samples[: count + 2])",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a state keeps wrong drafts",
+        "core/scheduler.py",
+        "                hybrid.roll_back(request, piece)\n",
+        "                pass\n",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "the KV of wrong drafts is kept",
+        "core/scheduler.py",
+        "end = piece.start + piece.length - piece.num_drafts + len(tokens) - 1",
+        "end = piece.start + piece.length",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "drafts beyond the last token of a request",
+        "core/planner.py",
+        "limits = (budget, num_rows, request.token_limit - 1 - end, ",
+        "limits = (budget, num_rows, ",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a request is preempted for a draft",
+        "core/planner.py",
+        "return most if self._cache.growth_shortage(request, end + most) <= 0 else 0",
+        "return most",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "more drafts than rows of the batch",
+        "core/planner.py",
+        "limits = (budget, num_rows, ",
+        "limits = (budget, ",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "more drafts than tokens of the step",
+        "core/planner.py",
+        "limits = (budget, num_rows, ",
+        "limits = (num_rows, ",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "drafts are not taken from the budget of the step",
+        "core/planner.py",
+        "step.budget -= max(num_own - 1, 0) + num_drafts",
+        "step.budget -= max(num_own - 1, 0)",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "drafts follow a token that is not known",
+        "core/planner.py",
+        "if request.num_in_flight or end < len(request.tokens):",
+        "if end < len(request.tokens):",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a request is planned while its drafts are in flight",
+        "core/request.py",
+        "return self.num_drafts > 0 or (self.is_held and self.num_in_flight > 0)",
+        "return self.is_held and self.num_in_flight > 0",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a request that is held waits for ever",
+        "core/request.py",
+        "(self.is_held and self.num_in_flight > 0)",
+        "self.is_held",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a preempted request keeps its drafts in flight",
+        "core/kv_cache.py",
+        "        request.kv_start = request.num_drafts = 0\n",
+        "        request.kv_start = 0\n",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "wrong drafts stay in flight",
+        "core/scheduler.py",
+        "request.num_in_flight -= 1 + piece.num_drafts",
+        "request.num_in_flight -= len(tokens)",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a stop token among drafts does not end the request",
+        "core/scheduler.py",
+        "                tokens = tokens[:count]\n",
+        "                pass\n",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "masks of drafts at the wrong positions",
+        "backends/sampling.py",
+        "group.sort(key=lambda row: rows[row].start + rows[row].length)",
+        "group.sort(key=lambda row: -rows[row].start - rows[row].length)",
+        "tests/engine/test_masks.py",
+    ),
+    _mutant(
+        "a request stays held",
+        "engine/speculation.py",
+        "        request.draft, request.is_held = (), False\n",
+        "        request.draft = ()\n",
+        "tests/engine/test_speculation.py",
+    ),
+    _mutant(
+        "a wait in vain is not a failure",
+        "engine/speculation.py",
+        "                entry.drafter.learn(1, 0)  # it waited in vain\n",
+        "                pass\n",
+        "tests/engine/test_speculation.py",
+    ),
+    _mutant(
+        "the tokens awaited are collected by another call",
+        "engine/engine.py",
+        "            outputs = self._commit_in_flight()\n        plan",
+        "            return self._commit_in_flight()\n        plan",
+        "tests/engine/test_speculation.py",
+    ),
+    _mutant(
+        "a wrong prediction is always used",
+        "core/speculation.py",
+        "prediction.num_matched >= self._min_match and (coming",
+        "(coming",
+        "tests/core/test_speculation.py",
     ),
 )

@@ -28,6 +28,7 @@ MIN_CHUNK = 128  # keys: a shorter item costs more to start than to run
 ENOUGH = 0.6  # fraction of the target from which the idle time is shorter than a merge
 MIN_SIBLINGS = 4  # rows that share a prefix: with fewer, reading it once does not pay
 MIN_SHARED = 128  # keys that they share beyond an enclosing group
+MIN_DRAFT_KEYS = 1024  # that drafts share: reading fewer for each draft takes less time than dividing them on the host
 PART_KEYS = 16  # keys read in the time of writing and merging one part: 2 * G, for G query heads per KV head
 MAX_LEVELS = 3  # nested groups of a row: each adds a part to merge
 PIECE = 64  # blocks compared at a time
@@ -116,6 +117,23 @@ def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, sizes: Sizes)
     is_other = np.ones(len(starts), np.bool_)
     is_other[order] = False
     return Grouping(np.concatenate((order, np.flatnonzero(is_other))), siblings, shared)
+
+
+def group_drafts(batch_indices: Sequence[int], starts: Sequence[int], sizes: Sizes) -> tuple[Siblings, ...]:
+    """Return the groups of decodes of one request, which are drafts, for which reading the context once pays.
+
+    The decodes of a request are adjacent and in order. Prefixes that requests share are not considered.
+    """
+    groups: list[Siblings] = []
+    first = 0
+    for last in range(1, len(starts) + 1):
+        if last < len(starts) and batch_indices[last] == batch_indices[first]:
+            continue
+        high = starts[first] // sizes.block_size * sizes.block_size
+        if high >= MIN_DRAFT_KEYS and last - first >= MIN_SIBLINGS <= sizes.rows_per_item:
+            groups.append(Siblings(first, last, 0, high))
+        first = last
+    return tuple(groups)
 
 
 def _candidates(first_blocks: Ints) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from quire.backends.torch.attention_work import (
     Sizes,
     Work,
     find_siblings,
+    group_drafts,
     plan_work,
 )
 from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork, plan_states
@@ -235,10 +236,13 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, division: Division)
     """Order the rows of a step. `tables` must be updated with the slices first."""
     sizes = division.sizes
     decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
-    starts = np.array([slices[index].start for index in decodes], np.int32)
-    batch_indices = np.array([slices[index].batch_index for index in decodes], np.int32)
+    positions = [slices[index].start for index in decodes]
+    owners = [slices[index].batch_index for index in decodes]
+    starts, batch_indices = np.array(positions, np.int32), np.array(owners, np.int32)
     siblings: Sequence[Siblings] = ()
-    if (grouping := tables.group(batch_indices, starts, sizes)) is not None:
+    if len(set(owners)) < len(owners):  # some are drafts
+        siblings = group_drafts(owners, positions, sizes)
+    elif (grouping := tables.group(batch_indices, starts, sizes)) is not None:
         siblings, order = grouping.siblings, grouping.order
         decodes = [decodes[place] for place in order.tolist()]
         starts, batch_indices = starts[order], batch_indices[order]

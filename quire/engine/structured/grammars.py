@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -167,37 +166,37 @@ class _LLMatcher:
         self._mask_bytes = mask_bytes
 
     def mask(self) -> bytes:
-        with _panics_converted():
+        with _panics_converted:
             mask = self._matcher.compute_bitmask()  # releases the GIL
         if self._matcher.is_error():
             raise GrammarFailed(one_line(self._matcher.get_error()))
         return mask[: self._mask_bytes]
 
     def consume(self, token: int) -> bool:
-        with _panics_converted():
+        with _panics_converted:
             is_consumed = self._matcher.consume_token(token)
         if not is_consumed:
             raise GrammarFailed(one_line(self._matcher.get_error()))
         return self._matcher.is_stopped()
 
     def forced(self) -> Sequence[int]:
-        with _panics_converted():
+        with _panics_converted:
             return self._matcher.compute_ff_tokens()
 
     def num_valid(self, tokens: Sequence[int]) -> int:
-        with _panics_converted():
+        with _panics_converted:
             return self._matcher.validate_tokens(list(tokens))
 
     def draft_masks(self, drafts: Sequence[int]) -> bytes:
         masks = [self.mask()]
         num_consumed = 0
-        try:
-            for token in drafts:
-                self.consume(token)
-                num_consumed += 1
-                masks.append(self.mask())
-        finally:
-            with _panics_converted():
+        with _panics_converted:
+            try:
+                for token in drafts:
+                    self.consume(token)
+                    num_consumed += 1
+                    masks.append(self.mask())
+            finally:
                 self._matcher.rollback(num_consumed)
         return b"".join(masks)
 
@@ -237,15 +236,22 @@ class _TokenMask:
         return self._mask * (1 + len(drafts))
 
 
-@contextmanager
-def _panics_converted() -> Iterator[None]:
-    """Convert panics of the library, which are BaseExceptions, to GrammarFailed."""
-    try:
-        yield
-    except (QuireError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
+class _PanicsConverted:
+    """Converts panics of the library, which are BaseExceptions, to GrammarFailed.
+
+    A class, because a generator takes longer than most calls of the library.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or isinstance(error, QuireError | KeyboardInterrupt | SystemExit | MemoryError):
+            return
         raise GrammarFailed(f"{type(error).__name__}: {str(error)[:200]}") from None
+
+
+_panics_converted = _PanicsConverted()
 
 
 class VocabularyAdapter:
@@ -291,7 +297,7 @@ class _Compiler:
     def compile(self, grammar: Grammar) -> Compiled:
         source = self._translate(grammar)
         self._trial.check(source)  # in another process first: some grammars crash the compiler
-        with _panics_converted():
+        with _panics_converted:
             start = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if start.is_error():
                 raise InvalidRequest(f"grammar: {one_line(start.get_error())}")

@@ -79,16 +79,12 @@ _Found = list[tuple[int, int, bytes | str]]  # request id, batch index, and the 
 
 
 class GrammarMasks:
-    """The matchers of the running requests.
-
-    `begin` and `finish` compute masks while a device works. On a CPU there is nothing to overlap: use `compute`.
-    """
+    """The matchers of the running requests."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by request id
         self._num_threads = min(MAX_THREADS, usable_cores())
         self._pool: ThreadPoolExecutor | None = None
-        self._jobs: list[Future[_Found]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -132,15 +128,6 @@ class GrammarMasks:
         is_complete = entry.matcher.consume(token)
         entry.overrun_s += max(time.thread_time() - start_s - MASK_LIMIT_S, 0.0)
         return is_complete
-
-    def begin(self, plan: StepPlan) -> None:
-        """Start to compute the masks of a step in threads. `finish` must be called before any other change."""
-        self._jobs = [self._submit(rows) for rows in self._share_out(plan)]
-
-    def finish(self) -> Masks:
-        """Wait for the masks."""
-        jobs, self._jobs = self._jobs, []
-        return _sort(found for job in jobs for found in job.result())
 
     def compute(self, plan: StepPlan) -> Masks:
         """The masks of a step, computed in this thread and as many others as are useful."""

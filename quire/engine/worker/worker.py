@@ -242,6 +242,8 @@ class Worker:
     # Steps
 
     def _step(self) -> None:
+        if self._engine.awaits_tokens:  # the step in flight is collected before a plan is made
+            self._announce_wait(self._estimator.predict_s(self._running))
         outputs, done, took_s = self._timed_step(self._engine)
         self._num_steps += 1
         self._note_change()
@@ -272,7 +274,9 @@ class Worker:
         self._started = tuple(self._describe(event) for event in self._observer.pop_admitted())
         if self._started:
             self._channel.send(Begun(self._started))
-        predicted_s = self._estimator.predict_s(self._running) + self._estimator.predict_s(self._planned)
+        self._announce_wait(self._estimator.predict_s(self._running) + self._estimator.predict_s(self._planned))
+
+    def _announce_wait(self, predicted_s: float) -> None:
         if predicted_s > LONG_STEP_S:
             self._channel.send(Working(min(PATIENCE_FACTOR * predicted_s, MAX_PATIENCE_S)))
 

@@ -156,6 +156,8 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     num_hit_tokens: int
     hit_rate: float
     num_pins: int
+    num_draft_tokens: Annotated[int, Meta(description="Guessed tokens that were verified.")] = 0
+    num_draft_tokens_accepted: Annotated[int, Meta(description="Guessed tokens that were right.")] = 0
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     num_ttft: Annotated[int, Meta(description="Requests of the last five minutes behind the two percentiles.")]
@@ -296,6 +298,8 @@ class SnapshotBuilder:
             num_hit_tokens=stats.cache.num_hit_tokens,
             hit_rate=round(stats.cache.hit_rate, 4),
             num_pins=stats.cache.num_pins,
+            num_draft_tokens=stats.num_drafted,
+            num_draft_tokens_accepted=stats.num_accepted,
             prefill_tokens_per_s=round(self.rates.prefill_tokens_per_s, 1),
             decode_tokens_per_s=round(self.rates.decode_tokens_per_s, 1),
             num_ttft=0 if ttft is None else ttft.num_requests,

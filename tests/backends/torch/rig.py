@@ -13,10 +13,11 @@ from torch import Tensor
 
 from quire.backends.fake import FakeRunner
 from quire.core.check import check_scheduler
-from quire.core.request import Priority, SamplingParams
+from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
+from quire.engine.speculation import Speculation
 from quire.engine.structured.masks import Matcher
 
 
@@ -44,9 +45,18 @@ class Rig:
         self._num_requests = 0
 
     def reset(
-        self, *, overlap: bool = False, num_blocks: int | None = None, max_num_seqs: int | None = None, **settings: Any
+        self,
+        *,
+        overlap: bool = False,
+        num_blocks: int | None = None,
+        max_num_seqs: int | None = None,
+        has_drafts: bool = False,
+        **settings: Any,
     ) -> None:
-        """Make a new scheduler and an empty cache over the same weights, optionally with fewer blocks and sequences."""
+        """Make a new scheduler and an empty cache over the same weights, optionally with fewer blocks and sequences.
+
+        `has_drafts`: verify drafts, whatever a row costs.
+        """
         runner = self.engine.runner
         whole = runner.capacity()
         capacity = replace(
@@ -59,6 +69,7 @@ class Rig:
         # The fake runner only reports the capacity.
         self.engine = Engine(runner, make_scheduler(FakeRunner(capacity), config), on_plan=self._count)
         self.engine.capacity = capacity
+        self.engine.speculation = Speculation(replace(capacity, has_costly_rows=False), is_on=has_drafts)
         self.num_copies = self.num_computed = 0
 
     def start(
@@ -68,6 +79,7 @@ class Rig:
         parent: int | None = None,
         priority: Priority = Priority.NORMAL,
         matcher: Matcher | None = None,
+        prediction: Sequence[int] = (),
         **sampling: Any,
     ) -> int:
         self._num_requests += 1
@@ -79,6 +91,7 @@ class Rig:
             priority=priority,
             parent_id=parent,
             matcher=matcher,
+            prediction=PackedPrompt.of(prediction) if prediction else None,
         )
         return self._num_requests
 

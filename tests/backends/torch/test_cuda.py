@@ -122,6 +122,33 @@ def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, mon
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("min_keys", [32, 1024])
+def test_drafts(llama: Reference, has_graphs: bool, min_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are right up to some token, with a context that is read once for all of them, and without."""
+    monkeypatch.setattr(work, "MIN_DRAFT_KEYS", min_keys)
+    prompts = [prompt(40, 1), prompt(70, 2)]
+    rig = FusedRig(llama.path, max_num_seqs=16)
+    expected = [rig.answer(tokens, 10).tokens for tokens in prompts]
+    monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)
+    if has_graphs:
+        monkeypatch.setattr(rig.runner._graphs, "_is_compiled", lambda: True)
+    ids = [rig.start(tokens, 10) for tokens in prompts]
+    answers = {request_id: Answer() for request_id in ids}
+    while rig.engine.has_work:
+        for number, request in enumerate(rig.engine.scheduler.running):
+            done = request.num_output_tokens
+            request.draft = [*expected[number][done : done + 4], 7, 7]
+            request.is_held = True
+        rig.step(answers)
+    assert rig.engine.scheduler.num_accepted > 10
+    for tokens, request_id, answer in zip(prompts, ids, expected, strict=True):
+        assert answers[request_id].tokens == answer
+        check(llama, tokens, answers[request_id])
+    kinds = {(kind.size, kind.is_wide) for kind in rig.runner._graphs._graphs}
+    assert ((16, min_keys == 32) in kinds) == has_graphs
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
 def test_nested_siblings_and_strangers(llama: Reference, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine requests with one head, four of which share more, one that shares a single block, and one that shares none.
 

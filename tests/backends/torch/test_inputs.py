@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends.torch import inputs
+from quire.backends.torch import attention_work, inputs
 from quire.backends.torch.attention_work import Grouping, Sizes, find_siblings
 from quire.backends.torch.graphs import (
     FEW_DECODES,
@@ -318,6 +318,21 @@ def test_siblings_are_adjacent() -> None:
     assert inputs.batch_indices.tolist() == [0, 2, 4, 6, 8, 1, 3]
     assert inputs.positions.tolist() == [160, 162, 161, 160, 162, 5, 5]
     assert inputs.tokens.tolist() == [0, 200, 400, 600, 800, 100, 300]
+
+
+def test_drafts_of_a_request_share_its_context_if_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_work, "MIN_DRAFT_KEYS", 128)
+    long, short = list(range(1, 51)), [60, 61, 62]
+    drafted = [piece(2, long, 162 + number) for number in range(5)]
+    few = [piece(3, long, 162 + number) for number in range(3)]
+    others = [piece(0, short, 3 + number) for number in range(4)]
+    step = arranged(*drafted, *few, *others)
+    assert step.order == tuple(range(12))
+    assert sorted(step.work.wide.tolist()) == [[0, 5, 2, 0, 128, 0], [0, 5, 2, 128, 160, 1]]
+    narrow = step.work.narrow.tolist()
+    assert {item[3] for item in narrow if item[0] < 5} == {160}  # what follows the shared keys
+    assert {item[3] for item in narrow if item[0] >= 5} == {0, 128}
+    assert sorted(item[4] for item in narrow if item[0] < 5) == [163, 164, 165, 166, 167]
 
 
 class CountedTables(BlockTables):
