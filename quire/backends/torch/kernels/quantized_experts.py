@@ -388,8 +388,8 @@ FP8_BLOCK_TILINGS: Tilings = (  # weights in blocks: the sums of a step are in r
 )
 DECODING_TILINGS: Tilings = (
     (12, QuantizedTiling(16, _SMALL, _SMALL)),
-    (24, QuantizedTiling(32, _SMALL, QuantizedTile(128, 8, 4))),
-    (math.inf, QuantizedTiling(64, QuantizedTile(64, 8, 3), QuantizedTile(128, 8, 3))),
+    (24, QuantizedTiling(32, QuantizedTile(64, 4, 3), QuantizedTile(128, 8, 3))),
+    (math.inf, QuantizedTiling(64, QuantizedTile(128, 8, 3), QuantizedTile(128, 4, 3))),
 )
 
 
@@ -411,7 +411,9 @@ def quantized_tiling(
 
 @cache
 def alone_shape(num_bytes: int, *, is_gated: bool) -> AloneShape:
-    """Return the shape for outputs of so many bytes."""
+    """Return the shape for outputs of so many bytes. Measured in docs/performance.md."""
+    if is_gated and num_bytes <= 1024:
+        return AloneShape(4, 256, 1)
     width = min(int(triton.next_power_of_2(num_bytes)), 1024 if is_gated else 512)
     while num_bytes % width and width > 128:  # whole steps need no mask
         width //= 2
