@@ -162,7 +162,7 @@ def test_many_rows_are_multiplied_in_fp8(name: str, has_bias: bool) -> None:
     # A sum that is near the middle of two FP8 numbers may be rounded to the other one for the second product.
     assert float((got - want).norm() / want.norm()) < 2e-3
     far = experts.reference(x, logits)
-    assert 1e-3 < float((got - far).norm() / far.norm()) < 0.08
+    assert 1e-3 < float((got - far).norm() / far.norm()) < 0.12  # the interpreter truncates to FP8
 
 
 def test_fp8_without_blocks_needs_no_whole_steps() -> None:
