@@ -109,6 +109,16 @@ def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
             assert word in outcome.stdout, outcome.stdout
 
 
+def test_the_benchmark_of_drafts_runs(tiny_model: Path) -> None:
+    options = ("--model", str(tiny_model), "--backend", "torch", "--device", "cpu", "--rounds", "1", "--streams", "1,2")
+    command = [sys.executable, str(FOLDER / "drafts.py"), *options, "--only", "predicted,json,wrong"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    for word in ("predicted   1 streams", "json        2 streams", "wrong ", "tokens per step", "answers equal"):
+        assert word in outcome.stdout, outcome.stdout
+    assert "DIFFER" not in outcome.stdout
+
+
 # benchmarks/gpu.py, on a CPU
 
 
