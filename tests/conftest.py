@@ -52,6 +52,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # CPU seconds of slow test files, including their child processes. Approximate values are enough.
 SLOW_FILES_S = {
     "test_drafts.py": 20,
+    "backends/torch/test_fp8_kv.py": 25,
     "backends/torch/kernels/test_packed_linear.py": 25,
     "backends/torch/kernels/test_packed_products.py": 20,
     "weights/test_quantizing.py": 40,

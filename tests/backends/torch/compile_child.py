@@ -122,8 +122,9 @@ def main() -> int:
         calls += state_calls(spec, torch.bfloat16)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
-        calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"), has_fp8_kv=True)
-        calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, has_fp8_kv=True)
+        if folder in sys.argv[1:3]:  # enough for all forms of attention over FP8
+            calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"), has_fp8_kv=True)
+            calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, has_fp8_kv=True)
     calls += of_packed()
     calls += of_states()
     calls += of_pieces()
