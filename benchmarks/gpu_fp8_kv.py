@@ -23,7 +23,7 @@ from quire.backends.torch.kernels.attention import NARROW, WIDE, WIDE_FP8, Tilin
 MAX_ERROR = 0.02  # relative: bf16 rounds the weights of the softmax and the results
 NARROW_TILINGS = [
     NARROW._replace(keys=keys, num_warps=num_warps, num_stages=num_stages)
-    for keys in (64, 128, 256)
+    for keys in (32, 64, 128, 256)
     for num_warps in (4, 8)
     for num_stages in (2, 3, 4)
 ]

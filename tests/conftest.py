@@ -54,6 +54,7 @@ SLOW_FILES_S = {
     "test_drafts.py": 35,
     "test_quantized_equality.py": 150,
     "backends/torch/test_gguf_types.py": 60,
+    "backends/torch/test_fp8_kv.py": 25,
     "backends/torch/kernels/test_packed_linear.py": 25,
     "backends/torch/kernels/test_packed_products.py": 20,
     "weights/test_quantizing.py": 40,

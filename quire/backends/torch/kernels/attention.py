@@ -115,7 +115,7 @@ def _attend(
     peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
-    row_scale, highest = peak, peak  # used with scales only
+    row_scale, highest = total, 1.0  # used in FP8 only
     if scales is not None:
         queries, row_scale = scale_queries(queries)
         highest = tl.full((), 1e-37, tl.float32)  # of the scales of values
