@@ -372,7 +372,7 @@ def _quantized_product(
         )  # fmt: skip
 
 
-# Shapes of programs, by the most rows per expert. To be measured: `benchmarks/gpu_formats.py --experts --sweep`
+# Shapes of programs, by the most rows per expert: `benchmarks/gpu_formats.py --experts --sweep` measures them.
 
 _SMALL, _WIDE, _BULK = QuantizedTile(64, 4, 4), QuantizedTile(128, 4, 4), QuantizedTile(128, 8, 4, is_bulk=True)
 Tilings = tuple[tuple[float, QuantizedTiling], ...]
@@ -384,7 +384,12 @@ FP8_TILINGS: Tilings = (  # weights with a scale per output
 )
 FP8_BLOCK_TILINGS: Tilings = (  # weights in blocks: the sums of a step are in registers beside the total
     *FP8_TILINGS[:-1],
-    (math.inf, QuantizedTiling(128, QuantizedTile(64, 8, 4, is_bulk=True), _BULK, is_fp8=True)),
+    (
+        math.inf,
+        QuantizedTiling(
+            128, QuantizedTile(64, 4, 3, is_bulk=True), QuantizedTile(128, 4, 3, is_bulk=True), is_fp8=True
+        ),
+    ),
 )
 DECODING_TILINGS: Tilings = (
     (12, QuantizedTiling(16, _SMALL, _SMALL)),
