@@ -16,7 +16,7 @@ from quire.core.request import Request
 from quire.core.speculation import MIN_DRAFTS, NO_GUESS, Drafter, num_allowed, num_paying
 from quire.engine.structured.masks import GrammarMasks
 
-MIN_MATCH = 3  # tokens, where a few more rows cost almost nothing
+MIN_MATCH = 4  # tokens, where a few more rows cost almost nothing
 MIN_COSTLY_MATCH = 8  # where every row takes time
 REACH = 4  # guessed tokens for each token that matches, where a few more rows cost almost nothing
 

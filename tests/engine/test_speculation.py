@@ -119,7 +119,7 @@ def test_requests_without_drafts_go_on_beside_one_that_is_held() -> None:
 def test_a_wait_in_vain_is_a_failure_and_ends() -> None:
     """Text that repeats and never goes on as before: longer matches are demanded, and steps overlap again."""
     engine = make(has_overlap=True)
-    cycle = [7, 8, 9]
+    cycle = [6, 7, 8, 9]
     prompt = [number for turn in range(10, 40) for number in (*cycle, turn)]
     engine.add(1, [*prompt, *cycle], SamplingParams(temperature=0, max_tokens=40))
     entry = engine.speculation._entries[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from quire.backends.torch.kernels.packed_linear import (
     MAX_ROWS,
     ROW_COUNTS,
     can_split,
+    has_row_product,
     packed_gated_row_product,
     packed_gated_tile_product,
     packed_product_in_parts,
@@ -28,7 +31,7 @@ from quire.backends.torch.kernels.packed_products import (
     unscaled_product,
 )
 from quire.backends.torch.layers import Linear, plain
-from quire.backends.torch.packed import PackedFormat
+from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
@@ -58,7 +61,10 @@ class FusedPackedLinear(PackedLinear):
             return product_in_fp8(x, self.packed, self.bias)
         if self.packed.shape.numel() <= MAX_EXPANDED:
             return expanded_product(plain(x), self.packed, self.bias)
-        return (packed_row_product if len(x) in ROW_COUNTS else packed_tile_product)(plain(x), self.packed, self.bias)
+        return self._decoding_product(len(x))(plain(x), self.packed, self.bias)
+
+    def _decoding_product(self, num_rows: int) -> Callable[[Tensor, PackedWeight, Tensor | None], Tensor]:
+        return packed_row_product if has_row_product(num_rows, self.packed.format) else packed_tile_product
 
     def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:
         weight = self.packed
@@ -72,6 +78,8 @@ class FusedPackedLinear(PackedLinear):
         """Return whether a product of so many rows decodes inside."""
         if is_fp8(self.packed):
             return is_graph and num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
+        if self.packed.format.has_half_zeros:  # decoding them inside tiles takes longer than before the product
+            return is_graph and has_row_product(num_rows, self.packed.format)
         return is_graph and num_rows <= TILED_ROWS
 
     def _unscaled(self, x: Inputs) -> Fp8Product | None:
@@ -84,22 +92,22 @@ class FusedPackedLinear(PackedLinear):
     def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
         if not self._has_kernel(len(x), is_graph=is_graph):
             return self(x)
-        multiply = packed_row_product if len(x) in ROW_COUNTS else packed_tile_product
-        return multiply(self._ordered(plain(x)), self.packed, self.bias)
+        return self._decoding_product(len(x))(self._ordered(plain(x)), self.packed, self.bias)
 
     def project_back(self, x: Inputs, *, is_graph: bool) -> Outputs:
         num_rows, weight = len(x), self.packed
         if (product := self._unscaled(x)) is not None:
             return product
-        is_few = self._has_kernel(num_rows, is_graph=is_graph) and num_rows <= MAX_ROWS and num_rows not in ROW_COUNTS
-        if is_few and can_split(*weight.shape):
+        is_few = self._has_kernel(num_rows, is_graph=is_graph) and num_rows <= MAX_ROWS
+        if is_few and not has_row_product(num_rows, weight.format) and can_split(*weight.shape):
             return packed_product_in_parts(self._ordered(plain(x)), weight, self.bias)
         return self.project(x, is_graph=is_graph)
 
     def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:
         num_rows, weight = len(x), self.packed
         if self._has_kernel(num_rows, is_graph=is_graph):
-            multiply = packed_gated_row_product if num_rows in ROW_COUNTS else packed_gated_tile_product
+            is_single = has_row_product(num_rows, weight.format)
+            multiply = packed_gated_row_product if is_single else packed_gated_tile_product
             return multiply(self._ordered(plain(x)), weight, self.bias, activation)
         taken = None if reader is None else reader.fp8_inputs(num_rows)
         if taken is None:

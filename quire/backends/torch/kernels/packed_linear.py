@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.backends.torch.kernels.chaining import can_launch_early, is_early, let_next_start, wait_for_inputs
 from quire.backends.torch.kernels.linear import PARTS, _activated, _store_row
-from quire.backends.torch.packed import PackedWeight
+from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 
@@ -31,6 +31,7 @@ from quire.weights.spec import Activation
 MAX_ROWS = 64  # of products in parts, and of those of FP8: more rows have FP8 tensor cores
 TILE_ROWS = (16, 32, 64, 128)
 ROW_COUNTS = (1, 2)  # of `packed_row_product`
+LONE_ROWS = 4  # rows up to which each row of a product with fractional zeros is multiplied alone: faster than tiles
 STEP = 128  # columns of a step of `_packed_tiles`
 SPLIT_OUTPUTS = 8192  # up to this number, products to the hidden size are in parts: there are too few tiles
 KINDS = {CodeType.FP8: 0, CodeType.INT8: 1, CodeType.INT4: 2, CodeType.FP4: 3}
@@ -459,15 +460,20 @@ def tile_shape(num_outputs: int, rows: int, *, is_split: bool, is_gated: bool) -
     return Tile(outputs=64 if is_wide else 32, num_warps=4, num_stages=5)
 
 
+def has_row_product(num_rows: int, format: PackedFormat) -> bool:
+    """Return whether `packed_row_product` computes so many rows."""
+    return num_rows <= LONE_ROWS if format.has_half_zeros else num_rows in ROW_COUNTS
+
+
 def packed_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply x [1 or 2, I] by weight [O, I] transposed: [T, O]."""
+    """Multiply x [T, I] of few rows by weight [O, I] transposed: [T, O]."""
     out = x.new_empty((len(x), len(weight)))
     _launch_rows(x, weight, bias, out, activation=None)
     return out
 
 
 def packed_gated_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first. T is 1 or 2."""
+    """Return activation(gate) * up [T, F] of the product of few rows with weight [2F, I], gates first."""
     out = x.new_empty((len(x), len(weight) // 2))
     _launch_rows(x, weight, bias, out, activation=activation)
     return out
@@ -484,6 +490,11 @@ def _launch_rows(
 ) -> None:
     num_outputs, num_inputs = weight.shape
     format = weight.format
+    if format.has_half_zeros and len(x) > 1:  # with two rows at a time, the sums do not fit the registers
+        for row in range(len(x)):
+            one = slice(row, row + 1)
+            _launch_rows(x[one], weight, bias, out[one], activation=activation, strip=strip)
+        return
     strip = strip or row_strip(num_outputs, weight.codes.shape[1])
     _packed_rows[(-(-num_outputs // strip.outputs),)](
         x, weight.codes, weight.scales, weight.zeros, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x),
