@@ -79,8 +79,7 @@ def _fp8_product(
             a, b = tl.load(x_at + start), tl.load(w_at + start)
         else:
             is_in = (start + i < IN)[None, :]
-            a, b = tl.load(x_at + start, mask=is_in, other=0.0), tl.load(w_at + start, mask=is_in, other=0)
-        b = b.to(tl.float8e4nv, bitcast=True)
+            a, b = tl.load(x_at + start, mask=is_in, other=0.0), tl.load(w_at + start, mask=is_in, other=0.0)
         if IS_WIDE:  # the interpreter has no product of FP8
             a, b = a.to(tl.float32), b.to(tl.float32)
         if HAS_GROUPS:  # the scales of the next step are loaded early
@@ -159,8 +158,10 @@ def fp8_product(rows: Fp8Rows, weight: PackedWeight, bias: Tensor | None, tile: 
     tile = tile or fp8_tile(num_rows, len(weight))
     out = rows.scales.new_empty((num_rows, len(weight)), dtype=weight.dtype)
     num_programs = -(-num_rows // tile.rows) * -(-len(weight) // tile.outputs)
+    # As bytes, codes would pass through registers on their way to the tensor cores.
+    codes = weight.codes.view(torch.float8_e4m3fn)
     _fp8_product[(num_programs,)](
-        rows.codes, rows.scales, weight.codes, weight.scales, bias, out, num_rows, rows.scales.stride(1),
+        rows.codes, rows.scales, codes, weight.scales, bias, out, num_rows, rows.scales.stride(1),
         IN=num_inputs, OUT=len(weight), ROWS=tile.rows, OUTPUTS=tile.outputs,
         GROUP_ROWS=format.group_rows, HAS_GROUPS=format.group_columns > 0,
         IS_WIDE=not HAS_ASSEMBLER, num_warps=tile.num_warps, num_stages=tile.num_stages,
