@@ -156,6 +156,8 @@ def _answer_all(
     outcome.num_preemptions = sum(request.num_preemptions for request in requests)
     outcome.num_drafted = rig.engine.scheduler.num_drafted
     outcome.num_accepted = rig.engine.scheduler.num_accepted
+    if has_drafts and not outcome.num_accepted:
+        outcome.differences.append(f"{name}: none of {outcome.num_drafted} drafts was right")
     return outcome
 
 

@@ -22,6 +22,7 @@ from quire.backends.torch.kernels.packed_linear import (
     packed_tile_product,
 )
 from quire.backends.torch.kernels.packed_products import (
+    MAX_EXPANDED,
     TILED_ROWS,
     expanded_product,
     has_library_product,
@@ -37,13 +38,16 @@ from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 
 MIN_FP8_CAPABILITY = (8, 9)  # Ada; then Hopper and Blackwell
-MAX_EXPANDED = 1 << 28  # weights of a matrix that is decoded for a product; those of a head take too much memory
 
 
 class FusedPackedLinear(PackedLinear):
     """The kernels for graphs are compiled by the time a graph is captured."""
 
-    __slots__ = ()
+    __slots__ = ("_has_library_product",)
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
+        super().__init__(packed, bias)
+        self._has_library_product = has_library_product(packed)  # asked several times in every layer of a step
 
     @classmethod
     def holds(cls, format: PackedFormat) -> bool:
@@ -59,9 +63,9 @@ class FusedPackedLinear(PackedLinear):
     def _multiplied(self, x: Inputs) -> Tensor:
         if is_fp8(self.packed):
             return product_in_fp8(x, self.packed, self.bias)
-        if self.packed.shape.numel() <= MAX_EXPANDED:
-            return expanded_product(plain(x), self.packed, self.bias)
-        return self._decoding_product(len(x))(plain(x), self.packed, self.bias)
+        if self.packed.shape.numel() > MAX_EXPANDED and len(x) <= TILED_ROWS:  # a head: decoding all of it takes long
+            return self._decoding_product(len(x))(plain(x), self.packed, self.bias)
+        return expanded_product(plain(x), self.packed, self.bias)
 
     def _decoding_product(self, num_rows: int) -> Callable[[Tensor, PackedWeight, Tensor | None], Tensor]:
         return packed_row_product if has_row_product(num_rows, self.packed.format) else packed_tile_product
@@ -72,7 +76,7 @@ class FusedPackedLinear(PackedLinear):
             return None
         if weight.format.group_columns:
             return Fp8Inputs.PER_GROUP if num_rows > MAX_ROWS else None
-        return Fp8Inputs.PER_ROW if num_rows > MAX_ROWS or has_library_product(weight) else None
+        return Fp8Inputs.PER_ROW if num_rows > MAX_ROWS or self._has_library_product else None
 
     def _has_kernel(self, num_rows: int, *, is_graph: bool) -> bool:
         """Return whether a product of so many rows decodes inside."""

@@ -146,6 +146,12 @@ class PackedWeight:
                 out[first:last, self.order] = rows
         return out
 
+    def rows(self, first: int, last: int) -> PackedWeight:
+        """Return outputs [first, last), which share the memory. `first` begins a row of scales."""
+        scales = slice(first // self.format.group_rows, -(-last // self.format.group_rows))
+        zeros = None if self.zeros is None else self.zeros[scales]
+        return PackedWeight(self.codes[first:last], self.scales[scales], zeros, self.order, self.format, self.dtype)
+
     def chunks(self) -> list[tuple[int, int]]:
         """Cut the rows such that a decoded chunk takes little memory."""
         step = max(CHUNK_WEIGHTS // self.shape[1], 1)

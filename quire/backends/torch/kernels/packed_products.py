@@ -37,6 +37,7 @@ from quire.weights.packed import CodeType
 TILED_ROWS = 64  # up to this number, products other than FP8 decode inside
 ALIGNMENT = 16  # of both sizes of a matrix, for the library's product in FP8
 EXPANDED_BYTES = 4096  # per program
+MAX_EXPANDED = 1 << 28  # weights that are decoded at a time: half a gigabyte
 LIBRARY_TILE = 128
 UNSCALED_TILES = 512  # about four times the multiprocessors of an H200
 
@@ -177,7 +178,8 @@ def is_fp8(weight: PackedWeight) -> bool:
 def has_library_product(weight: PackedWeight) -> bool:
     """Return whether the library multiplies these weights in FP8."""
     num_outputs, num_inputs = weight.shape
-    if weight.dtype != torch.bfloat16 or num_outputs % ALIGNMENT or num_inputs % ALIGNMENT:
+    is_known = is_fp8(weight) and weight.dtype == torch.bfloat16
+    if not is_known or num_outputs % ALIGNMENT or num_inputs % ALIGNMENT:
         return False
     if weight.format.group_columns == 0:
         return weight.format.group_rows == 1
@@ -258,5 +260,14 @@ def expanded(weight: PackedWeight) -> Tensor:
 
 
 def expanded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Decode the matrix, then multiply x [T, I] by it transposed. Takes the memory of the decoded matrix."""
-    return F.linear(x, expanded(weight), bias)
+    """Decode the matrix, then multiply x [T, I] by it transposed. Large matrices are decoded in strips of outputs."""
+    num_outputs, num_inputs = weight.shape
+    step = max(MAX_EXPANDED // num_inputs // GROUP, 1) * GROUP
+    if num_outputs <= step:
+        return F.linear(x, expanded(weight), bias)
+    out = x.new_empty((len(x), num_outputs))
+    for first in range(0, num_outputs, step):
+        last = min(first + step, num_outputs)
+        strip = F.linear(x, expanded(weight.rows(first, last)), None if bias is None else bias[first:last])
+        out[:, first:last] = strip
+    return out

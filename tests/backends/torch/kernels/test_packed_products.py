@@ -123,18 +123,22 @@ def test_every_number_of_rows_has_a_product(name: str, is_graph: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8 in 16", "int4 in 32 with minima"])
-def test_a_large_matrix_is_not_expanded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoded head would take gigabytes."""
-    linear = FusedPackedLinear(random_weight(70, 256, FORMATS[name]))
+def test_a_large_matrix_is_expanded_for_many_rows_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoded head would take gigabytes, so it is decoded in strips, and not at all for few rows."""
+    linear = FusedPackedLinear(random_weight(300, 256, FORMATS[name]))
     exact = exact_weight(linear.packed)
-    monkeypatch.setattr(fused_packed_linear, "MAX_EXPANDED", 70 * 256 - 1)
-    monkeypatch.setattr(fused_packed_linear, "expanded_product", None)
+    monkeypatch.setattr(fused_packed_linear, "MAX_EXPANDED", 300 * 256 - 1)
+    monkeypatch.setattr(packed_products, "MAX_EXPANDED", 300 * 256 - 1)
+    expand, sizes = packed_products.expanded, []
+    monkeypatch.setattr(packed_products, "expanded", lambda weight: (sizes.append(len(weight)), expand(weight))[1])
     for num_rows in (1, 2, 3, 130):
+        assert not sizes
         x = randn(num_rows, 256)
         want = exact_product(x, exact, None)
-        out = torch.full((num_rows, 70), 7.0, device=DEVICE)
+        out = torch.full((num_rows, 300), 7.0, device=DEVICE)
         assert linear(x, out) is out
         assert float((out - want).norm() / want.norm()) < ERROR / 10
+    assert sizes == [256, 44]
 
 
 def test_tiles_fill_the_card() -> None:
