@@ -356,9 +356,7 @@ def _attention_calls(
     return calls
 
 
-def routed_calls(
-    spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: Sequence[ExpertFormats] = ()
-) -> Calls:
+def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: Sequence[ExpertFormats] = ()) -> Calls:
     """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows.
 
     `formats`: of packed experts, all that the layers have.

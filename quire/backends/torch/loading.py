@@ -522,8 +522,9 @@ def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[E
         kind = (layer.experts, *(checkpoint.tensors[name].type for name in names))
         if kind not in found:
             gate_up, down = (_stack_format(checkpoint, name, quantize_bits) for name in names)
-            has_kernels = gate_up is not None and down is not None and have_common_kernels(gate_up, down)
-            found[kind] = ExpertFormats(gate_up, down) if has_kernels else None
+            found[kind] = None
+            if gate_up is not None and down is not None and have_common_kernels(gate_up, down):
+                found[kind] = ExpertFormats(gate_up, down)
     return tuple(dict.fromkeys(one for one in found.values() if one is not None))
 
 

@@ -369,7 +369,9 @@ def test_bytes_without_zeros_beside_others() -> None:
     for expert, matrix in enumerate(matrices):
         stack.set_rows(expert, 0, matrix)
     assert stack.format == FORMATS["int8 in 32 with minima"]
-    torch.testing.assert_close(dense(stack), torch.stack([decoded(matrix) for matrix in matrices]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dense(stack), torch.stack([decoded(matrix) for matrix in matrices]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_matrices_without_kernels() -> None:
