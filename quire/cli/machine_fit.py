@@ -30,7 +30,8 @@ GPU_BITS = {
     "MXFP4": 4.5,
     **PACKED_BITS,
 }
-EXPERT_GPU_BITS = {"MXFP4": 4.25}  # experts in other types are decoded
+EXPERT_GPU_BITS = {**GPU_BITS, "MXFP4": 4.25}  # scales of experts in MXFP4 have 8 bits
+SIGMOID_GPU_BITS = {"MXFP4": 4.25}  # experts that are chosen by sigmoids are decoded
 OTHER_GPU_BITS = 16.0
 # On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
 METAL_BITS = {
@@ -96,11 +97,15 @@ def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
     return {kind: int(size * 8 / FILE_BITS[kind]) for kind, size in num_bytes.items()}
 
 
-def fit(weights: Mapping[str, int], memory: Memory, *, has_experts: bool = False) -> Fit:
-    """Where a model runs. `weights`: how many it has of each type. `has_experts`: most of them are those of experts."""
+def fit(weights: Mapping[str, int], memory: Memory, *, has_experts: bool = False, has_sigmoids: bool = False) -> Fit:
+    """Where a model runs. `weights`: how many it has of each type.
+
+    `has_experts`: most of them are those of experts; `has_sigmoids`: which are chosen by sigmoids.
+    """
     if memory.has_metal:
         return fit_mlx(_num_bytes(weights, METAL_BITS, OTHER_METAL_BITS), memory)
-    on_gpu = _num_bytes(weights, EXPERT_GPU_BITS if has_experts else GPU_BITS, OTHER_GPU_BITS)
+    bits = SIGMOID_GPU_BITS if has_sigmoids else EXPERT_GPU_BITS if has_experts else GPU_BITS
+    on_gpu = _num_bytes(weights, bits, OTHER_GPU_BITS)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)
     return _fit_cpu(_num_bytes(weights, CPU_BITS, OTHER_CPU_BITS), memory)

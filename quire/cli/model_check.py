@@ -108,8 +108,8 @@ def _place(checkpoint: Checkpoint, path: Path, backend: str, memory: Memory) -> 
     weights: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         weights[tensor.type.value] += math.prod(tensor.shape)
-    has_experts = any(layer.experts is not None for layer in checkpoint.spec.layers)
-    place = fit(weights, memory, has_experts=has_experts)
+    spec = checkpoint.spec
+    place = fit(weights, memory, has_experts=spec.has_experts, has_sigmoids=spec.has_sigmoids)
     if place.device == "cpu" and backend == "torch":  # fp32 on a CPU
         num_bytes = 4 * weights.total()
         return Fit("cpu" if num_bytes <= memory.cpu_total else "", num_bytes, num_bytes <= memory.cpu_free)

@@ -19,7 +19,7 @@ from quire.cli.machine_fit import FILE_BITS, PACKED_BITS, Fit, Memory, fit, fit_
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
 from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
-from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family
 from quire.weights.fields import Fields, show
 from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
 from quire.weights.other import read_spec
@@ -76,12 +76,26 @@ class Download:
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts; of a GGUF file, whether every model of its architecture is one."""
         if self.name.gguf is not None:
-            families = [family for family in FAMILIES if family.gguf == self.gguf.get("architecture")]
-            return bool(families) and all(family.experts is not None for family in families)
+            return bool(self._families) and all(family.experts is not None for family in self._families)
         try:
-            return any(layer.experts is not None for layer in self.spec().layers)
+            return self.spec().has_experts
         except QuireError:
             return False
+
+    @property
+    def has_sigmoids(self) -> bool:
+        """Whether its experts are chosen by sigmoids."""
+        if self.name.gguf is not None:
+            return self.has_experts and any(family.experts and family.experts.bias for family in self._families)
+        try:
+            return self.spec().has_sigmoids
+        except QuireError:
+            return False
+
+    @property
+    def _families(self) -> list[Family]:
+        """The families that a GGUF file may belong to."""
+        return [family for family in FAMILIES if family.gguf == self.gguf.get("architecture")]
 
     @property
     def needs_mlx(self) -> bool:
@@ -178,7 +192,7 @@ def _family_problems(found: Download) -> list[str]:
 def find_place(found: Download, memory: Memory) -> Fit:
     if found.needs_mlx:
         return fit_mlx(found.weight_bytes, memory)
-    return fit(found.weights, memory, has_experts=found.has_experts)
+    return fit(found.weights, memory, has_experts=found.has_experts, has_sigmoids=found.has_sigmoids)
 
 
 def find_context(found: Download) -> int | None:

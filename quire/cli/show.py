@@ -56,8 +56,11 @@ def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         weights[tensor.type.value] += math.prod(tensor.shape)
     if spec.unsupported and spec.quantization not in DTYPES:
         weights.clear()  # MLX packs several weights into a number: shapes do not say how many there are
-    memory, has_experts = read_memory(), any(layer.experts is not None for layer in spec.layers)
-    place = fit_mlx(weight_bytes(path), memory) if needs_mlx(spec) else fit(weights, memory, has_experts=has_experts)
+    memory = read_memory()
+    if needs_mlx(spec):
+        place = fit_mlx(weight_bytes(path), memory)
+    else:
+        place = fit(weights, memory, has_experts=spec.has_experts, has_sigmoids=spec.has_sigmoids)
     problem = find_backend_problem(spec.unsupported, read_config(path))
     return {
         "path": str(path),

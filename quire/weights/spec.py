@@ -244,6 +244,11 @@ class ModelSpec:
         return any(layer.experts is not None for layer in self.layers)
 
     @property
+    def has_sigmoids(self) -> bool:
+        """Whether experts are chosen by sigmoids."""
+        return any(layer.experts is not None and layer.experts.has_sigmoid for layer in self.layers)
+
+    @property
     def ple_size(self) -> int:
         """Width of the per-layer embeddings; 0: there are none.
 

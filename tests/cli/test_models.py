@@ -128,7 +128,8 @@ def test_where_a_model_fits() -> None:
     assert fit(eight, LAPTOP).num_bytes == 5 * GB
     assert str(fit(eight, GPU)) == "GPU"
     assert fit(eight, GPU).num_bytes == 5 * GB
-    assert fit(eight, GPU, has_experts=True).num_bytes == 16 * GB  # they are decoded
+    assert fit(eight, GPU, has_experts=True).num_bytes == 5 * GB
+    assert fit(eight, GPU, has_experts=True, has_sigmoids=True).num_bytes == 16 * GB  # they are decoded
     assert fit({"MXFP4": 16 * GB, "BF16": GB}, GPU, has_experts=True).num_bytes == int(10.5 * GB)
     assert fit({"Q6_K": 8 * GB, "F32": GB}, GPU).num_bytes == 11 * GB
     assert str(fit(eight, Memory(16 * GB, 2 * GB))) == "CPU, once 4.7 GiB are free"

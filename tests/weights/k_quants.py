@@ -1,14 +1,15 @@
-"""Makes a small GGUF model with the mixture of types of Q4_K_M files, or with all matrices in one type."""
+"""Makes small GGUF models with the mixture of types of Q4_K_M files, or with all matrices in one type."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from quire.weights.checkpoint import TensorType
 from quire.weights.gguf import BLOCKS, FILE_TYPES
-from tests.weights.makers import VOCAB, Tensor, llama_keys, make_gguf, set_scales
+from tests.weights.makers import EXPERTS, VOCAB, Tensor, llama_keys, make_gguf, moe_keys, set_scales
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS = 256, 256, 2, 4, 2
 F32 = TensorType.F32
@@ -68,4 +69,50 @@ def k_quants(kind: str | None = None, num_layers: int = LAYERS) -> bytes:
 def write_k_quants(folder: Path, kind: str | None = None) -> Path:
     path = folder / f"{kind or 'mixed'}.gguf"
     path.write_bytes(k_quants(kind))
+    return path
+
+
+def write_expert_quants(folder: Path, types: Sequence[tuple[str, str]]) -> Path:
+    """Write a mixture of experts. `types`: of gates and ups, and of downs, in each layer; other matrices are F32."""
+    rng = np.random.default_rng(0)
+    head_size = HIDDEN // HEADS
+
+    def ones(count: int) -> Tensor:
+        return Tensor((count,), NUMBERS[F32], np.ones(count, "<f4").tobytes())
+
+    def stack(kind: str, rows: int, columns: int) -> Tensor:
+        whole = random_blocks(rng, TensorType(kind), EXPERTS * rows, columns)
+        return whole._replace(dims=(columns, rows, EXPERTS))
+
+    tensors = {
+        "token_embd.weight": random_blocks(rng, F32, VOCAB, HIDDEN),
+        "output.weight": random_blocks(rng, F32, VOCAB, HIDDEN),
+        "output_norm.weight": ones(HIDDEN),
+    }
+    for i, (gate_up, down) in enumerate(types):
+        layer = {
+            "attn_norm": ones(HIDDEN),
+            "ffn_norm": ones(HIDDEN),
+            "attn_q_norm": ones(head_size),
+            "attn_k_norm": ones(head_size),
+            "attn_q": random_blocks(rng, F32, HIDDEN, HIDDEN),
+            "attn_k": random_blocks(rng, F32, KV_HEADS * head_size, HIDDEN),
+            "attn_v": random_blocks(rng, F32, KV_HEADS * head_size, HIDDEN),
+            "attn_output": random_blocks(rng, F32, HIDDEN, HIDDEN),
+            "ffn_gate_inp": random_blocks(rng, F32, EXPERTS, HIDDEN),
+            "ffn_gate_exps": stack(gate_up, FFN, HIDDEN),
+            "ffn_up_exps": stack(gate_up, FFN, HIDDEN),
+            "ffn_down_exps": stack(down, HIDDEN, FFN),
+        }
+        tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
+    keys = moe_keys(
+        qwen3moe__block_count=len(types),
+        qwen3moe__embedding_length=HIDDEN,
+        qwen3moe__expert_feed_forward_length=FFN,
+        qwen3moe__attention__head_count=HEADS,
+        qwen3moe__attention__head_count_kv=KV_HEADS,
+        qwen3moe__attention__key_length=head_size,
+    )
+    path = folder / "experts.gguf"
+    path.write_bytes(make_gguf(keys, list(tensors.items())))
     return path

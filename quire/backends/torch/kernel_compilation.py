@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
 import select
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -355,8 +356,11 @@ def _attention_calls(
     return calls
 
 
-def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: ExpertFormats | None = None) -> Calls:
-    """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows."""
+def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: Sequence[ExpertFormats] = ()) -> Calls:
+    """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows.
+
+    `formats`: of packed experts, all that the layers have.
+    """
     calls: Calls = []
 
     def meta(shape: tuple[int, int, int], format: PackedFormat | None) -> Stack:
@@ -366,9 +370,9 @@ def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: Ex
             return PackedStack.empty(*shape, format, dtype, "meta")
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for experts in dict.fromkeys(layer.experts for layer in spec.layers):
+    pairs: Sequence[tuple[PackedFormat | None, PackedFormat | None]] = formats or [(None, None)]
+    for experts, (gate_up, down) in itertools.product(dict.fromkeys(layer.experts for layer in spec.layers), pairs):
         if experts is not None and has_expert_kernels(experts):
-            gate_up, down = formats or (None, None)
             calls += expert_calls(
                 meta((experts.num_experts, 2 * experts.size, spec.hidden_size), gate_up),
                 meta((experts.num_experts, spec.hidden_size, experts.size), down),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -389,17 +389,17 @@ class _Loader:
     def _packed(self, groups: list[list[str]]) -> PackedStack | None:
         """Load matrices that are packed in the file, or return None if they have no common format with kernels."""
         stack: PackedStack | None = None
-        format: PackedFormat | None = None
         for expert, group in enumerate(groups):
             first = 0
             for name in group:
                 if (matrix := read_packed(self._checkpoint, name)) is None:
                     return None
-                if stack is None and (format := stack_format(matrix)) is not None:
-                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self._device)
-                if stack is None or stack_format(matrix) != format:
+                format = stack_format(matrix)
+                if format is None or not self._packed_linear.holds(format) or not _is_in(stack, format):
                     self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
                     return None
+                if stack is None:
+                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self._device)
                 stack.set_rows(expert, first, matrix)
                 first += matrix.shape[0]
                 self._report(self._checkpoint.tensors[name].num_bytes)
@@ -509,23 +509,36 @@ class ExpertFormats(NamedTuple):
     down: PackedFormat
 
 
-def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> ExpertFormats | None:
-    """Return the formats of a model's packed experts, or None. They are those of one of them, and may not be all's."""
-    spec = checkpoint.spec
-    experts, layer = next(((one.experts, i) for i, one in enumerate(spec.layers) if one.experts), (None, 0))
-    if experts is None or not has_expert_kernels(experts):
-        return None
-    found: list[PackedFormat | None] = []
-    for name, size in (("gate_proj", spec.hidden_size), ("down_proj", experts.size)):
-        matrix = read_packed(checkpoint, f"layers.{layer}.experts.0.{name}.weight")
-        if matrix is not None and (format := stack_format(matrix)) is not None:
-            found.append(replace(format, has_zeros=matrix.zeros is not None))
-        elif matrix is None and quantize_bits is not None:
-            found.append(fitting_format(QUANTIZED[quantize_bits], size))
-    gate_up, down = (*found, None, None)[:2]
-    if gate_up is None or down is None or not have_common_kernels(gate_up, down):
-        return None
-    return ExpertFormats(gate_up, down)
+def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[ExpertFormats, ...]:
+    """Return the different formats of a model's packed experts. They are those of the first expert of a layer.
+
+    Layers may differ: Q4_K_M files store some down projections in Q6_K. One layer is read for each pair of types.
+    """
+    found: dict[tuple[object, ...], ExpertFormats | None] = {}
+    for i, layer in enumerate(checkpoint.spec.layers):
+        if layer.experts is None or not has_expert_kernels(layer.experts):
+            continue
+        names = [f"layers.{i}.experts.0.{name}.weight" for name in ("gate_proj", "down_proj")]
+        kind = (layer.experts, *(checkpoint.tensors[name].type for name in names))
+        if kind not in found:
+            gate_up, down = (_stack_format(checkpoint, name, quantize_bits) for name in names)
+            found[kind] = None
+            if gate_up is not None and down is not None and have_common_kernels(gate_up, down):
+                found[kind] = ExpertFormats(gate_up, down)
+    return tuple(dict.fromkeys(one for one in found.values() if one is not None))
+
+
+def _stack_format(checkpoint: Checkpoint, name: str, quantize_bits: int | None) -> PackedFormat | None:
+    """Return the format in memory of a matrix of an expert; None: it is not packed."""
+    if (matrix := read_packed(checkpoint, name)) is not None:
+        return stack_format(matrix)
+    num_inputs = checkpoint.tensors[name].shape[1]
+    return None if quantize_bits is None else fitting_format(QUANTIZED[quantize_bits], num_inputs)
+
+
+def _is_in(stack: PackedStack | None, format: PackedFormat) -> bool:
+    """Return whether a matrix may be in a stack that was made for the matrices before it. None: there were none."""
+    return stack is None or stack.format.without_zeros == format.without_zeros
 
 
 def has_expert_kernels(spec: ExpertsSpec) -> bool:

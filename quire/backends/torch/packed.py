@@ -8,7 +8,7 @@ at most 2 ** -11 of it; a scale below 6.1e-5, which fp16 holds with fewer bits, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ class PackedFormat:
     @property
     def zero_dtype(self) -> torch.dtype:
         return torch.float16 if self.has_half_zeros else torch.uint8
+
+    @property
+    def without_zeros(self) -> PackedFormat:
+        return replace(self, has_zeros=False, has_half_zeros=False)
 
     @property
     def default_zero(self) -> float:
@@ -222,7 +226,7 @@ def format_of(matrices: Sequence[PackedMatrix]) -> PackedFormat | None:
         columns.pop(),
         any(one.zeros is not None for one in matrices),
         first.order is not None,
-        not all(_has_whole_zeros(one) for one in matrices),
+        not all(has_whole_zeros(one) for one in matrices),
     )
     return format if format.fits(first.shape[1]) and all(_is_in_range(one) for one in matrices) else None
 
@@ -231,7 +235,7 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
-def _has_whole_zeros(matrix: PackedMatrix) -> bool:
+def has_whole_zeros(matrix: PackedMatrix) -> bool:
     """Return whether the zeros are bytes, or there are none."""
     if (zeros := matrix.zeros) is None:
         return True

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.backends.torch.packed import NO_ZERO, PackedFormat, PackedWeight, format_of, pack, quantize
+from quire.backends.torch.packed import PackedFormat, PackedWeight, format_of, has_whole_zeros, pack, quantize
 from quire.weights.packed import CodeType, PackedMatrix
 
 # N experts, O outputs, I inputs
@@ -66,8 +66,12 @@ class PackedStack:
         return self.whole.decode(expert * num_outputs, (expert + 1) * num_outputs)
 
     def set_rows(self, expert: int, first: int, matrix: PackedMatrix) -> None:
-        """Copy a matrix of a file into that of an expert, from row `first` on. Its format is that of the stack."""
-        format = replace(self.format, has_zeros=matrix.zeros is not None)
+        """Copy a matrix of a file into that of an expert, from row `first` on.
+
+        Its format is that of the stack, apart from the zeros.
+        """
+        has_half_zeros = not has_whole_zeros(matrix)
+        format = replace(self.format, has_zeros=matrix.zeros is not None, has_half_zeros=has_half_zeros)
         self._copy(expert * self.shape[1] + first, pack([matrix], format, self.dtype, self.whole.codes.device))
 
     def quantize(self, expert: int, weight: Tensor) -> None:
@@ -80,10 +84,13 @@ class PackedStack:
         scale_rows = slice(first // group_rows, (first + len(part)) // group_rows)
         whole.scales[scale_rows] = part.scales
         if part.zeros is not None and whole.zeros is None:  # the matrices before this one had the default
-            whole.zeros = torch.full_like(whole.scales, NO_ZERO, dtype=part.zeros.dtype)
-            whole.format = replace(whole.format, has_zeros=True)
+            whole.zeros = torch.full_like(whole.scales, self.format.default_zero, dtype=part.zeros.dtype)
+            whole.format = replace(whole.format, has_zeros=True, has_half_zeros=part.format.has_half_zeros)
+        elif whole.zeros is not None and part.format.has_half_zeros and not self.format.has_half_zeros:
+            whole.zeros = whole.zeros.half()  # those before were whole
+            whole.format = replace(whole.format, has_half_zeros=True)
         if whole.zeros is not None:
-            whole.zeros[scale_rows] = NO_ZERO if part.zeros is None else part.zeros
+            whole.zeros[scale_rows] = self.format.default_zero if part.zeros is None else part.zeros
 
     def invent(self, random: torch.Generator, std: float) -> None:
         """Fill with random weights of about this standard deviation."""
@@ -92,20 +99,19 @@ class PackedStack:
 
 def has_kernels(format: PackedFormat) -> bool:
     """Return whether experts are computed with in this format. Inputs are never reordered."""
-    known = PackedFormat(format.type, format.group_rows, format.group_columns, format.has_zeros)
-    return format == known and format.type is not CodeType.FP4
+    return not format.has_order and format.type is not CodeType.FP4
 
 
 def stack_format(matrix: PackedMatrix) -> PackedFormat | None:
-    """Return the format that a matrix has in a stack, as if it had no zeros; None: it cannot be in one.
+    """Return the format that a matrix has in a stack; None: it cannot be in one.
 
-    Matrices of one stack may have zeros or not, hence the format without them.
+    Matrices of one stack may differ in their zeros.
     """
     format = format_of([matrix])
     if format is None or not has_kernels(format):
         return None
     group_rows = format.group_rows if matrix.shape[0] % format.group_rows == 0 else 1
-    return replace(format, group_rows=group_rows, has_zeros=False)
+    return replace(format, group_rows=group_rows)
 
 
 def fitting_format(format: PackedFormat, num_inputs: int) -> PackedFormat | None:

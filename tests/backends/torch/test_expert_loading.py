@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.backends.torch.experts import Experts
+from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.kernel_compilation import routed_calls
 from quire.backends.torch.loading import (
     ExpertFormats,
     ModelWeights,
@@ -29,9 +32,11 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
 from tests.backends.torch.fused_rig import FusedRig
+from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Rig
-from tests.backends.torch.test_compiling import write_config
+from tests.backends.torch.test_compiling import Launches, write_config
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
+from tests.weights.k_quants import write_expert_quants
 from tests.weights.layouts import (
     LAYOUTS,
     Layout,
@@ -58,6 +63,7 @@ KEPT = {
     "gptq asymmetric": (LAYOUTS["gptq asymmetric"], PackedFormat(CodeType.INT4, 1, 32, has_zeros=True)),
     "awq g32": (LAYOUTS["awq g32"], PackedFormat(CodeType.INT4, 1, 32, has_zeros=True)),
     "gptq 8 bits": (LAYOUTS["gptq 8 bits"], PackedFormat(CodeType.INT8, 1, 32)),
+    "ct w8 asymmetric": (LAYOUTS["ct w8 asymmetric"], PackedFormat(CodeType.INT8, 1, 32, True, False, True)),
 }
 
 
@@ -103,9 +109,9 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
     layout, format = KEPT[name]
     meant = write_quantized(tmp_path, layout, moe_config(), moe_arrays())
     checkpoint = open_checkpoint(tmp_path)
-    assert expert_formats(checkpoint, None) == ExpertFormats(format, format)
+    assert expert_formats(checkpoint, None) == (ExpertFormats(format, format),)
     reports: list[tuple[int, int]] = []
-    weights = load(checkpoint, progress=lambda *report: reports.append(report))
+    weights = load(checkpoint, progress=lambda *report: reports.append(report), packed_linear=FusedPackedLinear)
     stacks = stacks_of(weights)
     for stack, want in zip(stacks, file_stacks(meant), strict=True):
         assert stack.format == format
@@ -194,6 +200,45 @@ def test_experts_of_a_gguf_stay_packed(tmp_path: Path) -> None:
                 torch.testing.assert_close(stack[expert], want, rtol=2e-3, atol=1e-6)
 
 
+Q4_K = PackedFormat(CodeType.INT4, 1, 32, has_zeros=True, has_half_zeros=True)
+Q5_K, Q6_K = replace(Q4_K, type=CodeType.INT8), PackedFormat(CodeType.INT8, 1, 16)
+MINIMA = {
+    "Q4_K": ([("Q4_K", "Q4_K")] * 2, [(Q4_K, Q4_K)]),
+    "Q4_K_M": ([("Q4_K", "Q6_K"), ("Q4_K", "Q4_K"), ("Q4_K", "Q6_K")], [(Q4_K, Q6_K), (Q4_K, Q4_K)]),
+    "Q4_1": ([("Q4_1", "Q4_1")], [(Q4_K, Q4_K)]),
+    "Q5_K_M": ([("Q5_K", "Q6_K"), ("Q5_K", "Q5_K")], [(Q5_K, Q6_K), (Q5_K, Q5_K)]),
+    "Q5_1, Q5_0": ([("Q5_1", "Q5_0")], [(Q5_K, PackedFormat(CodeType.INT8, 1, 32))]),
+}
+
+
+@pytest.mark.parametrize("name", MINIMA)
+def test_experts_with_minima_stay_packed_on_a_gpu(name: str, tmp_path: Path) -> None:
+    types, formats = MINIMA[name]
+    checkpoint = open_checkpoint(write_expert_quants(tmp_path, types))
+    assert list(expert_formats(checkpoint, None)) == formats
+    packed, plain = load(checkpoint, packed_linear=FusedPackedLinear), load(checkpoint)
+    one_of = dict(zip(dict.fromkeys(types), formats, strict=True))
+    for i, (one, other) in enumerate(zip(experts_of(packed), experts_of(plain), strict=True)):
+        for stack, whole, format in ((one.gate_up, other.gate_up, one_of[types[i]][0]),
+                                     (one.down, other.down, one_of[types[i]][1])):  # fmt: skip
+            assert isinstance(stack, PackedStack)
+            assert stack.format == format
+            assert isinstance(whole, Tensor)  # decoded, on a CPU
+            torch.testing.assert_close(dense(stack), whole, rtol=2e-3, atol=2e-4)  # rounded to fp16
+    saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks_of(packed))
+    assert packed.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
+
+
+def test_experts_with_minima_are_decoded_on_a_cpu(tmp_path: Path) -> None:
+    """As dense matrices are."""
+    checkpoint = open_checkpoint(write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0]))
+    weights = load(checkpoint)
+    assert weights.packed_types == ()
+    for one in experts_of(weights):
+        assert isinstance(one.gate_up, Tensor)
+        assert isinstance(one.down, Tensor)
+
+
 def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
     from quire.weights.packed import dequantize
 
@@ -201,14 +246,14 @@ def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
     return dequantize(matrix)
 
 
-@pytest.mark.parametrize("name", ["gptq act-order", "ct w4 act-order", "ct w8 asymmetric", "fp8 small blocks"])
+@pytest.mark.parametrize("name", ["gptq act-order", "ct w4 act-order", "fp8 small blocks"])
 def test_formats_without_kernels_are_decoded(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     layout = LAYOUTS[name]
     if name == "fp8 small blocks":  # groups of 8 columns
         layout = Layout(fp8_config(weight_block_size=[32, 8]), fp8(32, 8), "FP8")
     meant = write_quantized(tmp_path, layout, moe_config(), moe_arrays())
     checkpoint = open_checkpoint(tmp_path)
-    assert expert_formats(checkpoint, None) is None
+    assert expert_formats(checkpoint, None) == ()
     with caplog.at_level(logging.INFO):
         weights = load(checkpoint)
     found = [stack for experts in experts_of(weights) for stack in (experts.gate_up, experts.down)]
@@ -253,12 +298,11 @@ def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) 
     checkpoint = open_checkpoint(tmp_path)
     plain, weights = load(checkpoint), load(checkpoint, bits)
     assert weights.packed_types == (kind,)
-    formats = expert_formats(checkpoint, bits)
+    (formats,) = expert_formats(checkpoint, bits)
     for one, other in zip(experts_of(plain), experts_of(weights), strict=True):
         for number, (matrix, stack) in enumerate(((one.gate_up, other.gate_up), (one.down, other.down))):
             assert isinstance(matrix, Tensor)
             assert isinstance(stack, PackedStack)
-            assert formats is not None
             assert stack.format == formats[number]
             assert float((dense(stack) - matrix).norm() / matrix.norm()) < error
     assert all(isinstance(layer.mlp, RoutedWeights) for layer in weights.layers)
@@ -267,18 +311,18 @@ def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) 
 
 def test_groups_follow_the_width(tmp_path: Path) -> None:
     checkpoint = mixture(tmp_path, moe_intermediate_size=96)
-    formats = expert_formats(checkpoint, 4)
+    (formats,) = expert_formats(checkpoint, 4)
     assert formats == (INT4_IN_GROUPS, PackedFormat(CodeType.INT4, 1, 32))
     assert [stack.format for stack in stacks_of(load(checkpoint, 4))] == [*formats]
 
 
 def test_a_width_that_nothing_fits_keeps_its_bits(tmp_path: Path) -> None:
     checkpoint = mixture(tmp_path, moe_intermediate_size=100)
-    assert expert_formats(checkpoint, 4) is None
+    assert expert_formats(checkpoint, 4) == ()
     (experts,) = experts_of(load(checkpoint, 4))
     assert isinstance(experts.gate_up, Tensor)
     assert isinstance(experts.down, Tensor)
-    assert expert_formats(checkpoint, 8) == (FP8_PER_OUTPUT, FP8_PER_OUTPUT)
+    assert expert_formats(checkpoint, 8) == ((FP8_PER_OUTPUT, FP8_PER_OUTPUT),)
 
 
 def test_random_experts_are_never_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,3 +349,37 @@ def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) ->
     for rig in (Rig(packed, max_model_len=64), FusedRig(packed)):
         got = torch.stack(rig.answer(prompt, 3).rows)
         assert float((got - want).abs().max()) < 0.02  # scales of groups are rounded to fp16
+
+
+@pytest.mark.parametrize("name", MINIMA)
+def test_experts_with_minima_compute_as_decoded_ones(name: str, tmp_path: Path) -> None:
+    """Rows alone and in tiles. The plain runner decodes, when it loads."""
+    path = write_expert_quants(tmp_path, MINIMA[name][0])
+    prompt = [5, 33, 12, 61, 4, 9, 17]
+    plain, fused = Rig(path, max_model_len=64), FusedRig(path)
+    assert plain.engine.runner.facts().dtype == "float32"
+    assert "int" in fused.engine.runner.facts().dtype
+    want, got = (rig.answer(prompt, 3) for rig in (plain, fused))
+    assert got.tokens == want.tokens
+    difference = (torch.stack(got.rows).cpu() - torch.stack(want.rows)).abs().max()
+    assert float(difference) < 0.03  # scales and zeros are rounded to fp16
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+def test_kernels_of_all_layers_are_compiled_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of Q4_K_M files have different types."""
+    path = write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0])
+    checkpoint, rig = open_checkpoint(path), FusedRig(path)
+    formats = expert_formats(checkpoint, None)
+    forms = []
+    for some in (formats, formats[:1]):
+        with monkeypatch.context() as patch, torch.inference_mode():
+            ahead = Launches(patch, is_run=False)
+            for call in routed_calls(checkpoint.spec, FP32, 64, some):
+                call()
+        forms.append(ahead.forms)
+    launches = Launches(monkeypatch, is_run=True)
+    rig.answer([5, 33, 12, 61, 4, 9, 17], 2)
+    used = {form for form in launches.forms if "quantized" in str(form[0])}
+    assert used <= forms[0]
+    assert not used <= forms[1]

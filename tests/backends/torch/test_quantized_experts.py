@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -49,11 +52,18 @@ FORMATS = {
     "int4 in 128 with zeros": INT4_ZEROS,
     "int4 in 64": PackedFormat(CodeType.INT4, 1, 64),
     "int4 in 32 with zeros": PackedFormat(CodeType.INT4, 1, 32, has_zeros=True),
+    "int4 in 32 with minima": PackedFormat(CodeType.INT4, 1, 32, has_zeros=True, has_half_zeros=True),
+    "int4 in 128 with minima": PackedFormat(CodeType.INT4, 1, 128, has_zeros=True, has_half_zeros=True),
     "int4 per output": PackedFormat(CodeType.INT4, 1, 0),
+    "int4 per output with minima": PackedFormat(CodeType.INT4, 1, 0, has_zeros=True, has_half_zeros=True),
     "int8": PackedFormat(CodeType.INT8, 1, 0),
     "int8 in 32": PackedFormat(CodeType.INT8, 1, 32),
+    "int8 in 32 with minima": PackedFormat(CodeType.INT8, 1, 32, has_zeros=True, has_half_zeros=True),
+    "int8 per output with minima": PackedFormat(CodeType.INT8, 1, 0, has_zeros=True, has_half_zeros=True),
     "int8 in 16": PackedFormat(CodeType.INT8, 1, 16),
 }
+# Some kernels move halves of bytes into the mantissa of 2048, and subtract that: a part of fp32 is lost.
+WIDE_BOUND = 3e-4
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
 
@@ -108,6 +118,11 @@ def exact_in_fp8(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
     return out
 
 
+def loses_bits(format: PackedFormat) -> bool:
+    """Return whether tiles lose a part of fp32: see WIDE_BOUND."""
+    return format.type is CodeType.INT4 and format.has_half_zeros
+
+
 def least_size(format: PackedFormat) -> int:
     return max(format.group_columns, format.group_rows, 64)
 
@@ -119,12 +134,11 @@ def test_a_row_alone(name: str) -> None:
     x, logits = make_rows(experts, 1)
     want = exact(experts, x, logits)
     assert_near(experts.reference(x, logits), want, FP32)
-    # The kernels move halves of bytes into the mantissa of 2048, and subtract that: a part of fp32 is lost.
-    bound = 3e-4 if FORMATS[name].type is CodeType.INT4 else 2e-5
+    bound = WIDE_BOUND if FORMATS[name].type is CodeType.INT4 else 2e-5
     torch.testing.assert_close(experts.fused(x, logits).double(), want, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4 in 32 with zeros"])
+@pytest.mark.parametrize("name", ["fp8", "int4 in 32 with zeros", "int4 in 32 with minima", "int8 in 32 with minima"])
 def test_rows_alone_in_bf16(name: str) -> None:
     """Of outputs that are not whole steps."""
     experts = make_quantized(FORMATS[name], 16, 2, 64, 160, BF16)
@@ -140,12 +154,25 @@ def test_rows_in_tiles(name: str, dtype: torch.dtype) -> None:
         experts = make_quantized(FORMATS[name], num_experts, num_chosen, 2 * size, size, dtype, has_bias=num_rows == 5)
         x, logits = make_rows(experts, num_rows)
         want = exact(experts, x, logits)
-        for got in (experts.fused(x, logits), experts.reference(x, logits)):
-            assert_near(got, want, dtype)
+        assert_near(experts.reference(x, logits), want, dtype)
+        if dtype == FP32 and loses_bits(FORMATS[name]):
+            torch.testing.assert_close(experts.fused(x, logits).double(), want, rtol=WIDE_BOUND, atol=WIDE_BOUND)
+        else:
+            assert_near(experts.fused(x, logits), want, dtype)
 
 
 @pytest.mark.parametrize("size", [(96, 160), (32, 64)])
-@pytest.mark.parametrize(("name", "num_rows"), [("fp8", 9), ("int4 in 32 with zeros", 9), ("int4 per output", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    [
+        ("fp8", 9),
+        ("int4 in 32 with zeros", 9),
+        ("int4 in 32 with minima", 9),
+        ("int8 in 32 with minima", 1),
+        ("int8 in 32 with minima", 9),
+        ("int4 per output", 1),
+    ],
+)
 def test_sizes_that_are_not_whole_steps(name: str, size: tuple[int, int], num_rows: int) -> None:
     experts = make_quantized(FORMATS[name], 5, 2, *size)
     x, logits = make_rows(experts, num_rows)
@@ -176,6 +203,8 @@ TILINGS = [
     *((FP8, shape) for _, shape in FP8_TILINGS),
     *((FP8_BLOCKS, shape) for _, shape in FP8_BLOCK_TILINGS),
     *((INT4_ZEROS, shape) for _, shape in DECODING_TILINGS),
+    *((FORMATS["int4 in 32 with minima"], shape) for _, shape in DECODING_TILINGS),
+    *((FORMATS["int8 in 32 with minima"], shape) for _, shape in DECODING_TILINGS),
 ]
 
 
@@ -190,10 +219,13 @@ def test_every_tiling(format: PackedFormat, shape: QuantizedTiling) -> None:
     routing = kernels.route(logits, 1, renormalizes=True, scale=1.0)
     got = quantized_in_tiles(x, packed.gate_up, packed.down, routing, packed.activation, shape)
     want = (exact_in_fp8 if shape.is_fp8 else exact)(packed, x, logits)
-    assert float((got - want).norm() / want.norm()) < (2e-3 if shape.is_fp8 else 1e-5)
+    assert float((got - want).norm() / want.norm()) < (2e-3 if shape.is_fp8 else 2e-4 if loses_bits(format) else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["int4 in 128 with zeros", "int8 in 32", "fp8 in small blocks"])
+@pytest.mark.parametrize(
+    "name",
+    ["int4 in 128 with zeros", "int4 in 32 with minima", "int8 in 32", "int8 in 32 with minima", "fp8 in small blocks"],
+)
 def test_experts_of_many_rows_are_decoded_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = make_quantized(FORMATS[name], 3, 2, 128, 128)
     x, logits = make_rows(experts, 40)
@@ -218,6 +250,15 @@ def test_both_matrices_may_have_other_groups() -> None:
     assert_near(experts.fused(x, logits), exact(experts, x, logits), FP32)
 
 
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_both_matrices_may_have_other_types(num_rows: int) -> None:
+    """As in Q4_K_M files, which store some down projections in Q6_K."""
+    down = FORMATS["int8 in 16"]
+    experts = make_quantized(FORMATS["int4 in 32 with minima"], 5, 2, 128, 96, down_format=down)
+    x, logits = make_rows(experts, num_rows)
+    torch.testing.assert_close(experts.fused(x, logits).double(), exact(experts, x, logits), rtol=3e-4, atol=3e-4)
+
+
 @pytest.mark.parametrize("num_rows", [24, FP8_ROWS + 9])
 @pytest.mark.parametrize("format", [FP8, FP8_BLOCKS, INT4])
 def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(format: PackedFormat, num_rows: int) -> None:
@@ -230,7 +271,9 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(format: PackedF
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("name", ["fp8", "fp8 in blocks", "int4 in 128", "int4 in 32 with zeros"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8 in blocks", "int4 in 128", "int4 in 32 with zeros", "int4 in 32 with minima"]
+)
 def test_kernels_are_compiled_in_advance(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, down = (
         PackedStack.empty(*shape, FORMATS[name], dtype, "meta") for shape in ((32, 256, 128), (32, 128, 128))
@@ -287,13 +330,48 @@ def test_matrices_of_files_keep_every_weight(kind: CodeType, group: tuple[int, i
 def test_some_matrices_of_a_stack_have_zeros() -> None:
     """A file stores zeros for all; a matrix in which all are 8 is read as one without."""
     matrices = [random_matrix(CodeType.INT4, (4, 64), (1, 32), has_zeros=seed == 1, seed=seed) for seed in range(3)]
-    formats = {stack_format(matrix) for matrix in matrices}
-    assert formats == {PackedFormat(CodeType.INT4, 1, 32)}
-    stack = PackedStack.empty(3, 4, 64, formats.pop() or INT4, FP32, "cpu")
+    plain = PackedFormat(CodeType.INT4, 1, 32)
+    assert [stack_format(matrix) for matrix in matrices] == [plain, replace(plain, has_zeros=True), plain]
+    stack = PackedStack.empty(3, 4, 64, plain, FP32, "cpu")
     for expert, matrix in enumerate(matrices):
         stack.set_rows(expert, 0, matrix)
     assert stack.format.has_zeros
     assert torch.equal(dense(stack), torch.stack([decoded(matrix) for matrix in matrices]))
+
+
+@pytest.mark.parametrize("order", list(permutations(("plain", "whole", "half"))))
+def test_zeros_of_a_stack_are_as_wide_as_the_widest(order: tuple[str, ...]) -> None:
+    """The zeros of an expert may all be whole by chance."""
+    matrices = []
+    for seed, name in enumerate(order):
+        matrix = random_matrix(CodeType.INT4, (4, 64), (1, 32), has_zeros=name != "plain", seed=seed)
+        if name == "half":
+            assert matrix.zeros is not None
+            matrix = replace(matrix, zeros=matrix.zeros + np.float32(0.25))
+        matrices.append(matrix)
+    format = stack_format(matrices[0])
+    assert format is not None
+    stack = PackedStack.empty(3, 4, 64, format, FP32, "cpu")
+    for expert, matrix in enumerate(matrices):
+        stack.set_rows(expert, 0, matrix)
+    assert stack.format == PackedFormat(CodeType.INT4, 1, 32, has_zeros=True, has_half_zeros=True)
+    assert stack.whole.zeros is not None
+    assert stack.whole.zeros.dtype == torch.float16
+    assert torch.equal(dense(stack), torch.stack([decoded(matrix) for matrix in matrices]))
+
+
+def test_bytes_without_zeros_beside_others() -> None:
+    """Their zero is 0, not that of 4 bits."""
+    matrices = [random_matrix(CodeType.INT8, (4, 64), (1, 32), seed=seed) for seed in range(3)]
+    zeros = np.random.default_rng(0).uniform(-3, 3, matrices[1].scales.shape).astype(np.float16)
+    matrices[1] = replace(matrices[1], zeros=zeros.astype(np.float32))
+    stack = PackedStack.empty(3, 4, 64, PackedFormat(CodeType.INT8, 1, 32), FP32, "cpu")
+    for expert, matrix in enumerate(matrices):
+        stack.set_rows(expert, 0, matrix)
+    assert stack.format == FORMATS["int8 in 32 with minima"]
+    torch.testing.assert_close(
+        dense(stack), torch.stack([decoded(matrix) for matrix in matrices]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_matrices_without_kernels() -> None:

@@ -92,19 +92,22 @@ def _sums(
     per_byte: tl.constexpr = 2 if KIND >= _INT4 else 1
     count: tl.constexpr = IN // per_byte
     groups: tl.constexpr = IN // GROUP if GROUP else 1
+    span: tl.constexpr = GROUP if GROUP else IN
     total = tl.zeros((R, BYTES // 16), tl.float32)
     for offset in tl.static_range(0, count, BYTES):
         byte = offset + tl.arange(0, BYTES)
         chunk = (offset // 16 + tl.arange(0, BYTES // 16)) * (16 * per_byte)  # its first column
         is_in = (byte < count)[None, :]
         code = tl.load(c_at + byte[None, :], mask=is_real & is_in, other=0, eviction_policy="evict_first")
+        zero = 8.0
+        if zeros is not None:
+            zero = _load_group(zeros, row, chunk, span, groups, GROUP_ROWS)
         if KIND < _INT4:
             value = tl.load(x_at + byte[None, :], mask=is_x & is_in, other=0.0).to(tl.float32)
             part = _chunk_sums(_byte_values(code, KIND) * value, R, BYTES)
-        else:
-            zero = 8.0
             if zeros is not None:
-                zero = _load_group(zeros, row, chunk, GROUP, groups, GROUP_ROWS)
+                part -= _chunk_sums(value, X_ROWS, BYTES) * zero
+        else:
             place = (byte // 16 * 32 + byte % 16)[None, :]
             first = tl.load(x_at + place, mask=is_x & is_in, other=0.0).to(tl.float32)
             second = tl.load(x_at + 16 + place, mask=is_x & is_in, other=0.0).to(tl.float32)
