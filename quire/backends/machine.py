@@ -16,6 +16,8 @@ from quire.errors import InvalidRequest
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits")
+NVIDIA_CAPABILITY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+MIN_FP8_CAPABILITY = (8, 9)  # Ada; then Hopper and Blackwell
 VM_STAT = ("vm_stat",)
 SYSCTL = ("sysctl", "-n")
 # Pages that macOS can give to a program. `free` of vm_stat leaves out speculative pages; purgeable ones are in others.
@@ -72,6 +74,12 @@ def gpu_memory() -> list[tuple[int, int]]:
         return [(total, free) for total, free in rows]
     except ValueError:
         return []
+
+
+def has_fp8() -> bool:
+    """Return whether all NVIDIA GPUs have instructions for FP8; also if nvidia-smi does not answer."""
+    found = re.findall(r"^ *(\d+)\.(\d+) *$", _output(NVIDIA_CAPABILITY), re.MULTILINE)
+    return all((int(major), int(minor)) >= MIN_FP8_CAPABILITY for major, minor in found)
 
 
 def metal_limit_bytes(total: int) -> int:

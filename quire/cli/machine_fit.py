@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.backends.machine import available_bytes, gpu_memory, has_metal, has_nvidia, total_bytes
+from quire.backends.machine import available_bytes, gpu_memory, has_fp8, has_metal, has_nvidia, total_bytes
 from quire.sizes import memory_size
 from quire.weights.gguf import BLOCKS
 
@@ -57,7 +57,8 @@ SPARE = 0.85  # the share of the memory that weights may take; the rest is for t
 class Memory:
     """Bytes of this machine. `gpu_*` are those of the GPU with most memory; 0: there is none.
 
-    With `has_metal`, they are the share of the CPU's memory that the GPU of an Apple chip may use.
+    With `has_metal`, they are the share of the CPU's memory that the GPU of an Apple chip may use. Without `has_fp8`,
+    NVIDIA GPUs have no instructions for FP8.
     """
 
     cpu_total: int
@@ -65,6 +66,7 @@ class Memory:
     gpu_total: int = 0
     gpu_free: int = 0
     has_metal: bool = False
+    has_fp8: bool = True
 
     @property
     def best_device(self) -> str:
@@ -89,7 +91,9 @@ class Fit:
 def read_memory() -> Memory:
     gpus = gpu_memory() if has_nvidia() or has_metal() else []
     gpu_total, gpu_free = max(gpus, default=(0, 0))
-    return Memory(total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal())
+    return Memory(
+        total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal(), has_fp8=not has_nvidia() or has_fp8()
+    )
 
 
 def count_weights(num_bytes: Mapping[str, int]) -> dict[str, int]:
@@ -105,6 +109,8 @@ def fit(weights: Mapping[str, int], memory: Memory, *, has_experts: bool = False
     if memory.has_metal:
         return fit_mlx(_num_bytes(weights, METAL_BITS, OTHER_METAL_BITS), memory)
     bits = SIGMOID_GPU_BITS if has_sigmoids else EXPERT_GPU_BITS if has_experts else GPU_BITS
+    if not memory.has_fp8:  # they are decoded when they are loaded
+        bits = {**bits, "FP8": OTHER_GPU_BITS}
     on_gpu = _num_bytes(weights, bits, OTHER_GPU_BITS)
     if memory.gpu_total and on_gpu <= memory.gpu_total * SPARE:
         return Fit("cuda", on_gpu, on_gpu <= memory.gpu_free * SPARE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,18 @@ def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pyte
     assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(tmp_path / "none"),))
     assert machine_fit.read_memory().gpu_total == 0
+
+
+def test_fp8_needs_twice_the_memory_on_gpus_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, memory = {"FP8": 14 * 10**9}, machine_fit.Memory(1 << 40, 1 << 40, 24 << 30, 24 << 30)
+    assert machine_fit.fit(weights, memory).device == "cuda"
+    assert machine_fit.fit(weights, replace(memory, has_fp8=False)).device == "cpu"
+    program = tmp_path / "nvidia-smi"
+    program.touch(0o755)
+    monkeypatch.setattr(machine, "NVIDIA_CAPABILITY", (str(program),))
+    for answer, has_fp8 in (("9.0\n8.9\n", True), ("9.0\n8.6\n", False), ("", True)):
+        program.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+        assert machine.has_fp8() is has_fp8
 
 
 # quire show

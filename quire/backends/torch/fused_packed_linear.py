@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quire.backends.machine import MIN_FP8_CAPABILITY
 from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.backends.torch.kernels.elementwise import gated
 from quire.backends.torch.kernels.fp8_rows import gated_in_fp8, quantize_rows
@@ -36,8 +37,6 @@ from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
-
-MIN_FP8_CAPABILITY = (8, 9)  # Ada; then Hopper and Blackwell
 
 
 class FusedPackedLinear(PackedLinear):

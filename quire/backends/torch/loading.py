@@ -312,8 +312,7 @@ class _Loader:
         if not run.matrices:
             weight = self._stack([f"{name}.weight" for name in run.names])
             if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
-                if not self._packed_linear.holds(self._quantized):
-                    raise InvalidRequest("quantize = 8: this GPU has no instructions for FP8; quantize = 4 needs none")
+                self._check_held(self._quantized)
                 return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
             return self._linear(weight, bias)
         self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in run.names))
@@ -405,12 +404,17 @@ class _Loader:
                 self._report(self._checkpoint.tensors[name].num_bytes)
         return stack
 
+    def _check_held(self, format: PackedFormat) -> None:
+        if not self._packed_linear.holds(format):
+            raise InvalidRequest("quantize = 8: this GPU has no instructions for FP8; quantize = 4 needs none")
+
     def _quantized_experts(self, groups: list[list[str]]) -> PackedStack | None:
         """Load matrices and quantise those of one expert at a time; None: without `--quantize`, or nothing fits."""
         shape = self._stack_shape(groups)
         is_plain = all(self._checkpoint.tensors[name].type in _NATIVE for name in groups[0])
         if self._quantized is None or not is_plain or (format := fitting_format(self._quantized, shape[2])) is None:
             return None
+        self._check_held(format)
         stack = PackedStack.empty(*shape, format, self._dtype, self._device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)

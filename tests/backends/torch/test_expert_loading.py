@@ -28,6 +28,7 @@ from quire.backends.torch.loading import (
 from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat
 from quire.backends.torch.packed_linear import PackedLinear
 from quire.backends.torch.packed_stack import PackedStack, dense
+from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
@@ -307,6 +308,31 @@ def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) 
             assert float((dense(stack) - matrix).norm() / matrix.norm()) < error
     assert all(isinstance(layer.mlp, RoutedWeights) for layer in weights.layers)
     assert not any(isinstance(layer.mlp.router, PackedLinear) for layer in weights.layers)  # type: ignore[union-attr]
+
+
+class WithoutFp8(PackedLinear):
+    """As on a GPU without instructions for FP8."""
+
+    @classmethod
+    def holds(cls, format: PackedFormat) -> bool:
+        return format.type is not CodeType.FP8
+
+
+def test_experts_in_fp8_are_decoded_on_gpus_without_it(tmp_path: Path) -> None:
+    meant = write_quantized(tmp_path, LAYOUTS["ct fp8 channel"], moe_config(), moe_arrays())
+    weights = load(open_checkpoint(tmp_path), packed_linear=WithoutFp8)
+    found = [matrix for experts in experts_of(weights) for matrix in (experts.gate_up, experts.down)]
+    assert weights.packed_types == ()
+    for matrix, want in zip(found, file_stacks(meant), strict=True):
+        assert isinstance(matrix, Tensor)
+        torch.testing.assert_close(matrix, want)
+
+
+def test_quantising_experts_to_fp8_needs_a_gpu_with_it(tmp_path: Path) -> None:
+    write_folder(tmp_path, moe_config(), moe_arrays())
+    with pytest.raises(InvalidRequest, match="quantize = 8: this GPU has no instructions for FP8"):
+        load(open_checkpoint(tmp_path), 8, packed_linear=WithoutFp8)
+    assert load(open_checkpoint(tmp_path), 4, packed_linear=WithoutFp8).packed_types == ("int4",)
 
 
 def test_groups_follow_the_width(tmp_path: Path) -> None:

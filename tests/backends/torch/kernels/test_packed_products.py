@@ -129,8 +129,14 @@ def test_a_large_matrix_is_expanded_for_many_rows_only(name: str, monkeypatch: p
     exact = exact_weight(linear.packed)
     monkeypatch.setattr(fused_packed_linear, "MAX_EXPANDED", 300 * 256 - 1)
     monkeypatch.setattr(packed_products, "MAX_EXPANDED", 300 * 256 - 1)
-    expand, sizes = packed_products.expanded, []
-    monkeypatch.setattr(packed_products, "expanded", lambda weight: (sizes.append(len(weight)), expand(weight))[1])
+    expand = packed_products.expanded
+    sizes: list[int] = []
+
+    def counted(weight: PackedWeight) -> Tensor:
+        sizes.append(len(weight))
+        return expand(weight)
+
+    monkeypatch.setattr(packed_products, "expanded", counted)
     for num_rows in (1, 2, 3, 130):
         assert not sizes
         x = randn(num_rows, 256)
