@@ -261,14 +261,16 @@ def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_report(out: Path, report: BenchReport, document: dict[str, Any]) -> None:
-    from quire.cli.bench_plot import draw
+    from quire.cli.bench_plot import draw, drawn
 
-    has_plot = find_spec("matplotlib") is not None
+    has_plot = bool(drawn(report)) and find_spec("matplotlib") is not None
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(markdown(report, document, has_plot=has_plot), encoding="utf-8")
     if has_plot:
         draw(report, _title(report), out / PLOT_NAME)
         typer.echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
+    elif not drawn(report):
+        typer.echo(f"Wrote report.json and report.md to {out}", err=True)
     else:
         why = MissingExtra.of("it", "matplotlib")
         typer.echo(f"Wrote report.json and report.md to {out}, but no {PLOT_NAME}: {why}", err=True)

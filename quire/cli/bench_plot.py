@@ -12,13 +12,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def drawn(report: BenchReport) -> list[SpeedupReport | PrefixReport | FairnessReport]:
+    """Return the parts that have a panel."""
+    return [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
+
+
 def draw(report: BenchReport, title: str, path: Path) -> None:
     """Write a .png or .svg file, by its name, with a panel for each part that was measured."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra.of("the plot", "matplotlib") from None
-    parts = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
+    parts = drawn(report)
     figure = Figure(figsize=(max(8, 1 + 4 * len(parts)), 4.5), layout="constrained")
     figure.suptitle(title)
     panels: list[Axes] = list(figure.subplots(1, len(parts), squeeze=False)[0])

@@ -29,13 +29,17 @@ def quantize(
         str,
         typer.Option(
             "--format",
-            help="fp8: blocks of 128 x 128; fp8-channel: a scale per output; w4a16, w8a16: 4 or 8 bits in groups;"
-            " w4a16-asym: 4 bits with zero points.",
+            help="fp8: blocks of 128 x 128; fp8-channel: a scale per output, faster on a GPU; w4a16, w8a16: 4"
+            " or 8 bits in groups; w4a16-asym: 4 bits with zero points.",
         ),
     ] = DEFAULT_FORMAT,
     group_size: Annotated[
-        int, typer.Option("--group-size", help="Weights that share a scale, for w4a16 and w8a16: 32, 64 or 128.")
-    ] = DEFAULT_GROUP_SIZE,
+        int | None,
+        typer.Option(
+            "--group-size",
+            help="Weights that share a scale, for w4a16, w4a16-asym and w8a16: 32, 64 or 128. Default: 128.",
+        ),
+    ] = None,
 ) -> None:
     """Write a copy of a model with quantised weights, in the layout of compressed-tensors, which vLLM reads too.
 
@@ -43,8 +47,11 @@ def quantize(
     """
     if form not in FORMATS:
         raise InvalidRequest(f"--format {form}: not one of {', '.join(FORMATS)}")
-    if group_size not in GROUP_SIZES:
+    if group_size is not None and group_size not in GROUP_SIZES:
         raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
+    if group_size is not None and not FORMATS[form].is_grouped:
+        raise InvalidRequest(f"--group-size {group_size}: the format {form} has no groups")
+    group_size = group_size or DEFAULT_GROUP_SIZE
     with _bar(target.name) as progress:
         report = quantize_folder(resolve(source), target, form, group_size, progress)
     before, after = file_size(report.num_source_bytes), file_size(report.num_bytes)

@@ -81,7 +81,7 @@ NO_GUESS = Guess(())
 
 
 class Prediction:
-    """Follows an answer in the text that its caller expects."""
+    """The position of an answer within the text that its caller expects."""
 
     __slots__ = ("_index", "_num_followed", "_place", "_tokens", "num_matched")
 

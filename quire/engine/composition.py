@@ -327,9 +327,12 @@ def choose_backend(config: EngineConfig, spec: ModelSpec | None = None) -> str:
     may_use_mlx = has_mlx and is_apple_silicon() and (spec is None or mlx_reads(spec))
     if config.device == "metal" or (config.device == "auto" and may_use_mlx):
         return "mlx"
-    if config.device == "cuda" or config.dtype not in ("auto", "int8") or config.kv_cache_dtype != "auto":
+    if config.device == "cuda" or config.dtype not in ("auto", "int8"):
         return "torch"
     if config.device == "auto" and has_torch and has_nvidia():
+        return "torch"
+    if config.kv_cache_dtype != "auto":
+        log.warning("kv_cache_dtype = %s: using the torch backend, which is slower on a CPU", config.kv_cache_dtype)
         return "torch"
     if spec is not None and spec.unsupported and has_torch and importlib.util.find_spec("transformers") is not None:
         return "torch"

@@ -106,7 +106,7 @@ class Speculation:
         request, request_id = entry.request, entry.request.request_id
         if entry.expected is not None:
             if request.tokens[-1] != entry.expected:
-                entry.drafter.learn(1, 0)  # it waited in vain
+                entry.drafter.learn(1, 0)  # the awaited token differs from the guess
             entry.expected = None
         request.draft, request.is_held = (), False
         self._active.discard(request_id)

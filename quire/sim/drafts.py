@@ -1,6 +1,7 @@
 """Models drafts: guesses of the next tokens of simulated answers, of which a given share is right.
 
-The rules for how many tokens are guessed, and when a step is awaited, are those of the engine.
+The most tokens per draft and the steps that are awaited are those of the engine. Matches are not modelled, so wrong
+guesses do not reduce the number of drafts, as they do in the engine.
 """
 
 from __future__ import annotations

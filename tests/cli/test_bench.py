@@ -176,6 +176,13 @@ def test_without_matplotlib_there_is_a_report_without_a_plot(
     assert line.endswith(f"but no speedup.png: it needs matplotlib, which is not installed: {how}")
 
 
+def test_a_part_without_a_panel_has_no_plot(model: str, tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "drafts", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert "speedup.png" not in (tmp_path / "report.md").read_text()
+
+
 def test_a_missing_model_is_reported() -> None:
     outcome = CliRunner().invoke(app, ["--model", "/no/such/model"])
     assert isinstance(outcome.exception, ModelNotFound)

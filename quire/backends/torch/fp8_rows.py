@@ -1,4 +1,4 @@
-"""Rows of FP8 on their way between kernels: inputs that are rounded already, and products that are not scaled yet.
+"""Tensors of FP8 products between two kernels: inputs that are rounded already, and products that are not scaled yet.
 
 The library's fastest product of FP8 knows one scale for all inputs and one for all weights. A scale for each row and
 one for each output are therefore applied by the kernel that reads the product, and the kernel that writes the inputs

@@ -496,7 +496,7 @@ class Metrics:
         values = (
             capacity.block_size,
             capacity.num_blocks - 1,
-            ready.facts.kv_dtype or ready.facts.dtype,
+            ready.facts.kv_dtype or "auto",
             ready.kv_bytes,
         )
         labels = (*map(str, values), str(capacity.max_num_seqs), str(ready.max_model_len))

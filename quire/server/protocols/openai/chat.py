@@ -170,7 +170,8 @@ def _prediction(body: ChatCompletionRequest) -> str:
         return given.content
     for number, part in enumerate(given.content):
         if part.type != "text" or part.text is None:
-            raise InvalidRequest(f"prediction.content[{number}].type = {part.type!r:.80} is not text with a text")
+            problem = f"only parts with type 'text' and a text are supported, and the type is {part.type!r:.80}"
+            raise InvalidRequest(f"prediction.content[{number}]: {problem}")
     return "".join(part.text or "" for part in given.content)
 
 
