@@ -45,6 +45,7 @@ def check(rig: Rig, prompts: list[tuple[int, ...]], num_tokens: int, conditions:
         outcome = compare(rig, alone, name, show_nothing)
         assert outcome.differences == []
         assert outcome.num_tokens + len(outcome.near_ties) >= len(prompts)
+        assert outcome.num_accepted or not CONDITIONS[name].get("has_drafts")
     assert compare_on_hits(rig, alone).differences == []
 
 
