@@ -1068,7 +1068,7 @@ MUTANTS = (
     _mutant(
         "a wait in vain is not a failure",
         "engine/speculation.py",
-        "                entry.drafter.learn(1, 0)  # it waited in vain\n",
+        "                entry.drafter.learn(1, 0)  # the awaited token differs from the guess\n",
         "                pass\n",
         "tests/engine/test_speculation.py",
     ),
