@@ -91,7 +91,8 @@ def test_models_take_5_bits(name: str, tmp_path: Path) -> None:
 def test_another_order_of_columns_takes_8_bits(tmp_path: Path) -> None:
     write_quantized(tmp_path, LAYOUTS["gptq act-order"], config(**WIDE), wide_arrays())
     checkpoint = open_checkpoint(tmp_path)
-    layer = pack_model(checkpoint, 1).layers[0]
+    model = pack_model(checkpoint, 1)  # owns the memory of its layers
+    layer = model.layers[0]
     assert layer.down.parts[0].kind == Q8
     expected = to_float32(checkpoint.read("layers.0.down_proj.weight"))
     assert np.abs(unpacked(layer.down) - expected).max() <= np.abs(expected).max() / 200
@@ -113,7 +114,8 @@ def test_experts(is_mixed: bool, tmp_path: Path) -> None:
             pack_model(open_checkpoint(tmp_path), 1)
         return
     checkpoint = open_checkpoint(tmp_path)
-    layer = pack_model(checkpoint, 1).layers[1]
+    model = pack_model(checkpoint, 1)  # owns the memory of its layers
+    layer = model.layers[1]
     assert layer.experts[2].down.parts[0].kind == KINDS[TensorType.Q4_1]
     expected = to_float32(checkpoint.read("layers.1.experts.2.down_proj.weight"))
     assert np.abs(unpacked(layer.experts[2].down) - expected).max() <= HALF_EPS * np.abs(expected).max() * 4
