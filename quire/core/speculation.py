@@ -36,7 +36,7 @@ class TokenIndex:
         self._num_indexed = 0  # ends of all occurrences up to here are known
 
     def find(self, tokens: array[int]) -> int | None:
-        """The end of the last place before the end of a sequence where its last tokens occur.
+        """The end of the previous occurrence of the last tokens of a sequence.
 
         Occurrences that are not indexed yet are not found.
         """
@@ -91,7 +91,7 @@ class Prediction:
         self._index = TokenIndex(size)
         self._place: int | None = 0  # of the token that comes next; None: the answer has left the prediction
         self._num_followed = 0  # tokens of the answer that were compared
-        self.num_matched = MAX_MATCH  # tokens before the place that are in the answer; at the start it is trusted
+        self.num_matched = MAX_MATCH  # tokens before the place that are in the answer; at first it counts as matched
 
     def follow(self, tokens: array[int], num_prompt_tokens: int) -> None:
         """Move the place past the new tokens of the answer."""

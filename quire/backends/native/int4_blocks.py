@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
 
 
 def find_block_type(matrix: PackedMatrix) -> TensorType | None:
-    """Return the type whose blocks hold a matrix; None: none does.
+    """Return the type whose blocks hold a matrix, or None if no type does.
 
     Columns must be in the order of the inputs, which they are not in GPTQ files with act-order, in whole groups.
     """
