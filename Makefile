@@ -21,7 +21,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients wheel docs clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize gauntlet clients wheel docs clean
 
 help:           ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -113,6 +113,9 @@ sanitize: $(STAMP)  ## run the native backend's tests with the address and undef
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 QUIRE_NATIVE_LIBRARY=$$(ls $(CURDIR)/build/sanitize/site/$(NATIVE)/libquire_native.*) \
 		$(BIN)/python -m pytest --capture=sys tests/$(NATIVE:quire/%=%)
+
+gauntlet: $(STAMP)  ## measure each promise of reliability and security: ROWS=R1,R9 SOAK=24h QUICK=1
+	@$(BIN)/python -m tests.gauntlet $(if $(ROWS),--rows $(ROWS)) $(if $(SOAK),--soak $(SOAK)) $(if $(QUICK),--quick)
 
 clients: $(STAMP)  ## run third-party clients, each in its own environment, with the real server: CLIENTS="llm litellm"
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)

@@ -1,0 +1,1 @@
+"""The gauntlet: every promise of reliability and security as a measured figure, in one command (`make gauntlet`)."""

@@ -1,0 +1,193 @@
+"""Runs the gauntlet and prints its table: `python -m tests.gauntlet`, `--rows R1,R9`, `--quick`, `--soak 24h`.
+
+Each row runs in its own process with a limit of time, so that a row that hangs fails and the others still run.
+Exits with 1 if a row fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from tests.gauntlet.figures import Figure, Gauntlet, Result, Row, show
+from tests.gauntlet.rows import ROWS
+
+ROOT = Path(__file__).parents[2]
+DEFAULT_REPORT = ROOT / "build" / "gauntlet.json"
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Parse `600`, `90s`, `30m` or `24h`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration like 600, 90s, 30m or 24h")
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
+def choose(text: str | None, *, is_quick: bool) -> list[Row]:
+    if text is None:
+        return [row for row in ROWS if row.is_quick or not is_quick]
+    known = {row.number.lower(): row for row in ROWS}
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise SystemExit(f"--rows {text!r}: the rows are {', '.join(row.number for row in ROWS)}")
+    return [known[name] for name in names]
+
+
+def measure(row: Row, gauntlet: Gauntlet) -> Result:
+    """Run a row in this process."""
+    begin = time.monotonic()
+    figures: Sequence[Figure] = ()
+    problem = ""
+    try:
+        figures = row.run(gauntlet)
+        if not figures:
+            problem = "measured nothing"
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}"[:2000] or type(error).__name__
+    return Result(row.number, row.title, tuple(figures), time.monotonic() - begin, problem)
+
+
+def run_apart(row: Row, options: argparse.Namespace) -> Result:
+    """Run a row in a process group of its own, and end all of it after the row's limit."""
+    limit_s = row.limit_s + options.soak
+    with tempfile.TemporaryDirectory(prefix="gauntlet-", ignore_cleanup_errors=True) as folder:
+        report = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "tests.gauntlet", "--inside", row.number, "--report", str(report)]
+        command += ["--soak", f"{options.soak}s", "--model", options.model, *(["--quick"] if options.quick else [])]
+        begin = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env={**os.environ, "TMPDIR": folder})
+        try:
+            process.wait(limit_s)
+            problem = f"its process ended with status {process.returncode} and left no result"
+        except subprocess.TimeoutExpired:
+            problem = f"not done after its limit of {limit_s:.0f} s"
+        finally:
+            _end_group(process)
+        if report.exists():
+            return msgspec.json.decode(report.read_bytes(), type=Result)
+        return Result(row.number, row.title, (), time.monotonic() - begin, problem)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+
+
+def table(results: Sequence[Result], *, is_quick: bool) -> str:
+    lines = ["| row | promise | figure | bar | measured | held |", "| --- | --- | --- | --- | --- | --- |"]
+    for result in results:
+        title = result.title
+        if result.problem:
+            lines.append(f"| {result.number} | {title} | not measured: {_cell(result.problem)} | | | **no** |")
+            title = ""
+        for figure in result.figures:
+            is_held = figure.is_held(is_quick=is_quick)
+            held = "" if not figure.bar else ("not judged" if is_quick and figure.is_timed else "yes")
+            cells = (result.number, title, figure.name, figure.bar, show(figure.value, figure.unit))
+            lines.append(f"| {' | '.join(cells)} | {held if is_held else '**no**'} |")
+            title = ""
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())[:200]
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()}, {os.cpu_count()} cores{', ' + names[0] if names else ''}"
+
+
+def write_report(path: Path, results: Sequence[Result], options: argparse.Namespace) -> None:
+    rows = [
+        {**asdict(result), "is_held": result.is_held(is_quick=options.quick)}
+        | {"figures": [asdict(f) | {"is_held": f.is_held(is_quick=options.quick)} for f in result.figures]}
+        for result in results
+    ]
+    about = {"machine": machine(), "python": platform.python_version(), "is_quick": options.quick}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "soak_s": options.soak, "rows": rows}, indent=1) + "\n")
+
+
+def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
+    results: list[Result] = []
+    begin = time.monotonic()
+    for row in rows:
+        print(f"{row.number} ({len(results) + 1} of {len(rows)}): {row.title}", flush=True)
+        result = run_apart(row, options)
+        results.append(result)
+        held = "held" if result.is_held(is_quick=options.quick) else "NOT HELD"
+        print(f"  {held} in {result.seconds:.0f} s {result.problem}".rstrip(), flush=True)
+        write_report(options.report, results, options)  # a run that is interrupted leaves what it measured
+    failed = [result.number for result in results if not result.is_held(is_quick=options.quick)]
+    print(f"\n{machine()}\n\n{table(results, is_quick=options.quick)}\n")
+    verdict = f"not held: {', '.join(failed)}" if failed else "all rows hold"
+    print(
+        f"{len(results)} rows in {(time.monotonic() - begin) / 60:.0f} minutes, {verdict}; written to {options.report}"
+    )
+    return 1 if failed else 0
+
+
+def run_inside(row: Row, options: argparse.Namespace) -> int:
+    folder = Path(tempfile.mkdtemp(prefix=f"{row.number}-"))
+
+    def say(text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    gauntlet = Gauntlet(folder, is_quick=options.quick, soak_s=options.soak, model=options.model, say=say)
+    try:
+        result = measure(row, gauntlet)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    options.report.write_bytes(msgspec.json.encode(result))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gauntlet", description=__doc__)
+    parser.add_argument("--rows", help="only these, like R1,R9")
+    parser.add_argument("--quick", action="store_true", help="small counts; figures of time are not judged")
+    parser.add_argument("--soak", type=parse_seconds, default=None, help="duration of the soak, like 30m or 24h")
+    parser.add_argument("--model", default=Gauntlet.model, help="the real model")
+    parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the JSON file to write")
+    parser.add_argument("--list", action="store_true", help="print the rows and exit")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)  # the row that this process runs
+    options = parser.parse_args()
+    if options.soak is None:
+        options.soak = 10.0 if options.quick else Gauntlet.soak_s
+    if options.list:
+        for row in ROWS:
+            print(f"{row.number:5} {row.title}")
+        return 0
+    if options.inside:
+        return run_inside(choose(options.inside, is_quick=False)[0], options)
+    return run_all(choose(options.rows, is_quick=options.quick), options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

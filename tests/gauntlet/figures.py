@@ -1,0 +1,99 @@
+"""Rows of the gauntlet and the figures that they measure."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from quire.weights.hub import DEFAULT_MODEL
+from tests.tiny import write_tiny_model
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number and its bar. A figure without a bar is only reported."""
+
+    name: str
+    value: float
+    unit: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
+    is_timed: bool = (
+        False  # depends on the speed of the machine: the quick run, a part of `make test`, does not judge it
+    )
+
+    def is_held(self, *, is_quick: bool) -> bool:
+        if is_quick and self.is_timed:
+            return True
+        is_low = self.at_most is None or self.value <= self.at_most
+        return is_low and (self.at_least is None or self.value >= self.at_least)
+
+    @property
+    def bar(self) -> str:
+        if self.at_most is not None and self.at_most == self.at_least:
+            return show(self.at_most, self.unit)
+        low = "" if self.at_least is None else f"≥ {show(self.at_least, self.unit)}"
+        high = "" if self.at_most is None else f"≤ {show(self.at_most, self.unit)}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+def exactly(name: str, value: float, expected: float = 0, unit: str = "") -> Figure:
+    return Figure(name, value, unit, at_most=expected, at_least=expected)
+
+
+def show(value: float, unit: str) -> str:
+    number = f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+    return f"{number} {unit}".strip()
+
+
+@dataclass
+class Gauntlet:
+    """What a row may use: models, a scratch folder, and the size of the run."""
+
+    folder: Path  # scratch, one per row
+    is_quick: bool = False
+    soak_s: float = 600.0
+    model: str = DEFAULT_MODEL
+    seed: int = 28
+    say: Callable[[str], None] = print  # progress of long work, one line
+    begin_s: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def tiny(self) -> Path:
+        """A model with two layers of random weights, for the fake backend and for quick loads."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return write_tiny_model(self.folder / "tiny")
+
+    @cached_property
+    def random(self) -> random.Random:
+        return random.Random(self.seed)
+
+    def size(self, full: int, quick: int) -> int:
+        return quick if self.is_quick else full
+
+
+@dataclass(frozen=True)
+class Row:
+    """One promise. `run` measures its figures; an exception fails the row."""
+
+    number: str
+    title: str
+    run: Callable[[Gauntlet], Sequence[Figure]]
+    limit_s: float  # the row is ended and fails after this time; a full run takes less
+    is_quick: bool = True  # part of the quick run too
+
+
+@dataclass(frozen=True)
+class Result:
+    number: str
+    title: str
+    figures: tuple[Figure, ...]
+    seconds: float
+    problem: str = ""  # why the row could not be measured
+
+    def is_held(self, *, is_quick: bool) -> bool:
+        return not self.problem and all(figure.is_held(is_quick=is_quick) for figure in self.figures)

@@ -1,0 +1,7 @@
+"""All rows of the gauntlet, in the order of the table."""
+
+from __future__ import annotations
+
+from tests.gauntlet.figures import Row
+
+ROWS: tuple[Row, ...] = ()

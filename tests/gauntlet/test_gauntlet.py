@@ -1,0 +1,46 @@
+"""The shortened gauntlet: every row with small counts. Figures of time are not judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gauntlet.__main__ import measure
+from tests.gauntlet.figures import Figure, Gauntlet, Result, Row, exactly
+from tests.gauntlet.rows import ROWS
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.is_quick], ids=lambda row: row.number)
+def test_a_row_holds(row: Row, tmp_path: Path) -> None:
+    result = measure(row, Gauntlet(tmp_path, is_quick=True, soak_s=5.0))
+    assert not result.problem, result.problem
+    missed = [figure for figure in result.figures if not figure.is_held(is_quick=True)]
+    assert not missed, missed
+
+
+def test_numbers_are_unique() -> None:
+    assert len({row.number for row in ROWS}) == len(ROWS)
+
+
+def test_a_figure_is_judged_by_its_bar() -> None:
+    assert exactly("blocks", 0).is_held(is_quick=True)
+    assert not exactly("blocks", 1).is_held(is_quick=True)
+    late = Figure("wait", 3.0, "s", at_most=2.0, is_timed=True)
+    assert late.is_held(is_quick=True)
+    assert not late.is_held(is_quick=False)
+    assert not Figure("goodput", 80, "%", at_least=90).is_held(is_quick=False)
+    assert not Figure("nothing measured", float("nan"), at_most=1).is_held(is_quick=False)
+
+
+def test_a_row_that_raises_is_not_held(tmp_path: Path) -> None:
+    def broken(_: Gauntlet) -> list[Figure]:
+        raise ValueError("no server")
+
+    result = measure(Row("X1", "broken", broken, 1), Gauntlet(tmp_path))
+    assert result == Result("X1", "broken", (), result.seconds, "ValueError: no server")
+    assert not result.is_held(is_quick=False)
+
+
+def test_a_row_without_figures_is_not_held(tmp_path: Path) -> None:
+    assert not measure(Row("X2", "empty", lambda _: (), 1), Gauntlet(tmp_path)).is_held(is_quick=False)

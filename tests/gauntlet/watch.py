@@ -1,0 +1,86 @@
+"""What a server must return to after each fault: no held block, no open file, no thread and no process more."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from tests.gauntlet.figures import Figure, exactly
+from tests.server.rig import Server
+from tests.waiting import eventually
+
+
+@dataclass(frozen=True)
+class Base:
+    """Resources of a server and its children while it is idle."""
+
+    num_files: int
+    num_threads: int
+    num_processes: int
+    memory_bytes: int
+
+
+def family(server: Server) -> list[psutil.Process]:
+    process = psutil.Process(server.process.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def base_of(server: Server) -> Base:
+    num_files = num_threads = memory = 0
+    processes = family(server)
+    for process in processes:
+        with process.oneshot():
+            num_files += process.num_fds()
+            num_threads += process.num_threads()
+            memory += process.memory_info().rss
+    return Base(num_files, num_threads, len(processes), memory)
+
+
+def idle_base(server: Server) -> Base:
+    """The base of a server that holds no request."""
+    server.wait_free()
+    return base_of(server)
+
+
+def num_violations(server: Server) -> float:
+    """Invariants that the worker found broken, of all models."""
+    return sum_of(server, "quire:invariant_violations_total")
+
+
+def sum_of(server: Server, metric: str) -> float:
+    text = server.get("/metrics").body.decode()
+    return sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+
+
+def left_over(server: Server, base: Base, *, prefix: str = "", spare_files: int = 2) -> list[Figure]:
+    """Wait until the server is as before, and return what is left: blocks, files, threads, processes, violations.
+
+    A thread pool may keep threads that it started for the first load: take the base after some load.
+    """
+    stats = server.wait_free()
+
+    def is_back() -> bool:
+        now = base_of(server)
+        return now.num_files <= base.num_files + spare_files and now.num_threads <= base.num_threads
+
+    with contextlib.suppress(AssertionError, psutil.NoSuchProcess):  # the figures say what is left
+        eventually(is_back, "files and threads are back", 30)
+    now = base_of(server)
+    return [
+        exactly(f"{prefix}blocks held", stats["num_in_use"]),
+        Figure(f"{prefix}files left open", max(0, now.num_files - base.num_files), at_most=spare_files),
+        exactly(f"{prefix}threads left", max(0, now.num_threads - base.num_threads)),
+        exactly(f"{prefix}processes left", max(0, now.num_processes - base.num_processes)),
+        exactly(f"{prefix}invariant violations", num_violations(server)),
+    ]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that is not below this percentage of the values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
