@@ -287,10 +287,10 @@ def measure(sides: Sequence[Side], name: str, num_streams: int, rounds: int) -> 
     tasks = [WORKLOADS[name](number) for number in range(num_streams)]
     runs: list[list[Run]] = [[], []]
     for number in range(rounds + 1):  # the first round warms up
-        for side, found in zip(sides, runs, strict=True):
-            run = side.run(tasks)
+        for place in (0, 1) if number % 2 else (1, 0):  # the second of two runs may be slower
+            run = sides[place].run(tasks)
             if number:
-                found.append(run)
+                runs[place].append(run)
     plain, drafted = ([run.speed for run in found] for found in runs)
     ratios = [after / before for before, after in zip(plain, drafted, strict=True)]
     is_equal = all(one.tokens == other.tokens for one, other in zip(*runs, strict=True))
@@ -319,10 +319,11 @@ def main() -> None:
     parser.add_argument("--streams", default="1", help="numbers of streams, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="names of workloads, separated by commas")
+    parser.add_argument("--control", action="store_true", help="no drafts on either side: shows the noise")
     options = parser.parse_args()
     model = str(Path(options.model)) if Path(options.model).exists() else options.model
     settings = {"backend": options.backend, "device": options.device, "dtype": options.dtype, "num_blocks": 4000}
-    sides = [Side(model, has_drafts=has_drafts, **settings) for has_drafts in (False, True)]
+    sides = [Side(model, has_drafts=has_drafts, **settings) for has_drafts in (False, not options.control)]
     print(f"{sides[0].llm.engine.runner.facts()}")
     for name in options.only.split(","):
         for num_streams in map(int, options.streams.split(",")):

@@ -12,7 +12,6 @@ from quire.core.step import MemoryKind, MemoryRef, StepPlan, StepResult
 DEFAULT_MAX_SEQS = 64  # on a CPU
 DEFAULT_MAX_CHUNK = 512  # tokens per step from one prompt
 PRECISIONS = ("fast", "balanced", "exact")
-QUANTIZE_BITS = (4, 8)
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 # Batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed. For a slice with drafts, the masks

@@ -50,8 +50,13 @@ BackendOption = Annotated[
 ]
 PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
 QuantizeOption = Annotated[
-    int | None,
-    typer.Option(help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."),
+    str | None,
+    typer.Option(
+        "--quantize",
+        "--quantization",
+        help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."
+        " With torch also by name: int4, fp8.",
+    ),
 ]
 KvCacheDtypeOption = Annotated[
     str | None,
@@ -156,7 +161,7 @@ def engine_settings(
     *,
     backend: str | None,
     precision: str | None,
-    quantize: int | None,
+    quantize: str | None,
     kv_cache_dtype: str | None,
     dtype: str | None,
     device: str | None,

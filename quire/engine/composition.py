@@ -14,7 +14,6 @@ from types import ModuleType
 from quire.backends.base import (
     KV_CACHE_DTYPES,
     PRECISIONS,
-    QUANTIZE_BITS,
     BackendOptions,
     Capacity,
     Progress,
@@ -51,6 +50,7 @@ log = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda", "metal")
 QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
+QUANTIZE_NAMES = {"4": 4, "8": 8, "int4": 4, "fp8": 8}  # bits; the names are those of formats on a GPU
 FP8_KV = ("torch", "fake")  # backends that know `kv_cache_dtype`
 LIMITS = {
     "block_size": 1024,
@@ -98,7 +98,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"
-    quantize: int | None = None  # MLX and torch: quantise 16-bit weights to this many bits when they are loaded
+    quantize: int | str | None = None  # MLX and torch: quantise 16-bit weights when they are loaded; see QUANTIZE_NAMES
     kv_cache_dtype: str = "auto"  # torch: "fp8" stores keys and values in 8 bits
     load_format: str = "auto"
     threads: int | None = None
@@ -129,8 +129,8 @@ class EngineConfig:
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
         if self.precision not in PRECISIONS:
             raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
-        if self.quantize is not None and self.quantize not in QUANTIZE_BITS:
-            raise InvalidRequest(f"quantize = {self.quantize!r} is not 4 or 8")
+        if self.quantize is not None and str(self.quantize) not in QUANTIZE_NAMES:
+            raise InvalidRequest(f"quantize = {self.quantize!r} is not one of {', '.join(QUANTIZE_NAMES)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise InvalidRequest(f"kv_cache_dtype = {self.kv_cache_dtype!r} is not {' or '.join(KV_CACHE_DTYPES)}")
         if self.backend != "auto":
@@ -192,8 +192,13 @@ class EngineConfig:
             num_live_states=capacity.num_live_states,
         )
 
+    @property
+    def quantize_bits(self) -> int | None:
+        """Bits per weight, for weights that are quantised when they are loaded."""
+        return None if self.quantize is None else QUANTIZE_NAMES[str(self.quantize)]
+
     def backend_options(self) -> BackendOptions:
-        values = asdict(self)
+        values = {**asdict(self), "quantize": self.quantize_bits}
         return BackendOptions(**{field.name: values[field.name] for field in fields(BackendOptions)})
 
 
@@ -288,16 +293,25 @@ def make_bare_engine(runner: Runner, num_tokens: int) -> Engine:
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
-    if config.quantize is not None and (name := choose_backend(config, checkpoint.spec)) not in QUANTIZING:
-        raise InvalidRequest(
-            f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx and torch can"
-        )
+    _check_quantize(config, checkpoint.spec)
     _check_kv_cache_dtype(config, checkpoint.spec)
     backend = import_backend(config, checkpoint.spec)
     if notice := skip_notice(checkpoint.spec):
         log.warning("%s: %s", checkpoint.path.name, notice)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
     return runner
+
+
+def _check_quantize(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.quantize is None:
+        return
+    name = choose_backend(config, spec)
+    if name not in QUANTIZING:
+        raise InvalidRequest(
+            f"quantize = {config.quantize}: the {name} backend cannot quantise weights at load; mlx and torch can"
+        )
+    if name == "mlx" and config.quantize == "fp8":
+        raise InvalidRequest("quantize = fp8: the mlx backend quantises to integers of 4 or 8 bits")
 
 
 def _check_kv_cache_dtype(config: EngineConfig, spec: ModelSpec | None = None) -> None:

@@ -18,6 +18,8 @@ from quire.engine.structured.masks import GrammarMasks
 
 MIN_MATCH = 4  # tokens, where a few more rows cost almost nothing
 MIN_COSTLY_MATCH = 8  # where every row takes time
+NUM_MISSES = 16  # tokens in a row without a guess, after which only every (NUM_SKIPPED + 1)th token is looked up
+NUM_SKIPPED = 3  # a lookup takes 1 % of the step of a small model
 REACH = 4  # guessed tokens for each token that matches, where a few more rows cost almost nothing
 
 
@@ -29,7 +31,9 @@ class Predicted(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("drafter", "expected", "is_forced", "is_predicted", "predicted", "request")
+    __slots__ = (
+        *("drafter", "expected", "is_forced", "is_predicted", "num_misses", "num_to_skip", "predicted", "request"),
+    )
 
     def __init__(self, request: Request, drafter: Drafter) -> None:
         self.request = request
@@ -37,6 +41,7 @@ class _Entry:
         self.expected: int | None = None  # the token for which the request is held
         self.is_forced = self.is_predicted = False  # where the present draft comes from
         self.predicted: Predicted | None = None
+        self.num_misses = self.num_to_skip = 0  # tokens in a row without a guess; next ones without a lookup
 
 
 class Speculation:
@@ -49,6 +54,7 @@ class Speculation:
             self.is_on = False  # a state cannot be rolled back
         self._entries: dict[int, _Entry] = {}
         self._active: set[int] = set()  # ids of requests that have a draft or are held
+        self._num_running, self._allowed = 1, self._most(1)  # drafts per request that were allowed in the last step
 
     @property
     def has_active(self) -> bool:
@@ -95,11 +101,17 @@ class Speculation:
         self, request_ids: Iterable[int], num_running: int, cost: StepCost | None, masking: GrammarMasks
     ) -> None:
         """Make new drafts for requests whose last tokens have arrived."""
-        most = self._most(num_running)
+        if num_running != self._num_running:
+            self._num_running, self._allowed = num_running, self._most(num_running)
+        most = self._allowed
         if most < 1 and not self._active:  # in a large batch nothing is done for each token
             return
         for request_id in request_ids:
-            if (entry := self._entries.get(request_id)) is not None:
+            if (entry := self._entries.get(request_id)) is None:
+                continue
+            if entry.num_to_skip:
+                entry.num_to_skip -= 1
+            else:
                 self._update(entry, most, num_running, cost, masking)
 
     def _update(self, entry: _Entry, most: int, num_running: int, cost: StepCost | None, masking: GrammarMasks) -> None:
@@ -118,7 +130,11 @@ class Speculation:
         entry.is_forced, entry.is_predicted = bool(forced), guess.is_predicted
         draft: Sequence[int] = forced or guess.tokens
         if not draft:
+            entry.num_misses += 1
+            if entry.num_misses >= NUM_MISSES and not has_grammar:  # a grammar may force tokens at any place
+                entry.num_to_skip = NUM_SKIPPED
             return
+        entry.num_misses = 0
         if request.num_in_flight:  # the first guess is for the token in flight
             if len(draft) > MIN_DRAFTS:
                 request.is_held = True

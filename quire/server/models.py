@@ -156,8 +156,9 @@ class Model:
         engine = self.config.engine
         is_half = engine.backend in ("auto", "native", "mlx") or (engine.device != "cpu" and has_nvidia())
         element_bytes = HALF_BYTES if is_half and engine.dtype != "float32" else FP32_BYTES
-        if engine.quantize is not None and spec.quantization in PLAIN_BITS:  # with a scale and a bias for 64 weights
-            self._weight_bytes = int(self._weight_bytes * (engine.quantize + 0.5) / PLAIN_BITS[spec.quantization])
+        bits = engine.quantize_bits
+        if bits is not None and spec.quantization in PLAIN_BITS:  # with a scale and a bias for 64 weights
+            self._weight_bytes = int(self._weight_bytes * (bits + 0.5) / PLAIN_BITS[spec.quantization])
         self._token_bytes = float(KVSpec.of(spec, is_fp8=engine.kv_cache_dtype == "fp8").block_bytes(1, element_bytes))
 
     async def load(self, kv_bytes: int | None) -> int:

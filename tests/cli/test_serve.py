@@ -58,6 +58,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         ("--kv-cache-dtype", "fp8", "--backend", "native"),
         "--kv-cache-dtype = 'fp8': only the torch backend supports it, and the backend is native",
     ),
+    (("--quantization", "int3"), "--quantize = 'int3' is not one of 4, 8, int4, fp8"),
     (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
     (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
     (("--log-level", "loud"), "--log-level = 'loud' is not one of"),

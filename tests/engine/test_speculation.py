@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,9 +15,10 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fcfs
 from quire.core.request import PackedPrompt, SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.speculation import Drafter, Guess
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
-from quire.engine.speculation import Predicted
+from quire.engine.speculation import NUM_MISSES, NUM_SKIPPED, Predicted
 
 BLOCK_SIZE, VOCAB_SIZE = 4, 50
 
@@ -137,6 +139,34 @@ def test_a_wait_in_vain_is_a_failure_and_ends() -> None:
         assert not request.is_held
     assert held[:2] == [True, True]
     assert not held[-1]
+
+
+def test_text_that_repeats_nothing_is_looked_up_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(has_overlap=False)
+    engine.add(1, [1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=300))
+    entry = engine.speculation._entries[1]
+    looked_up: list[int] = []
+    guess = Drafter.guess
+
+    def counted(drafter: Drafter, tokens: array[int], num_prompt_tokens: int, most: int) -> Guess:
+        looked_up.append(len(tokens))
+        return guess(drafter, tokens, num_prompt_tokens, most)
+
+    monkeypatch.setattr(Drafter, "guess", counted)
+
+    def arrive(tokens: Sequence[int]) -> list[bool]:
+        found: list[bool] = []
+        for token in tokens:
+            entry.request.tokens.append(token)
+            engine.speculation.update([1], 1, None, engine._masking)
+            found.append(bool(entry.request.draft))
+        return found
+
+    assert not any(arrive(range(100, 180)))
+    assert len(looked_up) == NUM_MISSES + (80 - NUM_MISSES) // (NUM_SKIPPED + 1)
+    found = arrive([1, 2, 3, 4, 5, 6, 7])  # repeats the prompt: found a few tokens late
+    assert any(found[3:])
+    assert all(found[found.index(True) :])  # and then at every token
 
 
 def test_stop_tokens_and_limits_within_a_draft() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from quire.cli.serve import options_named
 from quire.cli.serve_models import list_models
-from quire.engine.composition import EngineConfig
+from quire.engine.composition import EngineConfig, make_runner
 from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
@@ -338,6 +338,7 @@ models:
         ("[{model: A, max_model_len: 1}]", "models[0].max_model_len = 1 is not a whole number of at least 2"),
         ("[{model: A, aliases: {x: y}}]", "models[0].aliases = {'x': 'y'} is not a list of names"),
         ("[{model: A, dtype: 16}]", "models[0].dtype = 16 is not text"),
+        ("[{model: A, quantize: 3}]", "models[0].quantize = 3 is not one of 4, 8, int4, fp8"),
         ("[{model: A, kv_cache_dtype: fp4}]", "models[0].kv_cache_dtype = 'fp4' is not auto or fp8"),
         ("[{model: A, kv_cache_dtype: fp8, backend: mlx}]", "models[0].kv_cache_dtype = 'fp8': only the torch backend"),
         ("[{model: A}, {model: B, name: A}]", "the name 'A' is used by A and B"),
@@ -488,3 +489,27 @@ def test_the_kv_cache_in_fp8_is_estimated(tiny_model: Path) -> None:
         found.append(asyncio.run(Model(config, SharedResources()).measure()).context_bytes)
     head_size = open_checkpoint(tiny_model).spec.attention.head_size
     assert found[0] * (head_size + 2) == found[1] * 4 * head_size  # fp32 on a CPU; a byte per number, two per scale
+
+
+def test_quantisation_at_load_is_named_by_bits_or_by_format(tiny_model: Path) -> None:
+    found = {}
+    for name in (4, "4", "int4", 8, "fp8"):
+        engine = EngineConfig(backend="torch", device="cpu", quantize=name)
+        assert engine.backend_options().quantize == engine.quantize_bits
+        config = ModelConfig(tiny_model, ("tiny",), engine=engine)
+        found[name] = asyncio.run(Model(config, SharedResources()).measure()).weight_bytes
+    assert found[4] == found["4"] == found["int4"] < found[8] == found["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "message"),
+    [
+        ("native", "fp8", "quantize = fp8: the native backend cannot quantise weights at load; mlx and torch can"),
+        ("mlx", "fp8", "quantize = fp8: the mlx backend quantises to integers of 4 or 8 bits"),
+    ],
+)
+def test_backends_refuse_quantisation_that_they_do_not_have(
+    tiny_model: Path, backend: str, name: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        make_runner(open_checkpoint(tiny_model), EngineConfig(backend=backend, quantize=name))
