@@ -81,8 +81,6 @@ class FusedPackedLinear(PackedLinear):
         """Return whether a product of so many rows decodes inside."""
         if is_fp8(self.packed):
             return is_graph and num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
-        if self.packed.format.has_half_zeros:  # decoding them inside tiles takes longer than before the product
-            return is_graph and has_row_product(num_rows, self.packed.format)
         return is_graph and num_rows <= TILED_ROWS
 
     def _unscaled(self, x: Inputs) -> Fp8Product | None:

@@ -1,10 +1,10 @@
 """Matrix products of few rows with packed weights, which are decoded in registers: a step reads fewer bytes.
 
-`_packed_rows` is for one or two input rows: as `_row_product`, a program reads a few whole rows of the matrix, with
-wide loads. Sixteen neighbouring codes of a row, which one thread loads, are summed before they are multiplied by their
-scale. `_packed_tiles` is for up to 64 rows: it multiplies the codes as bf16 or fp16, in which they are exact, with
-tensor cores. The scale of a group of at least a step's columns multiplies the sum, and that of a smaller group the
-codes. Zeros of fp16 are subtracted and multiplied by the scale in fp32; the weight is rounded once.
+`_packed_rows` is for one input row, and with 8-bit codes also for two: as `_row_product`, a program reads a few whole
+rows of the matrix, with wide loads. Sixteen neighbouring codes of a row, which one thread loads, are summed before they
+are multiplied by their scale. `_packed_tiles` is for up to 64 rows: it multiplies the codes as bf16 or fp16, in which
+they are exact, with tensor cores. The scale of a group of at least a step's columns multiplies the sum, and that of a
+smaller group the codes. Zeros of fp16 are subtracted and multiplied by the scale in fp32; the weight is rounded once.
 
 4-bit codes are in blocks of 32 weights: byte j holds weights j and j + 16 (`PackedWeight`). A tile of bytes is
 therefore two tiles of weights, each multiplied by its own tile of inputs.
@@ -31,10 +31,10 @@ from quire.weights.spec import Activation
 MAX_ROWS = 64  # of products in parts, and of those of FP8: more rows have FP8 tensor cores
 TILE_ROWS = (16, 32, 64, 128)
 ROW_COUNTS = (1, 2)  # of `packed_row_product`
-LONE_ROWS = 4  # rows up to which each row of a product with fractional zeros is multiplied alone: faster than tiles
 STEP = 128  # columns of a step of `_packed_tiles`
 SPLIT_OUTPUTS = 8192  # up to this number, products to the hidden size are in parts: there are too few tiles
 KINDS = {CodeType.FP8: 0, CodeType.INT8: 1, CodeType.INT4: 2, CodeType.FP4: 3}
+NIBBLES = (CodeType.INT4, CodeType.FP4)
 HAS_ASSEMBLER = not triton.knobs.runtime.interpret  # the interpreter has none
 
 _FP8 = tl.constexpr(0)  # see KINDS
@@ -247,22 +247,44 @@ def _paired_nibbles(codes, offset):
     """Return the low and high halves of bytes in bf16, plus offset - 128, two in each instruction."""
     low, high = tl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, v, one;
+        .reg .b32 a, v, one;
         mov.b32 one, 0x3F803F80;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
+        prmt.b32 a, $2, 0, 0x4140;
         lop3.b32 v, a, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, v, one, $5;
-        lop3.b32 v, b, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $1, v, one, $6;
+        fma.rn.bf16x2 $0, v, one, $3;
         shr.b32 a, a, 4;
-        shr.b32 b, b, 4;
         lop3.b32 v, a, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $2, v, one, $5;
-        lop3.b32 v, b, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $3, v, one, $6;
+        fma.rn.bf16x2 $1, v, one, $3;
         }""",
-        "=&r,=&r,=&r,=&r,r,r,r", [codes, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        "=&r,=&r,r,r", [codes, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _paired_e2m1(codes):
+    """Return the weights of the low and high halves of bytes in bf16, two in each instruction.
+
+    Moved to a bf16, a code is the weight / 2 ** 126.
+    """
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, v, sign, factor, nothing;
+        mov.b32 factor, 0x7E807E80;
+        mov.b32 nothing, 0x80008000;
+        prmt.b32 a, $2, 0, 0x4140;
+        shl.b32 sign, a, 12;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 v, a, 6;
+        lop3.b32 v, v, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $0, v, factor, nothing;
+        shl.b32 sign, a, 8;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 v, a, 2;
+        lop3.b32 v, v, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $1, v, factor, nothing;
+        }""",
+        "=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
     return low, high
 
@@ -280,6 +302,8 @@ def _decoded(codes, zero, dtype: tl.constexpr, KIND: tl.constexpr, R: tl.constex
     elif KIND == _INT4:
         less = 8.0 if zero is None else zero
         low, high = ((codes & 15).to(tl.float32) - less).to(dtype), ((codes >> 4).to(tl.float32) - less).to(dtype)
+    elif KIND == _FP4 and IN_PAIRS:
+        low, high = _paired_e2m1(codes)
     elif KIND == _FP4:
         wide = codes.to(tl.uint32)
         low, high = _e2m1(wide << 28).to(dtype), _e2m1(wide << 24).to(dtype)
@@ -316,15 +340,48 @@ def _with_minima(
 
 
 @triton.jit
+def _load_step(
+    at, row, column, AFTER: tl.constexpr, IN: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Load the scales or zeros [rows, BYTES / 16] of 128 columns, AFTER columns after the first of each chunk.
+
+    Where groups divide the step, those of a row are neighbours: the compiler copies them together, and ahead of time.
+    """
+    groups: tl.constexpr = IN // GROUP
+    chunk = tl.arange(0, BYTES // 16) * (2048 // BYTES) + AFTER
+    if IN % 128 == 0 and (GROUP % 128 == 0 or 128 % GROUP == 0):
+        group = column // GROUP + (tl.arange(0, BYTES // 16) if GROUP == 2048 // BYTES else chunk // GROUP)
+    else:
+        group = tl.minimum((column + chunk) // GROUP, groups - 1)  # columns past the end are masked elsewhere
+    return tl.load(at + (row // GROUP_ROWS)[:, None] * groups + group[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _load_group_of_step(
+    scales, zeros, row, group, groups, OUTPUTS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Load the scale and the zero [OUTPUTS] of a step if groups have 128 columns."""
+    scale, zero = tl.zeros((OUTPUTS,), tl.float32), tl.zeros((OUTPUTS,), tl.float32)
+    if GROUP == 128:
+        at = row // GROUP_ROWS * groups + group
+        scale += tl.load(scales + at)
+        if zeros is not None:
+            zero += tl.load(zeros + at).to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
 def _load_tile(
-    c_at, scales, zeros, row, column, is_in, dtype: tl.constexpr,
+    c_at, scales, zeros, zero, row, column, is_in, dtype: tl.constexpr,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
     KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Load and decode 128 columns from `column` on, multiplied by their scales if groups are smaller than that."""
+    """Load and decode 128 columns from `column` on, multiplied by their scales if groups are smaller than that.
+
+    `zero` [OUTPUTS] is the zero of these columns if groups have 128.
+    """
     per_byte: tl.constexpr = 128 // BYTES
-    groups: tl.constexpr = IN // GROUP if GROUP else 1
-    chunk = column + tl.arange(0, BYTES // 16) * (16 * per_byte)
     if IN % 128 == 0:
         codes = tl.load(c_at + column // per_byte)
     else:
@@ -334,20 +391,24 @@ def _load_tile(
     if zeros is not None and zeros.dtype.element_ty == tl.float16:
         scale = 1.0
         if is_small:
-            scale = _load_group(scales, row, chunk, GROUP, groups, GROUP_ROWS)
-        zero = _load_group(zeros, row, chunk, span, groups, GROUP_ROWS)
+            scale = _load_step(scales, row, column, 0, IN, BYTES, span, GROUP_ROWS)
+        zero = _load_step(zeros, row, column, 0, IN, BYTES, span, GROUP_ROWS)
         low, high = _with_minima(codes, scale, zero, KIND, OUTPUTS, BYTES, IN_PAIRS)
         low, high = low.to(dtype), high.to(dtype)
     else:
-        zero = None
-        if zeros is not None:
-            zero = _spread(_load_group(zeros, row, chunk, span, groups, GROUP_ROWS), OUTPUTS, BYTES)
-        low, high = _decoded(codes, zero, dtype, KIND, OUTPUTS, BYTES, IN_PAIRS)
+        less = None
+        if zeros is not None and GROUP == 128:
+            less = tl.broadcast_to(zero[:, None], (OUTPUTS, BYTES))
+        elif zeros is not None:
+            less = _spread(_load_step(zeros, row, column, 0, IN, BYTES, span, GROUP_ROWS), OUTPUTS, BYTES)
+        low, high = _decoded(codes, less, dtype, KIND, OUTPUTS, BYTES, IN_PAIRS)
         if is_small:
-            low *= _spread(_load_group(scales, row, chunk, GROUP, groups, GROUP_ROWS), OUTPUTS, BYTES).to(dtype)
+            scale = _load_step(scales, row, column, 0, IN, BYTES, span, GROUP_ROWS).to(dtype)
+            low *= _spread(scale, OUTPUTS, BYTES)
+            if KIND >= _INT4 and GROUP % 32 != 0:  # the halves of a chunk of bytes have scales of their own
+                scale = _load_step(scales, row, column, 16, IN, BYTES, span, GROUP_ROWS).to(dtype)
             if KIND >= _INT4:
-                later = _load_group(scales, row, chunk + 16, GROUP, groups, GROUP_ROWS)
-                high *= _spread(later, OUTPUTS, BYTES).to(dtype)
+                high *= _spread(scale, OUTPUTS, BYTES)
     return low, high
 
 
@@ -386,28 +447,26 @@ def _packed_tiles(
     c_at = codes + row[:, None].to(tl.int64) * (IN // per_byte) + byte[None, :]
     first = part * SPAN
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    scale = tl.zeros((OUTPUTS,), tl.float32)
-    s_at = scales + row // GROUP_ROWS * groups
-    if GROUP == 128:
-        scale += tl.load(s_at + first // 128)
+    scale, zero = _load_group_of_step(scales, zeros, row, first // 128, groups, OUTPUTS, GROUP_ROWS, GROUP)
     wait_for_inputs()
     for column in range(first, tl.minimum(first + SPAN, IN), 128):
         is_in = (column + place < IN)[None, :]
         a = _load_rows(x_at + column, is_row, is_in, is_whole)
         low, high = _load_tile(
-            c_at, scales, zeros, row, column, is_in, dtype, IN, OUTPUTS, step, KIND, GROUP_ROWS, GROUP, IN_PAIRS
+            c_at, scales, zeros, zero, row, column, is_in, dtype,
+            IN, OUTPUTS, step, KIND, GROUP_ROWS, GROUP, IN_PAIRS,
         )  # fmt: skip
-        if GROUP == 128:  # the scale of the next step is loaded early
-            following = tl.load(s_at + tl.minimum(column // 128 + 1, groups - 1)).to(tl.float32)
+        later = tl.minimum(column // 128 + 1, groups - 1)  # loaded early
+        next_scale, zero = _load_group_of_step(scales, zeros, row, later, groups, OUTPUTS, GROUP_ROWS, GROUP)
+        if GROUP == 128:
             product = tl.dot(low, a.T, input_precision="ieee")
         else:
-            following = scale
             product = tl.dot(low, a.T, total, input_precision="ieee")
         if per_byte == 2:
             a = _load_rows(x_at + 16 + column, is_row, is_in, is_whole)
             product = tl.dot(high, a.T, product, input_precision="ieee")
         total = total + product * scale[:, None] if GROUP == 128 else product
-        scale = following
+        scale = next_scale
     if GROUP == 0:
         total *= tl.load(scales + row // GROUP_ROWS)[:, None]
     _store_tile(total, t, row, strip, part, num_rows, bias, out, OUT, ROWS, OUTPUTS, IS_GATED, IS_SILU)
@@ -452,17 +511,22 @@ def row_strip(num_outputs: int, num_bytes: int) -> Strip:
 
 
 @cache
-def tile_shape(num_outputs: int, rows: int, *, is_split: bool, is_gated: bool) -> Tile:
-    """Return the tile with enough programs to fill the card. Measured in docs/performance.md."""
+def tile_shape(rows: int, type: CodeType, *, is_wide: bool) -> Tile:
+    """Return the tile with enough programs to fill the card: wide products have many. See docs/performance.md."""
+    has_nibbles = type in NIBBLES
+    if rows > 64:
+        return Tile(outputs=128, num_warps=8, num_stages=3)
     if rows > 32:
-        return Tile(outputs=128, num_warps=8, num_stages=3 if rows > 64 else 4)
-    is_wide = is_split or is_gated or num_outputs > 8192
-    return Tile(outputs=64 if is_wide else 32, num_warps=4, num_stages=5)
+        num_warps = 8 if is_wide and type is CodeType.FP8 else 4
+        return Tile(outputs=128 if is_wide or has_nibbles else 64, num_warps=num_warps, num_stages=3)
+    if has_nibbles:
+        return Tile(outputs=128 if is_wide else 64, num_warps=4, num_stages=3)
+    return Tile(outputs=64, num_warps=2, num_stages=3) if is_wide else Tile(outputs=32, num_warps=2, num_stages=4)
 
 
 def has_row_product(num_rows: int, format: PackedFormat) -> bool:
-    """Return whether `packed_row_product` computes so many rows."""
-    return num_rows <= LONE_ROWS if format.has_half_zeros else num_rows in ROW_COUNTS
+    """Return whether `packed_row_product` computes so many rows. Two rows of 4-bit codes take less time in a tile."""
+    return num_rows == 1 or (num_rows in ROW_COUNTS and format.type not in NIBBLES and not format.has_half_zeros)
 
 
 def packed_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -490,11 +554,6 @@ def _launch_rows(
 ) -> None:
     num_outputs, num_inputs = weight.shape
     format = weight.format
-    if format.has_half_zeros and len(x) > 1:  # with two rows at a time, the sums do not fit the registers
-        for row in range(len(x)):
-            one = slice(row, row + 1)
-            _launch_rows(x[one], weight, bias, out[one], activation=activation, strip=strip)
-        return
     strip = strip or row_strip(num_outputs, weight.codes.shape[1])
     _packed_rows[(-(-num_outputs // strip.outputs),)](
         x, weight.codes, weight.scales, weight.zeros, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x),
@@ -538,7 +597,8 @@ def _launch_tiles(
     num_rows, num_inputs = x.shape
     format = weight.format
     rows = next((size for size in TILE_ROWS if num_rows <= size), TILE_ROWS[-1])
-    tile = tile or tile_shape(len(weight), rows, is_split=num_parts > 1, is_gated=activation is not None)
+    is_wide = num_parts > 1 or activation is not None or len(weight) > 8192
+    tile = tile or tile_shape(rows, format.type, is_wide=is_wide)
     num_tiles = -(-num_rows // rows) * -(-len(weight) // tile.outputs)
     _packed_tiles[(num_tiles, num_parts)](
         x, weight.codes, weight.scales, weight.zeros, bias, out, num_rows, IN=num_inputs, OUT=len(weight), ROWS=rows,

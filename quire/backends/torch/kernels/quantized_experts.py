@@ -33,6 +33,7 @@ from quire.backends.torch.kernels.packed_linear import (
     _byte_values,
     _chunk_sums,
     _load_group,
+    _load_group_of_step,
     _load_tile,
     _wide_nibbles,
 )
@@ -184,13 +185,14 @@ def _load_rows(at, is_in, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_step(
-    total, first, second, scale, c_at, scales, zeros, row, column, is_in,
+    total, first, second, scale, zero, c_at, scales, zeros, row, column, is_in,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
     KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Add the product of 128 columns to the sums [OUTPUTS, ROWS]. 4-bit codes have two tiles of inputs."""
     low, high = _load_tile(
-        c_at, scales, zeros, row, column, is_in, first.dtype, IN, OUTPUTS, BYTES, KIND, GROUP_ROWS, GROUP, IN_PAIRS
+        c_at, scales, zeros, zero, row, column, is_in, first.dtype,
+        IN, OUTPUTS, BYTES, KIND, GROUP_ROWS, GROUP, IN_PAIRS,
     )  # fmt: skip
     if GROUP == 128:
         product = tl.dot(low, first.T, input_precision="ieee")
@@ -217,38 +219,35 @@ def _decoding_sums(
     x_at = x + source[:, None].to(tl.int64) * IN + place[None, :]
     c_at = codes + row[:, None] * (IN // per_byte) + byte[None, :]
     up_at = c_at + OUT * (IN // per_byte)
-    s_at = scales + row // GROUP_ROWS * groups
-    su_at = scales + (row + OUT) // GROUP_ROWS * groups
     total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
-    scale, up_scale = tl.zeros((OUTPUTS,), tl.float32), tl.zeros((OUTPUTS,), tl.float32)
-    if GROUP == 128:
-        scale += tl.load(s_at)
-        if IS_GATED:
-            up_scale += tl.load(su_at)
+    scale, zero = _load_group_of_step(scales, zeros, row, 0, groups, OUTPUTS, GROUP_ROWS, GROUP)
+    up_scale, up_zero = scale, zero
+    if IS_GATED:
+        up_scale, up_zero = _load_group_of_step(scales, zeros, row + OUT, 0, groups, OUTPUTS, GROUP_ROWS, GROUP)
     for column in range(0, IN, 128):
         is_in = (column + place < IN)[None, :]
         first = _load_rows(x_at + column, is_in, is_whole)
         second = _load_rows(x_at + 16 + column, is_in, is_whole) if per_byte == 2 else first
-        next_scale, next_up_scale = scale, up_scale
-        if GROUP == 128:  # the scales of the next step are loaded early
-            later = tl.minimum(column // 128 + 1, groups - 1)
-            next_scale = tl.load(s_at + later).to(tl.float32)
-            if IS_GATED:
-                next_up_scale = tl.load(su_at + later).to(tl.float32)
+        later = tl.minimum(column // 128 + 1, groups - 1)  # loaded early
+        next_scale, next_zero = _load_group_of_step(scales, zeros, row, later, groups, OUTPUTS, GROUP_ROWS, GROUP)
         total = _add_step(
-            total, first, second, scale, c_at, scales, zeros, row, column, is_in,
+            total, first, second, scale, zero, c_at, scales, zeros, row, column, is_in,
             IN, OUTPUTS, step, KIND, GROUP_ROWS, GROUP, IN_PAIRS,
         )  # fmt: skip
         if IS_GATED:
+            next_up_scale, next_up_zero = _load_group_of_step(
+                scales, zeros, row + OUT, later, groups, OUTPUTS, GROUP_ROWS, GROUP
+            )
             up = _add_step(
-                up, first, second, up_scale, up_at, scales, zeros, row + OUT, column, is_in,
+                up, first, second, up_scale, up_zero, up_at, scales, zeros, row + OUT, column, is_in,
                 IN, OUTPUTS, step, KIND, GROUP_ROWS, GROUP, IN_PAIRS,
             )  # fmt: skip
-        scale, up_scale = next_scale, next_up_scale
+            up_scale, up_zero = next_up_scale, next_up_zero
+        scale, zero = next_scale, next_zero
     if GROUP == 0:
-        total *= tl.load(s_at)[:, None]
+        total *= tl.load(scales + row // GROUP_ROWS)[:, None]
         if IS_GATED:
-            up *= tl.load(su_at)[:, None]
+            up *= tl.load(scales + (row + OUT) // GROUP_ROWS)[:, None]
     return total, up
 
 
