@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tests.gauntlet import theorems
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = ()
+ROWS: tuple[Row, ...] = (
+    *theorems.ROWS,
+)  # fmt: skip
