@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import theorems
+from tests.gauntlet import load, theorems
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = (
-    *theorems.ROWS,
-)  # fmt: skip
+
+def _place(row: Row) -> int:
+    return int(row.number[1:])
+
+
+ROWS: tuple[Row, ...] = tuple(
+    sorted(
+        (
+            *load.ROWS,
+            *theorems.ROWS,
+        ),
+        key=_place,
+    )
+)
