@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import load, theorems
+from tests.gauntlet import load, replicas, theorems
 from tests.gauntlet.figures import Row
 
 
@@ -14,6 +14,7 @@ ROWS: tuple[Row, ...] = tuple(
     sorted(
         (
             *load.ROWS,
+            *replicas.ROWS,
             *theorems.ROWS,
         ),
         key=_place,
