@@ -48,13 +48,12 @@ def disconnects(gauntlet: Gauntlet) -> list[Figure]:
     """Cancel in the simulator, then over HTTP: clients that disconnect at a random time in a random way."""
     figures = cancel_figures(gauntlet)
     # Few running requests, so that a queue forms, and small prefill chunks.
-    options = ("--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128")
-    options = (*options, "--max-queue", "2000")
-    with serving(str(gauntlet.tiny), *FAKE, "--device", "5ms", *options) as server:
+    few = ("--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128", "--max-queue", "2000")
+    with serving(str(gauntlet.tiny), *FAKE, "--device", "5ms", *few) as server:
         figures += _leave(gauntlet, server, gauntlet.size(20_000, 200), "disconnects, ")
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
-        with serving(gauntlet.model, *REAL, "--num-blocks", "400", *options) as server:
+        with serving(gauntlet.model, *REAL, "--num-blocks", "400", *few) as server:
             figures += _leave(gauntlet, server, 400, "real model, disconnects, ")
     return figures
 
@@ -221,8 +220,7 @@ def many_streams(gauntlet: Gauntlet) -> list[Figure]:
         figures = _stream_all(gauntlet, server, count, (60, 90), "")
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
-        options = ("--num-blocks", "1000", "--max-num-seqs", "100")
-        with serving(gauntlet.model, *REAL, *options) as server:
+        with serving(gauntlet.model, *REAL, "--num-blocks", "1000", "--max-num-seqs", "100") as server:
             figures += _stream_all(gauntlet, server, 100, (16, 24), "real model, ")
     return figures
 
@@ -232,8 +230,8 @@ def _stream_all(gauntlet: Gauntlet, server: Server, count: int, lengths: tuple[i
     for number in range(count):
         path = PATHS[number % len(PATHS)]
         body = body_for(path, f"Question {number}?", gauntlet.random.randint(*lengths), seed=number, temperature=1.0)
-        body |= {CHAT: {"logprobs": True}, COMPLETIONS: {"logprobs": 1}}.get(path, {})
         if path in (CHAT, COMPLETIONS):
+            body["logprobs"] = True if path == CHAT else 1
             body["stream_options"] = {"include_usage": True}
         requests.append((path, body))
     base = warm_base(server)

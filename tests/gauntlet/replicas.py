@@ -82,7 +82,7 @@ def kills(gauntlet: Gauntlet) -> list[Figure]:
         firsts = range(10, 10 + NUM_REQUESTS)
         whole = await asyncio.gather(*(client.generate(request(client, first, 40, 200)) for first in firsts))
         expected = [output.completions[0].token_ids for output in whole]
-        num_kills = gauntlet.size(12, 1)
+        num_kills = gauntlet.size(6, 1)
         for number in range(num_kills):
             await kill_one(direct, client, expected, f"r{number}", tally)
             if number == num_kills - 1:

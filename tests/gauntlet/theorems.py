@@ -120,7 +120,7 @@ def num_unfaithful(count: int) -> int:
 
 def state_machine(gauntlet: Gauntlet) -> list[Figure]:
     """Call the engine in any order, with faults of its backend, as hypothesis chooses."""
-    jobs = [(gauntlet.seed * 1_000 + number, gauntlet.size(250, 15), 100) for number in range(gauntlet.size(20, 1))]
+    jobs = [(gauntlet.seed * 1_000 + number, gauntlet.size(250, 15), 100) for number in range(gauntlet.size(8, 1))]
     num_examples = num_rules = 0
     failures = []
     for examples, rules, failure in in_parallel(gauntlet, run_machine, jobs, "examples of the state machine, in parts"):
@@ -148,7 +148,7 @@ def equality(gauntlet: Gauntlet) -> list[Figure]:
     num_prompts = len(jobs) * each
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
-        real = real_answers(resolve(gauntlet.model), 24, 12)
+        real = real_answers(resolve(gauntlet.model), 16, 12)
         outcomes += real
         num_prompts += real[0].num_prompts
     for difference in [difference for outcome in outcomes for difference in outcome.differences][:5]:
@@ -200,7 +200,7 @@ def _all_ways(rig: Rig, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> 
 
 def aging(gauntlet: Gauntlet) -> list[Figure]:
     """Load the scheduler with endless requests of high priority, and compare every wait with its stated bound."""
-    num_runs = gauntlet.size(400, 12)
+    num_runs = gauntlet.size(200, 6)
     jobs = [(kind, seed) for seed in range(num_runs // 2) for kind in ("fair", "aging")]
     results = list(in_parallel(gauntlet, wait_low, jobs, "contests of priorities"))
     return [
