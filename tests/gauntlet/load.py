@@ -20,7 +20,7 @@ from tests.gauntlet.theorems import cancel_figures
 from tests.gauntlet.watch import Base, family, idle_base, left_over, percentile, sum_of
 from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.server.rig import FAKE, Reply, Server, ask_async, serving
-from tests.server.test_chaos import Leaver, body_for, num_aborted, text_of, whole_text
+from tests.server.test_chaos import ENDLESS, Leaver, body_for, num_aborted, text_of, whole_text
 from tests.waiting import HANG_S, eventually, paused
 
 PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
@@ -364,6 +364,7 @@ def _time_disconnects(gauntlet: Gauntlet, server: Server, count: int, prefix: st
     waits_s: dict[bool, list[float]] = {True: [], False: []}
     aborted, steps_s, num_steps = num_aborted(server), *_steps(server)
     number = 0
+    seen_steps, most_steps = num_steps, 0.0
     with contextlib.closing(HTTPConnection(*server.address, timeout=HANG_S)) as watch:
         while number < count:
             size = min(gauntlet.random.randint(1, 8), count - number)
@@ -371,6 +372,8 @@ def _time_disconnects(gauntlet: Gauntlet, server: Server, count: int, prefix: st
             waited_s = _leave_together(server, watch, gauntlet.random, number, size, is_streaming=is_streaming)
             waits_s[is_streaming] += [waited_s] * size
             number += size
+            _, total = _steps(server)
+            seen_steps, most_steps = total, max(most_steps, total - seen_steps)
     now_s, now_steps = _steps(server)
     step_s = (now_s - steps_s) / max(1, now_steps - num_steps)
     return [
@@ -384,6 +387,8 @@ def _time_disconnects(gauntlet: Gauntlet, server: Server, count: int, prefix: st
             )
             for is_streaming, name in ((True, "streamed"), (False, "not streamed"))
         ),
+        # Unlike the time, it does not depend on the speed of the machine: a request that goes on makes all its steps.
+        Figure(f"{prefix}most steps until a group's blocks were free", most_steps, at_most=ENDLESS - 1),
         exactly(f"{prefix}requests not aborted", count - (num_aborted(server) - aborted)),
         *left_over(server, base, prefix=prefix),
     ]  # fmt: skip
@@ -395,7 +400,7 @@ def _leave_together(
     path = chance.choice(PATHS)
     socks = []
     for index in range(size):
-        body = body_for(path, f"{number + index} is a number.", 2_000, stream=is_streaming)
+        body = body_for(path, f"{number + index} is a number.", ENDLESS, stream=is_streaming)
         socks.append(server.send_request(body, path))
     eventually(lambda: _held(watch)["num_running"] == size, "all of them run")
     if is_streaming:
