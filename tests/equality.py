@@ -110,7 +110,7 @@ def compare_on_hits(rig: Rig, alone: Sequence[Alone]) -> Outcome:
 
 def nearly(tokens: Sequence[int]) -> list[int]:
     """These tokens, with a wrong one among every `WRONG_EACH`."""
-    return [token ^ 1 if place % WRONG_EACH == WRONG_EACH - 2 else token for place, token in enumerate(tokens)]
+    return [max(token - 1, 0) if place % WRONG_EACH == WRONG_EACH - 2 else token for place, token in enumerate(tokens)]
 
 
 def _answer_all(

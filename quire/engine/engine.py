@@ -119,6 +119,8 @@ class Engine:
         `prediction`: tokens that the answer is expected to contain.
         """
         prompt = self.check(prompt, sampling)
+        if prediction is not None:
+            self._check_vocabulary("prediction", prediction.largest)
         parent = None if parent_id is None else self._requests.get(parent_id)
         block_size = self.scheduler.cache.block_size
         points = {*choose_boundaries(boundaries), *(pin.num_tokens // block_size * block_size for pin in pins)}
@@ -427,8 +429,9 @@ class Engine:
             ("logit_bias", max(sampling.logit_bias, default=0)),
             ("stop_token_ids", max(sampling.stop_token_ids, default=0)),
         ):
-            if largest >= self.capacity.vocab_size:
-                raise InvalidRequest(
-                    f"{name}: token id {largest} is outside the vocabulary of {self.capacity.vocab_size}"
-                )
+            self._check_vocabulary(name, largest)
         return prompt
+
+    def _check_vocabulary(self, name: str, largest: int) -> None:
+        if largest >= self.capacity.vocab_size:
+            raise InvalidRequest(f"{name}: token id {largest} is outside the vocabulary of {self.capacity.vocab_size}")

@@ -19,6 +19,7 @@ from quire.core.speculation import Drafter, Guess
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.engine.speculation import NUM_MISSES, NUM_SKIPPED, Predicted
+from quire.errors import InvalidRequest
 
 BLOCK_SIZE, VOCAB_SIZE = 4, 50
 
@@ -71,6 +72,15 @@ def test_a_prediction_saves_steps_and_changes_nothing(has_overlap: bool, num_sta
     assert 0 < found.num_wrong < 15
     assert num_steps < 40
     assert engine.scheduler.num_accepted == found.num_right
+
+
+def test_a_prediction_outside_the_vocabulary_is_refused() -> None:
+    """A tokenizer may have more tokens than the model. As drafts, they would make the step of all requests fail."""
+    engine = make(has_overlap=False)
+    prediction = PackedPrompt.of([1, VOCAB_SIZE])
+    with pytest.raises(InvalidRequest, match="prediction: token id 50 is outside the vocabulary of 50"):
+        engine.add(1, [1, 2], SamplingParams(temperature=0, max_tokens=6), prediction=prediction)
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("has_overlap", [False, True])

@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from tests.gauntlet import load, replicas, theorems
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = ()
+
+def _place(row: Row) -> int:
+    return int(row.number[1:])
+
+
+ROWS: tuple[Row, ...] = tuple(
+    sorted(
+        (
+            *load.ROWS,
+            *replicas.ROWS,
+            *theorems.ROWS,
+        ),
+        key=_place,
+    )
+)

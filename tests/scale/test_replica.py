@@ -40,6 +40,7 @@ class Direct:
         self.chooser: Chooser | None = None
         self.on_accept: Callable[[], None] = lambda: None
         self.sent: list[ToWorker] = []
+        self.places: dict[int, str] = {}  # request id -> replica that it was sent to
         self.num_streams = 0
 
     def start(self, chooser: Chooser) -> None:
@@ -59,7 +60,9 @@ class Direct:
         found = self.replicas.get(replica)
         if found is None or found.error is not None:
             raise ReplicaGone(f"replica {replica} is gone")
-        self.sent += map(to_worker.decode, frames)
+        messages = [to_worker.decode(frame) for frame in frames]
+        self.sent += messages
+        self.places |= {number: replica for one in messages if isinstance(one, Add) for number in one.request_ids}
         found.take(self.front, frames)
 
     def messages(self, replica: str) -> Batches:
@@ -77,20 +80,29 @@ class Direct:
 
 
 async def make_replica(
-    name: str, path: Path, ended: list[str] | None = None, hang_limit_s: float = HANG_LIMIT_S
+    name: str,
+    path: Path,
+    ended: list[str] | None = None,
+    hang_limit_s: float = HANG_LIMIT_S,
+    config: EngineConfig = CONFIG,
 ) -> Replica:
     replica = Replica(name, (ended if ended is not None else []).append, hang_limit_s)
-    await replica.start(path, CONFIG, b"0123456789abcdef")
+    await replica.start(path, config, b"0123456789abcdef")
     return replica
 
 
-def run(path: Path, work: Callable[[Direct, ClusterClient], Awaitable[None]], num_replicas: int = 2) -> None:
+def run(
+    path: Path,
+    work: Callable[[Direct, ClusterClient], Awaitable[None]],
+    num_replicas: int = 2,
+    config: EngineConfig = CONFIG,
+) -> None:
     async def main() -> None:
         direct = Direct()
         for number in range(num_replicas):
-            direct.replicas[f"r{number}"] = await make_replica(f"r{number}", path)
+            direct.replicas[f"r{number}"] = await make_replica(f"r{number}", path, config=config)
         text = ModelText.open(path, "m", "auto", None)
-        client = ClusterClient(text, CONFIG, direct, ids=ids_of(FRONT))
+        client = ClusterClient(text, config, direct, ids=ids_of(FRONT))
         try:
             await client.start()
             while len(client.replicas) < num_replicas:

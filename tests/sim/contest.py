@@ -1,4 +1,4 @@
-"""Permanent overload of the fair policy: tiers and tenants that always have waiting requests, generated from a seed.
+"""Permanent overload: tiers and tenants that always have waiting requests, generated from a seed.
 
 There is no runner: every answer has its maximum length, and all tokens are 1. The tests check how many tokens each tier
 and tenant gets.
@@ -14,7 +14,7 @@ from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.kv_cache import KVCacheManager
 from quire.core.ledger import UNITS, StepCost
-from quire.core.policy import Fair
+from quire.core.policy import NS_PER_S, Aging, Fair
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
@@ -43,18 +43,20 @@ class Arrival:
 
 
 class Contest:
-    def __init__(self, seed: int, loads: list[Load]) -> None:
+    def __init__(self, seed: int, loads: list[Load], patience_s: float | None = None) -> None:
+        """`patience_s`: of the aging policy, which then replaces the fair one."""
         self.random = random = Random(seed)
         self.loads = loads
         self.fair = Fair()
         self.fair.ledger.cost = random.choice(COSTS)
+        self.aging = None if patience_s is None else Aging(patience_s)
         self.max_num_seqs = random.choice((1, 2, 4, 8, 16))
         self.max_num_batched_tokens = self.max_num_seqs + random.choice((4, 16, 64))
         longest = MAX_PROMPT + MAX_ANSWER
         num_blocks = 1 + self.max_num_seqs * -(-longest // 4) * random.choice((1, 2))
         self.scheduler = Scheduler(
             KVCacheManager(num_blocks + 2 * self.max_num_seqs, 4, observe=self._observe),
-            self.fair,
+            self.aging or self.fair,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=random.choice((4, 16, 64)),
@@ -114,6 +116,36 @@ class Contest:
         if self.num_steps % 50 == 0:
             check_scheduler(self.scheduler)
         return plan
+
+    def wait_ratios(self, priority: Priority) -> list[float]:
+        """Waits of a tier's requests under the fair policy, in tokens of all tiers, as a part of their bounds."""
+        total, own = sum(self.served.values()), self.served[priority]
+        waits = [(one.request, one.total, one.own) for one in self.started]
+        waits += [(one.request, total - one.total, own - one.own) for one in self.arrivals.values()]
+        ledger, drain_tokens, step_tokens = self.fair.ledger, self.drain_tokens, self.max_num_batched_tokens
+        return [
+            waited / ledger.service_bound(priority, ahead + len(request.tokens), drain_tokens, step_tokens)
+            for request, waited, ahead in waits
+            if request.priority is priority
+        ]
+
+    def overtaken_ratios(self, priority: Priority) -> list[float]:
+        """How much later than a tier's request the last one came that started before it, as a part of the bound.
+
+        Under the aging policy. The bound is the window in which requests of a higher tier may overtake it.
+        """
+        assert self.aging is not None
+        latest: dict[Priority, int] = {}  # arrival of requests that have started
+        ratios = []
+        for one in (*self.started, *self.arrivals.values()):
+            request = one.request
+            if request.priority is priority:
+                windows_ns = {p: self.aging.overtake_window_s(priority, p) * NS_PER_S for p in latest}
+                later = [(at - request.arrived_ns) / windows_ns[p] for p, at in latest.items()]
+                ratios.append(max([0.0, *later]))
+            elif request.request_id not in self.arrivals:
+                latest[request.priority] = max(latest.get(request.priority, 0), request.arrived_ns)
+        return ratios
 
     def lag(self, priority: Priority) -> float:
         """Number of tokens by which a tier is below its guaranteed share."""

@@ -1,0 +1,254 @@
+"""Rows about the core and the engine: cancels, worlds, the state machine, equal answers, bounds on waiting."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+from quire.core.check import check_scheduler
+from quire.core.request import Priority
+from quire.engine.model_text import ModelText
+from quire.weights.hub import resolve
+from tests.backends.torch.rig import Rig
+from tests.engine.machine import run_machine
+from tests.equality import CONDITIONS, Outcome, answer_alone, compare, compare_on_hits, make_prompts
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.sim.cancels import run_storm
+from tests.sim.contest import Contest, Load
+from tests.sim.runs import Failure, run_world
+from tests.sim.world import FIRST_DRAFTING, FIRST_HYBRID, FIRST_TIERED, World
+
+J = TypeVar("J")
+R = TypeVar("R")
+HIGH, NORMAL, LOW = Priority
+MAX_STEPS = 5_000  # of a contest in which no low request starts
+
+
+def in_parallel(gauntlet: Gauntlet, run: Callable[[J], R], jobs: Sequence[J], what: str) -> Iterator[R]:
+    """Run jobs on all cores; the quick run, which shares the machine with other tests, in this process."""
+    if gauntlet.is_quick:
+        yield from map(run, jobs)
+        return
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), mp_context=get_context("spawn")) as pool:
+        for number, result in enumerate(pool.map(run, jobs), 1):
+            if number % max(1, len(jobs) // 5) == 0:
+                gauntlet.say(f"{what}: {number:,} of {len(jobs):,}")
+            yield result
+
+
+# R1, the part in the simulator
+
+
+def cancel_figures(gauntlet: Gauntlet) -> list[Figure]:
+    """Cancel requests at every moment of their lives, in pools of all kinds."""
+    each = gauntlet.size(2_000, 500)
+    num_storms = gauntlet.size(500, 4)
+    seeds = [number if number % 4 else FIRST_HYBRID + number for number in range(num_storms)]
+    counts: Counter[str] = Counter()
+    failures = []
+    for outcome in in_parallel(gauntlet, run_storm, [(seed, each) for seed in seeds], "storms of cancels"):
+        if isinstance(outcome, str):
+            gauntlet.say(outcome)
+            failures.append(outcome)
+        else:
+            counts.update(outcome)
+    places = ("in the queue", "in the prompt", "in the answer", "with a step in flight", "after the end")
+    return [
+        Figure("simulated cancels", counts["cancels"], at_least=num_storms * each),
+        *(Figure(f"simulated cancels {place}", counts[place], at_least=1) for place in places),
+        exactly("blocks, window blocks and states leaked in the simulator", counts["leaked"]),
+        exactly("simulated runs that failed", len(failures)),
+    ]
+
+
+# R2
+
+
+def worlds(gauntlet: Gauntlet) -> list[Figure]:
+    """Run worlds of all kinds, with every invariant checked after every event."""
+    kinds = ((0, 2_700, 8), (FIRST_DRAFTING, 260, 2), (FIRST_TIERED, 60, 2), (FIRST_HYBRID, 16, 1))
+    seeds = [first + number for first, full, quick in kinds for number in range(gauntlet.size(full, quick))]
+    counts: Counter[str] = Counter()
+    failures: list[Failure] = []
+    for outcome in in_parallel(gauntlet, run_world, seeds, "worlds"):
+        if isinstance(outcome, Failure):
+            gauntlet.say(str(outcome))
+            failures.append(outcome)
+        else:
+            counts.update(outcome)
+    return [
+        Figure("events with all invariants checked", counts["events"], at_least=gauntlet.size(2_000_000, 5_000)),
+        Figure("requests in them", counts["requests"]),
+        Figure("preemptions in them", counts["preemptions"], at_least=1),
+        exactly("violations", len(failures)),
+        exactly("failures that do not replay from their seed", num_unfaithful(gauntlet.size(20, 3))),
+    ]
+
+
+def num_unfaithful(count: int) -> int:
+    """Break the check of worlds at an event, and count the seeds whose failure is not the same when run again."""
+    whole = World._check_memory
+
+    def broken(self: World) -> None:
+        if len(self.seen[""]) > 20:  # a state, not a number of events: it must come about again
+            raise AssertionError(f"{self.num_events} {sorted(self.seen[''])} {self.books}")
+        whole(self)
+
+    World._check_memory = broken  # type: ignore[method-assign]
+    try:
+        found = [(run_world(seed), run_world(seed)) for seed in range(count)]
+    finally:
+        World._check_memory = whole  # type: ignore[method-assign]
+    failed = [(one, again) for one, again in found if isinstance(one, Failure)]
+    assert failed, "the broken check was not reached"
+    return sum(
+        not isinstance(again, Failure) or (again.seed, again.event) != (one.seed, one.event)
+        or again.details.splitlines()[-1] != one.details.splitlines()[-1]
+        for one, again in failed
+    )  # fmt: skip
+
+
+# R3
+
+
+def state_machine(gauntlet: Gauntlet) -> list[Figure]:
+    """Call the engine in any order, with faults of its backend, as hypothesis chooses."""
+    jobs = [(gauntlet.seed * 1_000 + number, gauntlet.size(250, 15), 100) for number in range(gauntlet.size(8, 1))]
+    num_examples = num_rules = 0
+    failures = []
+    for examples, rules, failure in in_parallel(gauntlet, run_machine, jobs, "examples of the state machine, in parts"):
+        num_examples, num_rules = num_examples + examples, num_rules + rules
+        if failure:
+            gauntlet.say(failure)
+            failures.append(failure)
+    return [
+        Figure("examples of up to 100 calls", num_examples, at_least=sum(job[1] for job in jobs)),
+        Figure("calls, with all invariants checked after each", num_rules, at_least=num_examples),
+        exactly("examples that failed", len(failures)),
+    ]
+
+
+# R4
+
+
+def equality(gauntlet: Gauntlet) -> list[Figure]:
+    """Answer prompts alone without a cache, then again under every condition, and compare the tokens."""
+    each = gauntlet.size(250, 20)
+    jobs = [(gauntlet.tiny, gauntlet.seed + number, each, 8) for number in range(gauntlet.size(40, 1))]
+    outcomes: list[Outcome] = []
+    for part in in_parallel(gauntlet, equal_answers, jobs, "prompts of the tiny model, in parts"):
+        outcomes += part
+    num_prompts = len(jobs) * each
+    if not gauntlet.is_quick:
+        gauntlet.say("the real model")
+        real = real_answers(resolve(gauntlet.model), 16, 12)
+        outcomes += real
+        num_prompts += real[0].num_prompts
+    for difference in [difference for outcome in outcomes for difference in outcome.differences][:5]:
+        gauntlet.say(difference)
+    return [
+        Figure("prompts, each answered alone and in 7 other ways", num_prompts, at_least=gauntlet.size(10_000, 20)),
+        Figure("tokens compared", sum(outcome.num_tokens for outcome in outcomes)),
+        Figure("tokens found in the cache", sum(outcome.num_cached_tokens for outcome in outcomes), at_least=1),
+        Figure("preemptions", sum(outcome.num_preemptions for outcome in outcomes), at_least=1),
+        Figure("draft tokens accepted", sum(outcome.num_accepted for outcome in outcomes), at_least=1),
+        exactly("answers with a differing token", sum(len(one.differences) + len(one.near_ties) for one in outcomes)),
+    ]
+
+
+def equal_answers(job: tuple[Path, int, int, int]) -> list[Outcome]:
+    """Compare answers to prompts that share prefixes. Runs in its own process."""
+    path, seed, count, num_tokens = job
+    chance = random.Random(seed)
+    rig = Rig(path, backend="native", num_blocks=700, max_num_seqs=16, max_waiting=10_000, threads=1)
+    try:
+        words = range(3, rig.vocab_size)
+        heads = [chance.choices(words, k=90) for _ in range(12)]
+        prompts = [
+            (*chance.choice(heads)[: chance.choice((0, 32, chance.randint(1, 90)))], *chance.choices(words, k=length))
+            for length in (chance.randint(1, 24) for _ in range(count))
+        ]
+        return _all_ways(rig, prompts, num_tokens)
+    finally:
+        rig.engine.close()
+
+
+def real_answers(path: Path, count: int, num_tokens: int) -> list[Outcome]:
+    text = ModelText.open(path)
+    rig = Rig(path, backend="native", num_blocks=400, max_num_seqs=16, max_waiting=10_000, threads=None)
+    try:
+        return _all_ways(rig, make_prompts(text, count), num_tokens)
+    finally:
+        rig.engine.close()
+        text.close()
+
+
+def _all_ways(rig: Rig, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[Outcome]:
+    alone = answer_alone(rig, prompts, lambda _: None, num_tokens)
+    return [*(compare(rig, alone, name, lambda _: None) for name in CONDITIONS), compare_on_hits(rig, alone)]
+
+
+# R8
+
+
+def aging(gauntlet: Gauntlet) -> list[Figure]:
+    """Load the scheduler with endless requests of high priority, and compare every wait with its stated bound."""
+    num_runs = gauntlet.size(200, 6)
+    jobs = [(kind, seed) for seed in range(num_runs // 2) for kind in ("fair", "aging")]
+    results = list(in_parallel(gauntlet, wait_low, jobs, "contests of priorities"))
+    return [
+        Figure("runs with endless requests of high priority", len(results), at_least=num_runs),
+        Figure("low requests in them", sum(result[0] for result in results), at_least=num_runs),
+        exactly("runs in which a low request waited longer than its bound", sum(result[1] > 0 for result in results)),
+        exactly("runs in which no low request started", sum(result[2] == 0 for result in results)),
+        Figure("longest wait", 100 * max(result[3] for result in results), "% of its bound", at_most=100),
+    ]
+
+
+def wait_low(job: tuple[str, int]) -> tuple[int, int, int, float]:
+    """Run a contest. Returns the number of low requests, of late ones, of started ones, and the longest wait.
+
+    fair: the bound is the tokens computed for all tiers. aging: every request of high priority that starts before a
+    low one arrived at most `overtake_window_s` after it.
+    """
+    policy, seed = job
+    chance = random.Random(seed)
+    loads = [Load(HIGH, num_waiting=40), Load(LOW, num_waiting=chance.choice((1, 3)))]
+    loads += [Load(NORMAL, num_waiting=chance.choice((3, 40)))] if chance.random() < 0.5 else []
+    contest = Contest(seed, loads, patience_s=chance.choice((0.02, 0.1)) if policy == "aging" else None)
+    while contest.num_steps < 300 or (
+        contest.num_steps < MAX_STEPS and not any(one.request.priority is LOW for one in contest.started)
+    ):
+        contest.step()
+    check_scheduler(contest.scheduler)
+    ratios = contest.overtaken_ratios(LOW) if policy == "aging" else contest.wait_ratios(LOW)
+    num_started = sum(one.request.priority is LOW for one in contest.started)
+    return len(ratios), sum(ratio > 1 for ratio in ratios), num_started, max(ratios)
+
+
+def _quietly(run: Callable[[Gauntlet], list[Figure]]) -> Callable[[Gauntlet], list[Figure]]:
+    """Without the log of the faults that a row injects."""
+
+    def quiet(gauntlet: Gauntlet) -> list[Figure]:
+        logging.disable(logging.CRITICAL)
+        try:
+            return run(gauntlet)
+        finally:
+            logging.disable(logging.NOTSET)
+
+    return quiet
+
+
+ROWS = (
+    Row("R2", "Every invariant holds after every event of the simulator", worlds, 1_200),
+    Row("R3", "Any order of engine calls and backend faults keeps every invariant", _quietly(state_machine), 900),
+    Row("R4", "Cache, chunks, preemption, batches and drafts change no token", equality, 900),
+    Row("R8", "A low request waits at most its bound under endless high load", aging, 300),
+)
