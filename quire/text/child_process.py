@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ ENVIRONMENT = (
 )  # fmt: skip
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 END_LIMIT_S = 5.0
+STOPPED_LIMIT_S = 5.0  # a process that was stopped for this long is not continued by whoever stopped it
+LOOK_S = 0.5  # interval of looks whether it is stopped
 
 
 class NoAnswer(Exception):
@@ -42,6 +45,10 @@ class Died(NoAnswer):
     def __init__(self, returncode: int | None) -> None:
         super().__init__("ended its process: it used too much memory or time")
         self.returncode = returncode
+
+
+class Interrupted(NoAnswer):
+    """Another process stopped or killed the child. Its input is not to blame: the caller may try once more."""
 
 
 class Child:
@@ -102,14 +109,20 @@ def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) ->
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + limit_s
+    running_s = time.monotonic()  # when it was last seen not stopped
     unsent, received = memoryview(order), bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
         while not received.endswith(b"\n"):
-            ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+            ready = selector.select(max(0.0, min(deadline_s - time.monotonic(), LOOK_S)))
             if not ready:
-                raise TooSlow(f"did not finish within {limit_s:g} s")
+                if time.monotonic() >= deadline_s:
+                    raise TooSlow(f"did not finish within {limit_s:g} s")
+                if not _is_stopped(process):
+                    running_s = time.monotonic()
+                elif time.monotonic() - running_s > STOPPED_LIMIT_S:
+                    raise Interrupted(f"was stopped for {STOPPED_LIMIT_S:g} s")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     unsent = _send(process, unsent)
@@ -134,9 +147,19 @@ def _send(process: subprocess.Popen[bytes], data: memoryview) -> memoryview:
         raise _died(process) from None
 
 
-def _died(process: subprocess.Popen[bytes]) -> Died:
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    if not hasattr(os, "waitid"):  # not available on every platform: there, only the time limit ends the wait
+        return False
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
+def _died(process: subprocess.Popen[bytes]) -> NoAnswer:
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_LIMIT_S)
+    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # its own limits end it in other ways
+        return Interrupted("was killed")
     return Died(process.returncode)
 
 
