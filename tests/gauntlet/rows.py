@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import faults
+from tests.gauntlet import crashes, faults, signals
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = (*faults.ROWS,)
+ROWS: tuple[Row, ...] = (
+    *crashes.ROWS,
+    *faults.ROWS,
+    *signals.ROWS,
+)
