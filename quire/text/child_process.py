@@ -26,8 +26,8 @@ ENVIRONMENT = (
 )  # fmt: skip
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 END_LIMIT_S = 5.0
-STOPPED_LIMIT_S = 5.0  # a process that was stopped for this long is not continued by whoever stopped it
-LOOK_S = 0.5  # interval of looks whether it is stopped
+IDLE_LIMIT_S = 5.0  # a process that owes an answer and does nothing for so long was stopped, or hangs
+LOOK_S = 0.5  # interval of looks whether it does something
 
 
 class NoAnswer(Exception):
@@ -48,7 +48,7 @@ class Died(NoAnswer):
 
 
 class Interrupted(NoAnswer):
-    """Another process stopped or killed the child. Its input is not to blame: the caller may try once more."""
+    """The child was stopped or killed, or hangs. Its input may not be to blame: the caller may try once more."""
 
 
 class Child:
@@ -109,7 +109,8 @@ def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) ->
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + limit_s
-    running_s = time.monotonic()  # when it was last seen not stopped
+    work: object = None
+    working_s = time.monotonic()  # when `work` last changed
     unsent, received = memoryview(order), bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdin, selectors.EVENT_WRITE)
@@ -119,10 +120,10 @@ def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) ->
             if not ready:
                 if time.monotonic() >= deadline_s:
                     raise TooSlow(f"did not finish within {limit_s:g} s")
-                if not _is_stopped(process):
-                    running_s = time.monotonic()
-                elif time.monotonic() - running_s > STOPPED_LIMIT_S:
-                    raise Interrupted(f"was stopped for {STOPPED_LIMIT_S:g} s")
+                if (found := _work_done(process.pid)) != work:
+                    work, working_s = found, time.monotonic()
+                elif time.monotonic() - working_s > IDLE_LIMIT_S:
+                    raise Interrupted(f"did nothing for {IDLE_LIMIT_S:g} s")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     unsent = _send(process, unsent)
@@ -147,12 +148,16 @@ def _send(process: subprocess.Popen[bytes], data: memoryview) -> memoryview:
         raise _died(process) from None
 
 
-def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    if not hasattr(os, "waitid"):  # not available on every platform: there, only the time limit ends the wait
-        return False
-    with suppress(ChildProcessError):
-        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    return False
+def _work_done(pid: int) -> object:
+    """A value that changes while a process works or waits for a core or a disk. Only Linux tells: else it changes."""
+    folder = Path(f"/proc/{pid}/task")
+    try:
+        stats = [(task / "stat").read_text().rpartition(")")[2].split() for task in folder.iterdir()]
+        if stats and not any(stat[0] in "RD" for stat in stats):
+            return sum(int(stat[11]) + int(stat[12]) for stat in stats)  # CPU time
+    except (OSError, ValueError, IndexError):
+        pass  # a thread has just ended
+    return object()
 
 
 def _died(process: subprocess.Popen[bytes]) -> NoAnswer:

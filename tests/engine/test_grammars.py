@@ -190,7 +190,7 @@ def test_a_killed_child_is_restarted(grammars: Grammars) -> None:
 
 
 def test_a_stopped_child_is_replaced(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.text.child_process.STOPPED_LIMIT_S", 0.5)
+    monkeypatch.setattr("quire.text.child_process.IDLE_LIMIT_S", 0.5)
     grammars.compile(regex_grammar("before"))
     (child,) = [one for one in psutil.Process().children() if "trial_child.py" in " ".join(one.cmdline())]
     child.suspend()

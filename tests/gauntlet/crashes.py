@@ -34,8 +34,17 @@ def strike(pid: int, fault: Fault, *, spare: int = 1 << 20) -> None:
         os.kill(pid, fault)
         return
     _, most = resource.prlimit(pid, resource.RLIMIT_AS)
-    limit = psutil.Process(pid).memory_info().vms + spare
+    limit = smallest(pid) + spare
     resource.prlimit(pid, resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
+
+
+def smallest(pid: int) -> int:
+    """The size of its address space without what it holds for a moment."""
+    process, sizes = psutil.Process(pid), []
+    for _ in range(20):
+        sizes.append(int(process.memory_info().vms))
+        time.sleep(0.003)
+    return min(sizes)
 
 
 def relieve(pid: int) -> None:

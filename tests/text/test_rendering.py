@@ -99,7 +99,7 @@ def test_a_killed_child_is_replaced(good: Renderer) -> None:
 
 
 def test_a_child_that_is_stopped_is_replaced(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.text.child_process.STOPPED_LIMIT_S", 0.5)
+    monkeypatch.setattr("quire.text.child_process.IDLE_LIMIT_S", 0.5)
     good.warm_up()
     process = process_of(good)
     os.kill(process.pid, signal.SIGSTOP)
