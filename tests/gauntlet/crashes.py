@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.flood import Flood, chat_body, health_watched, text_of
-from tests.gauntlet.hooks import MEMORY, hooked
+from tests.gauntlet.hooks import ALLOCATION, MEMORY, hooked
 from tests.gauntlet.watch import family, idle_base, left_over
 from tests.server.rig import Answer, Server, put_away, serving, spawn, wait_ready
 from tests.waiting import HANG_S, eventually
@@ -28,7 +28,7 @@ SHOWN = {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped", None: "out of memo
 Fault = signal.Signals | None  # None: its allocations fail
 
 
-def strike(pid: int, fault: Fault, *, spare: int = 1 << 20) -> None:
+def strike(pid: int, fault: Fault, *, spare: int = -ALLOCATION // 2) -> None:
     """Kill or stop a process, or let its address space grow no further."""
     if fault is not None:
         os.kill(pid, fault)
@@ -303,7 +303,7 @@ def starve_front(gauntlet: Gauntlet) -> list[Figure]:
 
 
 def run_crashes(gauntlet: Gauntlet) -> Sequence[Figure]:
-    assert gauntlet.tiny  # once, before the threads
+    assert gauntlet.tiny.is_dir()  # made once, before the threads
     with ThreadPoolExecutor(2) as pool:
         workers = pool.submit(lose_workers, gauntlet)
         others = pool.submit(lambda: [*lose_children(gauntlet), *lose_front(gauntlet)])

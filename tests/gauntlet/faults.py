@@ -181,7 +181,7 @@ def _is_logged(server: Server, reply: Reply) -> bool:
 def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
     num_crashes = gauntlet.size(10, 2)
     figures: list[Figure] = []
-    parts = [("", (str(gauntlet.tiny), *FAKE), num_crashes)]
+    parts: list[tuple[str, tuple[str, ...], int]] = [("", (str(gauntlet.tiny), *FAKE), num_crashes)]
     if not gauntlet.is_quick:
         parts.append(("real model: ", (gauntlet.model, "--num-blocks", "400"), 2))
     for prefix, options, count in parts:

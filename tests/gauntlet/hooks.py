@@ -6,6 +6,7 @@ and that calls `install`. A request chooses its fault by its seed, because the w
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
@@ -71,7 +72,7 @@ class _FaultyRunner:
         if self._fail_every and self._num_calls % self._fail_every == 0:
             raise MemoryError("injected")
         if self._allocates:
-            bytearray(ALLOCATION)
+            _allocate()
         if any(piece.sampling.seed == CRASH and _is_late(piece) for piece in plan.slices):
             os.kill(os.getpid(), signal.SIGSEGV)
         self._runner.forward(plan)
@@ -80,6 +81,13 @@ class _FaultyRunner:
         if any(piece.sampling.seed == SAMPLER and _is_late(piece) for piece in self._plan.slices):
             raise RuntimeError("injected into the sampler")
         self._runner.sample(masks)
+
+
+def _allocate() -> None:
+    try:
+        mmap.mmap(-1, ALLOCATION).close()
+    except OSError as error:
+        raise MemoryError(str(error)) from None
 
 
 def _is_late(piece: Any) -> bool:
@@ -110,7 +118,7 @@ def _break_worker() -> None:
     initialise, add = Engine.__init__, Engine.add
 
     def make(self: Engine, runner: Any, *values: Any, **named: Any) -> None:
-        initialise(self, _FaultyRunner(runner), *values, **named)  # type: ignore[arg-type]
+        initialise(self, _FaultyRunner(runner), *values, **named)
 
     def add_faulty(self: Engine, request_id: int, prompt: Any, sampling: Any, **named: Any) -> None:
         if sampling.seed == GRAMMAR and named.get("matcher") is not None:

@@ -167,7 +167,7 @@ def terminate(gauntlet: Gauntlet, num_signals: int) -> list[Ending]:
             with lock:
                 endings.append(one)
 
-    assert gauntlet.tiny  # once, before the threads
+    assert gauntlet.tiny.is_dir()  # made once, before the threads
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(work) for _ in range(2)]:
             done.result()
@@ -228,7 +228,7 @@ def second_server(model: str, server: Server) -> subprocess.CompletedProcess[str
 
 def run_second(gauntlet: Gauntlet) -> Sequence[Figure]:
     count = gauntlet.size(10, 1)
-    parts = [("", (str(gauntlet.tiny), *FAKE), count)]
+    parts: list[tuple[str, tuple[str, ...], int]] = [("", (str(gauntlet.tiny), *FAKE), count)]
     if not gauntlet.is_quick:
         parts.append(("real model: ", (gauntlet.model, "--num-blocks", "400"), 1))
     figures: list[Figure] = []

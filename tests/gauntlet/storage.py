@@ -127,7 +127,9 @@ def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence
 def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
     figures: list[Figure] = []
     # A step takes so long that a load from disk always pays.
-    parts = [("", (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms"))]
+    parts: list[tuple[str, tuple[str, ...]]] = [
+        ("", (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms"))
+    ]
     if not gauntlet.is_quick:
         parts.append(("real model: ", (gauntlet.model, "--num-blocks", "100")))
     for prefix, options in parts:
@@ -175,7 +177,7 @@ def break_batches(gauntlet: Gauntlet, how: str) -> list[Figure]:
 
 def _is_refused(client: OpenAI, lines: Sequence[str]) -> bool:
     try:
-        client.files.create(file=("later.jsonl", "\n".join(lines * 5).encode()), purpose="batch")
+        client.files.create(file=("later.jsonl", "\n".join([*lines] * 5).encode()), purpose="batch")
     except OpenAIError as error:
         return getattr(error, "status_code", 0) >= 500
     return False
@@ -244,9 +246,8 @@ def wall_clock_readings() -> list[str]:
         if any(name.startswith(known) for known in WALL_CLOCK):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            is_reading = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            if is_reading and (node.value.id, node.attr) in READINGS:
-                found.append(f"{name}:{node.lineno}")
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found += [f"{name}:{node.lineno}"] * ((node.value.id, node.attr) in READINGS)
     return found
 
 
