@@ -26,7 +26,7 @@ from tests.server.test_batches import client_of, finished, line, results, submit
 from tests.waiting import HANG_S, eventually
 
 FAKE = ("--backend", "fake", "--num-blocks", "400", "--device", "3ms")
-DISK_BYTES = 4 << 20
+DISK_BYTES = 96 << 20  # the cache of the prompts here fits, also that of the real model
 NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 NUM_PROMPTS = 8
 
@@ -42,8 +42,8 @@ class Disk:
     def break_(self, how: str, server: Server) -> None:
         if how == "full" and self.is_mounted:
             with contextlib.suppress(OSError), (self.folder / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+                while file.write(bytes(4096)):
+                    pass
         elif how == "read-only" and self.is_mounted:
             assert _mount("-o", "remount,ro", str(self.folder))
         else:  # every write of more than nothing fails
@@ -96,7 +96,7 @@ def num_lines(server: Server, pattern: str) -> int:
 
 def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
     """Break the disk under a server, then kill the server and start it again with a good disk."""
-    options = (*options, "--disk-cache", "3M", "--cache-dir", str(disk.folder / "kv"))
+    options = (*options, "--disk-cache", "64M", "--cache-dir", str(disk.folder / "kv"))
     old, new = range(NUM_PROMPTS // 2), range(NUM_PROMPTS // 2, NUM_PROMPTS)
     with serving(*options) as server:
         found = answers(server, old)
@@ -127,9 +127,8 @@ def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence
 def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
     figures: list[Figure] = []
     # A step takes so long that a load from disk always pays.
-    parts: list[tuple[str, tuple[str, ...]]] = [
-        ("", (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms"))
-    ]
+    fake = (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms")
+    parts: list[tuple[str, tuple[str, ...]]] = [("", fake)]
     if not gauntlet.is_quick:
         parts.append(("real model: ", (gauntlet.model, "--num-blocks", "100")))
     for prefix, options in parts:
