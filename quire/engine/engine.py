@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.backends.base import Runner
+from quire.backends.base import Runner, TokenMasks
 from quire.core.placement import choose_boundaries
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
@@ -15,6 +15,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.speculation import awaits_tokens
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
+from quire.engine.repetition import failed_step, repeat_step
 from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
@@ -46,7 +47,7 @@ class BrokenRunner(QuireError):
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    error: str | None  # why the plan could not be enqueued
+    result: StepResult | None = None  # None: the runner has it
 
 
 class Engine:
@@ -186,7 +187,7 @@ class Engine:
                 self.transfers.wait(WAIT_S)  # only loads are in flight
         if self._masking.has_any(plan):
             return outputs + self._step_masked(plan)
-        launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
+        launched = None if plan.is_empty else self._launch(plan)
         if self.capacity.has_overlap:
             launched, self._in_flight = self._in_flight, launched
         return outputs if launched is None else outputs + self._commit(launched)
@@ -292,28 +293,38 @@ class Engine:
         outputs += [self._fail(request_id, why) for request_id, why in masks.failures.items()]
         if error is None:
             error = self._try(plan, lambda: self.runner.sample(masks.by_batch_index))
-        launched = _InFlight(plan, error)
+        launched = _InFlight(plan) if error is None else self._repeat(plan, masks.by_batch_index, error)
         if self.capacity.has_overlap:
             self._in_flight = launched
             return outputs
         return outputs + self._commit(launched)
 
-    def _launch(self, plan: StepPlan) -> str | None:
+    def _launch(self, plan: StepPlan) -> _InFlight:
         def launch() -> None:
             self.runner.forward(plan)
             self.runner.sample(None)
 
-        return self._try(plan, launch)
+        error = self._try(plan, launch)
+        return _InFlight(plan) if error is None else self._repeat(plan, None, error)
 
-    def _try(self, plan: StepPlan, enqueue: Callable[[], None]) -> str | None:
-        """Enqueue a step or a part of it. An exception of the backend ends the requests of the step, not the engine."""
+    def _try(self, plan: StepPlan, enqueue: Callable[[], None]) -> Exception | None:
+        """Enqueue a step or a part of it. Returns the exception of the backend, which must not end the engine."""
         try:
             enqueue()
         except Exception as error:
             log.exception("a step of %d requests failed", len(plan.slices))
             self.runner.abandon()
-            return f"the step failed: {type(error).__name__}: {error}"
+            return error
         return None
+
+    def _repeat(self, plan: StepPlan, masks: TokenMasks | None, error: Exception) -> _InFlight:
+        """Run a step that failed again. The requests that fail once more end."""
+        if (earlier := self._in_flight) is not None:  # the runner returns results in order
+            self._in_flight = _InFlight(earlier.plan, self._collect(earlier))
+        result = repeat_step(self.runner, plan, masks, error)
+        is_failed = len(result.failures) == len(plan.slices)
+        self._num_failed_steps = self._num_failed_steps + 1 if is_failed else 0
+        return _InFlight(plan, result)
 
     def _commit_in_flight(self) -> list[EngineOutput]:
         earlier, self._in_flight = self._in_flight, None
@@ -346,18 +357,16 @@ class Engine:
         speculation.update(waiting, len(scheduler.running), scheduler.policy.ledger.cost, self._masking)
 
     def _collect(self, step: _InFlight) -> StepResult:
-        error = step.error
-        if error is None:
-            try:
-                result = self.runner.collect()
-                self._num_failed_steps = 0
-                return result
-            except Exception as problem:
-                log.exception("a step of %d requests failed", len(step.plan.slices))
-                error = f"the step failed: {type(problem).__name__}: {problem}"
-        self._num_failed_steps += 1
-        num_slices = len(step.plan.slices)
-        return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
+        if step.result is not None:
+            return step.result
+        try:
+            result = self.runner.collect()
+        except Exception as problem:
+            log.exception("a step of %d requests failed", len(step.plan.slices))
+            self._num_failed_steps += 1
+            return failed_step(step.plan, problem)
+        self._num_failed_steps = 0
+        return result
 
     def _match(self, update: TokenUpdate) -> TokenUpdate:
         """Pass the tokens to the request's matcher. The request ends when its grammar is complete.

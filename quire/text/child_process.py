@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ ENVIRONMENT = (
 )  # fmt: skip
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 END_LIMIT_S = 5.0
+IDLE_LIMIT_S = 5.0  # a process that owes an answer and does nothing for so long was stopped, or hangs
+LOOK_S = 0.5  # interval of looks whether it does something
 
 
 class NoAnswer(Exception):
@@ -42,6 +45,10 @@ class Died(NoAnswer):
     def __init__(self, returncode: int | None) -> None:
         super().__init__("ended its process: it used too much memory or time")
         self.returncode = returncode
+
+
+class Interrupted(NoAnswer):
+    """The child was stopped or killed, or hangs. Its input may not be to blame: the caller may try once more."""
 
 
 class Child:
@@ -102,14 +109,21 @@ def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) ->
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + limit_s
+    work: object = None
+    working_s = time.monotonic()  # when `work` last changed
     unsent, received = memoryview(order), bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
         while not received.endswith(b"\n"):
-            ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+            ready = selector.select(max(0.0, min(deadline_s - time.monotonic(), LOOK_S)))
             if not ready:
-                raise TooSlow(f"did not finish within {limit_s:g} s")
+                if time.monotonic() >= deadline_s:
+                    raise TooSlow(f"did not finish within {limit_s:g} s")
+                if (found := _work_done(process.pid)) != work:
+                    work, working_s = found, time.monotonic()
+                elif time.monotonic() - working_s > IDLE_LIMIT_S:
+                    raise Interrupted(f"did nothing for {IDLE_LIMIT_S:g} s")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     unsent = _send(process, unsent)
@@ -134,9 +148,23 @@ def _send(process: subprocess.Popen[bytes], data: memoryview) -> memoryview:
         raise _died(process) from None
 
 
-def _died(process: subprocess.Popen[bytes]) -> Died:
+def _work_done(pid: int) -> object:
+    """A value that changes while a process works or waits for a core or a disk. Only Linux tells: else it changes."""
+    folder = Path(f"/proc/{pid}/task")
+    try:
+        stats = [(task / "stat").read_text().rpartition(")")[2].split() for task in folder.iterdir()]
+        if stats and not any(stat[0] in "RD" for stat in stats):
+            return sum(int(stat[11]) + int(stat[12]) for stat in stats)  # CPU time
+    except (OSError, ValueError, IndexError):
+        pass  # a thread has just ended
+    return object()
+
+
+def _died(process: subprocess.Popen[bytes]) -> NoAnswer:
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_LIMIT_S)
+    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # its own limits end it in other ways
+        return Interrupted("was killed")
     return Died(process.returncode)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.errors import TemplateError
-from quire.text.child_process import Child, Died, NoAnswer
+from quire.errors import RequestFailed, TemplateError
+from quire.text.child_process import Child, Died, Interrupted, NoAnswer
 
 RENDER_LIMIT_S = 1.0  # CPU time
 COMPILE_LIMIT_S = 2.0  # CPU time
 WAIT_LIMIT_S = 60.0  # wall-clock time: on a busy machine the CPU time above takes longer
 MAX_SOURCE_CHARS = 1024 * 1024
+log = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -56,10 +58,20 @@ class Renderer:
             return ""
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The rendered text. Raises TemplateError."""
+        """The rendered text. Raises TemplateError, or RequestFailed if other processes end the child twice."""
         with self._lock:
-            self._start()
-            return self._ask({"variables": dict(variables)}, self._render_limit_s).text
+            try:
+                return self._render(variables)
+            except _Interrupted as error:
+                log.warning("%s; rendering again in a new process", error)
+            try:
+                return self._render(variables)
+            except _Interrupted as error:
+                raise RequestFailed(str(error)) from None
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        self._start()
+        return self._ask({"variables": dict(variables)}, self._render_limit_s).text
 
     def close(self) -> None:
         """End the child. Later calls raise TemplateError."""
@@ -84,6 +96,8 @@ class Renderer:
     def _ask(self, order: Mapping[str, Any], max_cpu_s: float) -> _Answer:
         try:
             answer = _read(self._child.ask({**order, "max_cpu_s": max_cpu_s}, WAIT_LIMIT_S))
+        except Interrupted as error:
+            raise _Interrupted(f"the process that renders chat templates {error}") from None
         except NoAnswer as error:
             self._child.kill()
             is_too_slow = isinstance(error, Died) and error.returncode == -signal.SIGPROF
@@ -97,6 +111,10 @@ class Renderer:
             raise TemplateFailure(f"the chat template failed: {answer.error}")
         self._child.kill()  # after a MemoryError its state is undefined
         raise TemplateError(f"the chat template failed: {answer.error}")
+
+
+class _Interrupted(TemplateError):
+    """Another process stopped or killed the child."""
 
 
 class TemplateFailure(TemplateError):

@@ -18,7 +18,7 @@ from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
-from quire.errors import InvalidRequest, QueueFull
+from quire.errors import InvalidRequest, QueueFull, RequestFailed
 from tests.engine.serving import SLOW, client, request, run, stats, until, usage
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
@@ -197,6 +197,34 @@ def test_an_on_step_callback_that_raises_is_dropped(tiny_model: Path) -> None:
         async with client(tiny_model, backend="fake", on_step=fail) as engine:
             assert (await engine.generate(request(engine))).usage.completion_tokens == 8
         assert len(calls) == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("place", ["start", "push_token", "push"])
+def test_a_callback_that_raises_ends_its_request_only(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """All outputs of a step arrive in one message: an exception must not skip those of other requests."""
+    original = getattr(Generation, place)
+
+    def fail(generation: Generation, *values: Any) -> Any:
+        if generation is bad[0]:
+            raise RuntimeError("a broken callback")
+        return original(generation, *values)
+
+    bad: list[Generation | None] = [None]
+
+    async def work() -> None:
+        async with client(tiny_model, **SLOW) as engine:
+            expected = [(await engine.generate(request(engine, f"prompt {i}"))).text for i in range(4)]
+            monkeypatch.setattr(Generation, place, fail)
+            generations = [await engine.submit(request(engine, f"prompt {i}")) for i in range(4)]
+            bad[0] = generations[0]
+            results = await asyncio.gather(*(one.result() for one in generations), return_exceptions=True)
+            assert isinstance(results[0], RequestFailed)
+            assert [one.text for one in results[1:] if not isinstance(one, BaseException)] == expected[1:]
+            assert await usage(engine) == (0, 0, 0)
 
     run(work())
 

@@ -49,6 +49,8 @@ class FaultyRunner(FakeRunner):
         return self.change(self._plans.pop(0), super().collect())
 
     def abandon(self) -> None:
+        if self._forwarded is not None:
+            self._plans.pop()
         super().abandon()
 
 
@@ -108,12 +110,13 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_over
     engine.add(1, [1, 2, 3], GREEDY)
     engine.add(2, [4, 5, 6], GREEDY)
     num_calls = 0
+    is_mended = False
 
     def fail(*_: object) -> None:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 4:
-            raise RuntimeError("out of memory")
+        if num_calls >= 4 and not is_mended:
+            raise RuntimeError("device lost")
 
     def fail_late(_: StepPlan, result: StepResult) -> StepResult:
         fail()
@@ -132,10 +135,60 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_over
     for request_id in (1, 2):
         last = outputs[request_id][-1]
         assert last.finish_reason is FinishReason.ERROR
-        assert "out of memory" in (last.error or "")
+        assert "device lost" in (last.error or "")
         assert tokens(outputs[request_id]) == alone([1, 2, 3] if request_id == 1 else [4, 5, 6])[:3]
+    is_mended = True
     engine.add(3, [7, 8, 9], GREEDY)
     assert tokens(drain(engine)[3]) == alone([7, 8, 9])
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+@pytest.mark.parametrize("place", ["forward", "sample"])
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_a_step_that_runs_out_of_memory_once_ends_no_request(num_requests: int, place: str, has_overlap: bool) -> None:
+    """Requests share a prefix, so that steps with copies of blocks are repeated too."""
+    num_calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at:
+            raise MemoryError
+
+    for at in range(1, 11):
+        runner, num_calls = FaultyRunner(replace(CAPACITY, has_overlap=has_overlap)), 0
+        if place == "forward":
+            runner.in_forward = fail
+        else:
+            runner.in_sample = fail
+        engine = make(runner)
+        prompts = {i: [1, 2, 3, 4, 5, 6, i] for i in range(num_requests)}
+        for request_id, prompt in prompts.items():
+            engine.add(request_id, prompt, GREEDY)
+        outputs = drain(engine)
+        assert num_calls > at
+        for request_id, prompt in prompts.items():
+            assert tokens(outputs[request_id]) == alone(prompt)
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_a_request_that_makes_its_step_raise_ends_alone(has_overlap: bool) -> None:
+    runner = FaultyRunner(replace(CAPACITY, has_overlap=has_overlap))
+    engine = make(runner)
+    bad = 2
+
+    def fail(plan: StepPlan) -> None:
+        if any(piece.request_id == bad and piece.start >= 7 for piece in plan.slices):
+            raise RuntimeError("no such row")
+
+    runner.in_forward = fail
+    for request_id in range(4):
+        engine.add(request_id, [request_id + 1] * 5, GREEDY)
+    outputs = drain(engine)
+    assert outputs[bad][-1].error == "the step failed: RuntimeError: no such row"
+    assert tokens(outputs[bad]) == alone([bad + 1] * 5)[:3]
+    for request_id in {0, 1, 3}:
+        assert tokens(outputs[request_id]) == alone([request_id + 1] * 5)
 
 
 def test_one_failed_row_ends_one_request() -> None:

@@ -189,6 +189,15 @@ def test_a_killed_child_is_restarted(grammars: Grammars) -> None:
     assert grammars.compile(regex_grammar("after")).matcher().mask()
 
 
+def test_a_stopped_child_is_replaced(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.text.child_process.IDLE_LIMIT_S", 0.5)
+    grammars.compile(regex_grammar("before"))
+    (child,) = [one for one in psutil.Process().children() if "trial_child.py" in " ".join(one.cmdline())]
+    child.suspend()
+    assert grammars.compile(regex_grammar("after a stop")).matcher().mask()
+    assert not child.is_running()
+
+
 def test_the_cache_of_compiled_grammars_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "MAX_COMPILED", 3)
     made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -486,6 +487,31 @@ def test_a_server_without_state_says_so(tiny_model: Path, tmp_path: Path) -> Non
             answer = server.get("/v1/batches")
             assert answer.status == status, answer
             assert server.chat().status == 200
+
+
+def test_a_disk_that_takes_nothing_is_reported_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
+    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
+        first = upload(client, *(line(f"{number}", max_tokens=50) for number in range(100)))
+        running = client.batches.create(input_file_id=first, endpoint=CHAT, completion_window="24h")
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="the file could not be stored: File too large"):
+                upload(client, line("x" * 100))
+            with pytest.raises(openai.InternalServerError, match="the batch could not be stored: File too large"):
+                client.batches.create(input_file_id=first, endpoint=CHAT, completion_window="24h")
+        server.wait_for(f"{running.id} cannot be stored: File too large")
+        assert [one.id for one in client.batches.list()] == [running.id]
+        assert client.batches.retrieve(running.id).status in ("validating", "in_progress", "finalizing")
+        assert not [*(tmp_path / "state" / "files").glob("*.upload")]
+        assert server.chat().status == 200
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert finished(client, submit(client, line("good"), endpoint=CHAT).id).status == "completed"
+        found = finished(client, running.id)
+        assert (found.status, found.request_counts.completed) == ("completed", 100)
+        assert len(results(client, found.output_file_id)) == 100
+        assert server.log.count("cannot be stored") == 1
+        assert "Traceback" not in server.log
 
 
 def test_an_upload_that_is_closed_while_a_thread_writes_reserves_nothing(tmp_path: Path) -> None:

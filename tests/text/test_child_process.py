@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.text import child_process as child_module
-from quire.text.child_process import Child, Died, NoAnswer, TooSlow
+from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow
 from tests.waiting import HANG_S
 
 SCRIPT = """
@@ -57,6 +57,16 @@ def test_a_failed_child_reports_why_and_is_replaced(
     assert child.ask({"b": 1}, HANG_S) == {"b": 1}
     child.kill()
     child.kill()
+
+
+def test_a_child_that_does_nothing_is_given_up(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python can wait for ever for a thread that could not be started for lack of memory."""
+    monkeypatch.setattr(child_module, "IDLE_LIMIT_S", 0.5)
+    child.start()
+    with pytest.raises(Interrupted, match=r"did nothing for 0\.5 s"):
+        child.ask({"sleep": 1}, HANG_S)
+    assert child.start()
+    assert child.ask({"b": 1}, HANG_S) == {"b": 1}
 
 
 def test_a_child_that_cannot_start_raises(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.errors import TemplateError
+from quire.errors import RequestFailed, TemplateError
 from quire.text.rendering import RENDER_LIMIT_S, Renderer, TemplateRefusal
 from tests.waiting import eventually
 
@@ -96,6 +96,40 @@ def test_a_killed_child_is_replaced(good: Renderer) -> None:
     process.kill()
     process.wait()
     assert good.render(HELLO) == "<user>hi"
+
+
+def test_a_child_that_is_stopped_is_replaced(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.text.child_process.IDLE_LIMIT_S", 0.5)
+    good.warm_up()
+    process = process_of(good)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert good.render(HELLO) == "<user>hi"
+    assert process.returncode == -signal.SIGKILL
+    assert process_of(good).pid != process.pid
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_a_render_whose_child_is_killed_is_tried_once_more(
+    good: Renderer, monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    good.warm_up()
+    killed: list[int] = []
+    write = os.write
+
+    def kill_first(fd: int, data: bytes) -> int:
+        if b"variables" in bytes(data) and len(killed) < num_kills:
+            killed.append(process_of(good).pid)
+            process_of(good).kill()
+        return write(fd, data)
+
+    monkeypatch.setattr("quire.text.child_process.os.write", kill_first)
+    if num_kills == 1:
+        assert good.render(HELLO) == "<user>hi"
+    else:
+        with pytest.raises(RequestFailed, match="was killed"):
+            good.render(HELLO)
+        assert good.render(HELLO) == "<user>hi"
+    assert len(set(killed)) == num_kills
 
 
 def test_a_failed_render_keeps_the_process() -> None:

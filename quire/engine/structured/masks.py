@@ -99,11 +99,11 @@ class GrammarMasks:
         return request_id in self._entries
 
     def forced(self, request_id: int) -> Sequence[int]:
-        """Tokens that must follow. None if the matcher fails; the next mask reports why."""
+        """Tokens that must follow. None if the matcher fails."""
         looking = self._entries[request_id].looking
         try:
             return () if looking is None else looking.forced()
-        except GrammarFailed:
+        except Exception:  # the next mask reports why
             return ()
 
     def num_valid(self, request_id: int, tokens: Sequence[int]) -> int:
@@ -111,7 +111,7 @@ class GrammarMasks:
         looking = self._entries[request_id].looking
         try:
             return 0 if looking is None else looking.num_valid(tokens)
-        except GrammarFailed:
+        except Exception:  # the next mask reports why
             return 0
 
     def has_any(self, plan: StepPlan) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidRequest, RequestFailed
-from quire.text.child_process import Child, Died, NoAnswer, TooSlow
+from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow
 
 COMPILE_LIMIT_S = 2.0  # CPU time
 FIRST_MASK_LIMIT_S = 0.1  # CPU time: a grammar with a slow first mask stays slow
 WAIT_LIMIT_S = 120.0  # wall-clock time: the machine may be busy with steps
+log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("trial_child.py")
 
 
@@ -45,11 +47,7 @@ class GrammarTrial:
     def check(self, source: str) -> None:
         """Raise InvalidRequest with the compiler's error or the limit that was exceeded."""
         with self._lock:
-            self._start()
-            try:
-                answer = self._child.ask({"source": source}, WAIT_LIMIT_S)
-            except NoAnswer as error:
-                raise InvalidRequest(f"grammar is too complex: {_why(error)}") from None
+            answer = self._ask(source)
         if problem := str(answer["error"]):
             if problem.startswith("NoExtensionBias"):
                 raise InvalidRequest("grammar: no answer matches it")
@@ -57,6 +55,25 @@ class GrammarTrial:
         if (took_s := float(answer["first_mask_s"])) > FIRST_MASK_LIMIT_S:
             took = f"choosing its first token takes {took_s * 1000:.0f} ms"
             raise InvalidRequest(f"grammar is too complex: {took}, more than {FIRST_MASK_LIMIT_S * 1000:.0f}")
+
+    def _ask(self, source: str) -> Mapping[str, Any]:
+        try:
+            return self._try(source)
+        except Interrupted as error:
+            log.warning("the process that checks grammars %s; checking again in a new process", error)
+        try:
+            return self._try(source)
+        except Interrupted as error:
+            raise RequestFailed(f"grammar: the process that checks grammars {error}") from None
+
+    def _try(self, source: str) -> Mapping[str, Any]:
+        self._start()
+        try:
+            return self._child.ask({"source": source}, WAIT_LIMIT_S)
+        except Interrupted:
+            raise
+        except NoAnswer as error:
+            raise InvalidRequest(f"grammar is too complex: {_why(error)}") from None
 
     def close(self) -> None:
         with self._lock:
@@ -69,6 +86,8 @@ class GrammarTrial:
         try:
             if self._child.start():
                 self._child.ask(self._first_order(), WAIT_LIMIT_S)
+        except Interrupted:
+            raise
         except NoAnswer as error:
             raise RequestFailed(f"grammar: the process that checks grammars {error}") from None
 

@@ -49,7 +49,7 @@ from quire.errors import LostBeforeStart, QueueFull, QuireError, RequestFailed, 
 
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
 PROBE_ID = 0  # query id of probes of the only client of a worker, whose own ids start at 1
-MOVING_LIMIT_S = 10.0  # allowed silence while there is work; after that, the worker is reported as stuck
+MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health reports the worker as stuck, within 10 s
 LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,10 @@ class WorkerConnection:
         for started in message.started:
             generation, index = self._alive.get(started.request_id, (None, 0))
             if generation is not None and (index == 0 or not generation.is_started):
-                generation.start(started)
+                try:
+                    generation.start(started)
+                except Exception as problem:
+                    self._fail_answer(generation, index, problem)
 
     def _take_step(self, message: Stepped) -> None:
         """Pass the outputs of a step on. This is the path of every generated token.
@@ -292,6 +295,8 @@ class WorkerConnection:
         try:
             delta = generation.answers.push(index, output)
             error = None if output.error is None else RequestFailed(output.error)
+            if error is None:
+                generation.push(delta)
         except Exception as problem:
             self._fail_answer(generation, index, problem)
             return
@@ -299,7 +304,6 @@ class WorkerConnection:
             generation.fail(error)
             self.cancel(generation)
             return
-        generation.push(delta)
         if delta.token_ids and (last_s := generation.note_tokens(index, now_s)) is not None:
             num_tokens = len(delta.token_ids)
             self._on_gap((now_s - last_s) / num_tokens, num_tokens)

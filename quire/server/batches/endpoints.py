@@ -10,7 +10,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.batch.lines import ENDPOINTS
 from quire.server.batches.service import MAX_UPLOADS, BatchService
-from quire.server.batches.store import new_file
+from quire.server.batches.store import new_file, storing
 from quire.server.batches.types import (
     COMPLETION_WINDOW,
     MAX_EXPIRY_S,
@@ -56,13 +56,9 @@ async def upload_file(context: RequestContext) -> Response:
     async with batches.uploading:
         length = context.request.headers.get("content-length", "0")
         announced = int(length) - FORM_BYTES if length.isdigit() else 0
-        with closing(store.begin_upload(context.key, announced)) as upload:
+        with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:
             chunks = context.chunks(store.max_file_bytes + FORM_BYTES)
-            try:
-                form = await receive_upload(chunks, content_type, upload)
-            except OSError as error:
-                text = f"the file could not be stored: {error.strerror or error}"
-                raise ApiError(Kind.FAILED, text, reason="storage") from None
+            form = await receive_upload(chunks, content_type, upload)
             purpose = form.fields.get("purpose")
             if purpose != "batch":
                 text = "purpose is missing" if purpose is None else f"purpose = {purpose!r:.80} is not batch"
@@ -120,7 +116,8 @@ async def create_batch(context: RequestContext) -> Response:
     if source.purpose != "batch":
         text = f"input_file_id = {source.id!r} has the purpose {source.purpose}, not batch"
         raise ApiError(Kind.INVALID, text, param="input_file_id")
-    return context.json(await batches.create(body, context.key))
+    with storing("the batch"):
+        return context.json(await batches.create(body, context.key))
 
 
 async def list_batches(context: RequestContext) -> Response:
@@ -138,7 +135,8 @@ async def get_batch(context: RequestContext) -> Response:
 async def cancel_batch(context: RequestContext) -> Response:
     batches = await _open(context)
     stored = batches.store.find_batch(context.request.path_params["batch_id"], context.key)
-    return context.json(await batches.cancel(stored))
+    with storing("the batch"):
+        return context.json(await batches.cancel(stored))
 
 
 def _page(found: Sequence[Listed], after: str | None, limit: int) -> tuple[list[Listed], bool]:

@@ -7,6 +7,7 @@ results are appended as they arrive, so that after a restart only the lines with
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 import time
@@ -38,6 +39,9 @@ MAX_IN_FLIGHT = 256  # requests of all batches
 MAX_UPLOADS = 16  # at once
 SWEEP_S = 3600.0
 PRIORITY = "low"
+# Errors of a disk that may end: a batch waits for that.
+STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO})
+STORAGE_RETRY_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -150,13 +154,27 @@ class BatchService:
     async def _run_queue(self, owner: str, queue: deque[StoredBatch]) -> None:
         try:
             while queue:
-                try:
-                    await self._run(queue[0])
-                except Exception:  # for example a full disk; the next start of the server continues the batch
-                    log.exception("%s could not be finished", queue[0].batch.id)
+                await self._run_or_wait(queue[0])
                 queue.popleft()
         finally:
             del self._tasks[owner], self._queues[owner]
+
+    async def _run_or_wait(self, stored: StoredBatch) -> None:
+        """Run a batch. If its results cannot be stored, run the rest of it later."""
+        name, last = stored.batch.id, 0
+        while True:
+            try:
+                return await self._run(stored)
+            except OSError as error:
+                if error.errno not in STORAGE:
+                    return log.exception("%s could not be finished", name)
+                if error.errno != last:
+                    why = error.strerror or error
+                    log.error("%s cannot be stored: %s; it goes on when that has ended", name, why)
+                last = error.errno
+            except Exception:  # the next start of the server continues the batch
+                return log.exception("%s could not be finished", name)
+            await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _run(self, stored: StoredBatch) -> None:
         """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished."""
@@ -177,6 +195,8 @@ class BatchService:
             status = "cancelled"
         elif isinstance(error := task.exception(), TimeoutError):
             status = "expired"
+        elif isinstance(error, OSError) and error.errno in STORAGE:
+            raise error
         elif error is not None:
             status = "failed"
             self._note_failure(batch, error)

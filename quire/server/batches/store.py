@@ -21,8 +21,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -196,7 +196,11 @@ class StateDir:
             text = f"this key has {len(unfinished)} batches that have not ended, which is the limit"
             raise ApiError(Kind.RATE_LIMITED, text, retry_after_s=60.0, reason="key_batches")
         self._batches[stored.batch.id] = stored
-        await self.save_batch(stored)
+        try:
+            await self.save_batch(stored)
+        except BaseException:
+            del self._batches[stored.batch.id]  # the client gets an error, and nobody would run it
+            raise
         ended = [one for one in self._owned(stored.owner) if one.is_finished]
         for old in ended[: max(0, len(ended) + len(unfinished) + 1 - MAX_BATCHES)]:
             await self._forget_batch(old)
@@ -290,9 +294,24 @@ class Upload:
     def close(self) -> None:
         """Release the reserved bytes, and delete the content unless it was moved into the store."""
         with self._lock:
-            self._file.close()
-            self._store.reserve(self._owner, -self.num_bytes)
-            self.path.unlink(missing_ok=True)
+            try:
+                self._file.close()  # writes what is buffered, which a full disk refuses
+            finally:
+                self._store.reserve(self._owner, -self.num_bytes)
+                self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def storing(what: str) -> Iterator[None]:
+    """Report an error of the disk to the client, and log it in one line."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError):
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        log.error("%s could not be stored in --state-dir: %s", what, reason)
+        raise ApiError(Kind.FAILED, f"{what} could not be stored: {reason}", reason="storage") from None
 
 
 def new_file(filename: str, num_bytes: int, purpose: str, ttl_s: int) -> FileObject:

@@ -1,0 +1,92 @@
+"""Runs a step that raised again, in smaller parts, so that it ends only the requests that fail by themselves.
+
+One request can make the step of a whole batch raise, and a batch can run out of memory where its halves do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from quire.backends.base import Runner, TokenMasks
+from quire.core.step import BlockCopy, SeqSlice, StepPlan, StepResult
+from quire.errors import InvariantViolation
+
+log = logging.getLogger(__name__)
+
+
+def repeat_step(runner: Runner, plan: StepPlan, masks: TokenMasks | None, error: Exception) -> StepResult:
+    """The result of a plan whose first attempt raised `error`. A slice that raises alone fails.
+
+    The runner must have no other step to be collected.
+    """
+    if not _is_repeatable(plan, error):
+        return failed_step(plan, error)
+    log.warning("repeating the step of %d requests in smaller parts", len(plan.slices))
+    return _join([_attempt(runner, part, masks) for part in _parts(plan)])
+
+
+def failed_step(plan: StepPlan, error: Exception) -> StepResult:
+    """The result of a step that raised."""
+    why = f"the step failed: {type(error).__name__}: {error}"
+    return StepResult(((),) * len(plan.slices), failures=dict.fromkeys(range(len(plan.slices)), why))
+
+
+def _attempt(runner: Runner, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
+    try:
+        runner.forward(plan)
+        runner.sample(masks)
+        return runner.collect()
+    except Exception as error:
+        runner.abandon()
+        if len(plan.slices) == 1:
+            return failed_step(plan, error)
+    return _join([_attempt(runner, part, masks) for part in _parts(plan)])
+
+
+def _is_repeatable(plan: StepPlan, error: Exception) -> bool:
+    """A recurrent state may have been updated in place already. A plan that is wrong stays wrong in parts."""
+    return not isinstance(error, InvariantViolation) and not any(piece.state_target for piece in plan.slices)
+
+
+def _parts(plan: StepPlan) -> list[StepPlan]:
+    """Two halves, or the same plan if it has one slice.
+
+    A part has what concerns its own slices: nobody knows how much the failed attempt did, and what a part did must not
+    be undone by the next.
+    """
+    slices = plan.slices
+    middle = len(slices) // 2
+    return [_part(plan, some) for some in (slices[:middle], slices[middle:]) if some]
+
+
+def _part(plan: StepPlan, slices: tuple[SeqSlice, ...]) -> StepPlan:
+    ids = {piece.request_id for piece in slices}
+    others = [piece for piece in plan.slices if piece.request_id not in ids]
+    rows = {piece.batch_index for piece in others}
+    return StepPlan(
+        slices,
+        _without(plan.copies, {block for piece in others for block in piece.block_table}),
+        tuple(row for row in plan.released if row not in rows),
+        _without(plan.window_copies, {block for piece in others for block in piece.window_table}),
+    )
+
+
+def _without(copies: Sequence[BlockCopy], blocks: set[int]) -> tuple[BlockCopy, ...]:
+    return tuple(copy for copy in copies if copy.destination not in blocks)
+
+
+def _join(results: Sequence[StepResult]) -> StepResult:
+    tokens: tuple[tuple[int, ...], ...] = ()
+    joined = StepResult((), {}, {}, {})
+    for result in results:
+        first = len(tokens)
+        tokens += result.tokens
+        joined = StepResult(
+            tokens,
+            {**joined.logprobs, **{first + index: value for index, value in result.logprobs.items()}},
+            {**joined.prompt_logprobs, **{first + index: value for index, value in result.prompt_logprobs.items()}},
+            {**joined.failures, **{first + index: value for index, value in result.failures.items()}},
+            joined.is_poisoned or result.is_poisoned,
+        )
+    return joined

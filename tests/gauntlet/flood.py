@@ -1,0 +1,103 @@
+"""Streams that run in the background while a row does something to their server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.server.corpus import CHAT
+from tests.server.rig import Reply, Server, ask_async
+from tests.waiting import HANG_S, eventually
+
+
+def chat_body(text: str, max_tokens: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
+    """A chat that generates all of its tokens."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
+    return body | {"stream": stream, "ignore_eos": True, "temperature": 0, **more}
+
+
+def text_of(reply: Reply) -> str:
+    """The text of a chat, streamed or not."""
+    if not reply.headers.get("content-type", "").startswith("text/event-stream"):
+        return str(reply.json["choices"][0]["message"]["content"])
+    choices = [choice for _, data in reply.events if data != "[DONE]" for choice in data.get("choices", ())]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+class Flood:
+    """Chats on connections of their own. `wait` returns their replies."""
+
+    def __init__(self, server: Server, bodies: Sequence[dict[str, Any]]) -> None:
+        self._server = server
+        self._bodies = bodies
+        self.flowing: set[int] = set()  # indices of those with a first piece of the answer
+        self.ended_s: dict[int, float] = {}  # monotonic time of the end, by index
+        self._pool = ThreadPoolExecutor(1)
+        self._done = self._pool.submit(lambda: asyncio.run(asyncio.wait_for(self._run(), HANG_S)))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether no chat has ended."""
+        return not self.ended_s
+
+    def wait_flowing(self, count: int | None = None) -> None:
+        wanted = len(self._bodies) if count is None else count
+        eventually(lambda: len(self.flowing) >= wanted or self._done.done(), f"{wanted} streams flow")
+
+    def wait(self) -> list[Reply]:
+        try:
+            return self._done.result(HANG_S)
+        finally:
+            self._pool.shutdown(wait=False)
+
+    async def _run(self) -> list[Reply]:
+        return await asyncio.gather(*(self._ask(index, body) for index, body in enumerate(self._bodies)))
+
+    async def _ask(self, index: int, body: dict[str, Any]) -> Reply:
+        try:
+            return await ask_async(self._server, CHAT, body, on_data=lambda _: self.flowing.add(index))
+        finally:
+            self.ended_s[index] = time.monotonic()
+
+
+@dataclass
+class HealthLog:
+    """Changes of /health: (monotonic time, status)."""
+
+    changes: list[tuple[float, int]] = field(default_factory=list)
+
+    def first_s(self, status: int, since_s: float) -> float | None:
+        return next((at_s for at_s, found in self.changes if found == status and at_s >= since_s), None)
+
+
+@contextlib.contextmanager
+def health_watched(server: Server) -> Iterator[HealthLog]:
+    """Look at /health all the time. Status 0: no answer."""
+    log, is_over = HealthLog(), threading.Event()
+
+    def look() -> int:
+        try:
+            return server.get("/health", timeout_s=60.0).status
+        except OSError:
+            return 0
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            begin_s, status = time.monotonic(), look()
+            if not log.changes or log.changes[-1][1] != status:
+                # A failure is known at the end of the request, and an end of it holds from its beginning.
+                log.changes.append((begin_s if status == 200 else time.monotonic(), status))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield log
+    finally:
+        is_over.set()
+        thread.join()

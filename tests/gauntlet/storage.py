@@ -1,0 +1,312 @@
+"""R24, R25: a disk that is full or read-only, and a wall clock that jumps."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from openai import OpenAI, OpenAIError
+
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.flood import Flood, chat_body, health_watched, text_of
+from tests.gauntlet.hooks import CLOCK, ROOT, hooked
+from tests.gauntlet.watch import family, num_violations
+from tests.server.rig import ONE_THREAD, Server, put_away, serving
+from tests.server.test_batches import client_of, finished, line, results, submit
+from tests.waiting import HANG_S, eventually
+
+FAKE = ("--backend", "fake", "--num-blocks", "400", "--device", "3ms")
+DISK_BYTES = 96 << 20  # the cache of the prompts here fits, also that of the real model
+NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+NUM_PROMPTS = 8
+
+
+class Disk:
+    """A folder that can be full or read-only: a small tmpfs, or, without the right to mount, a limit of file sizes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self.is_mounted = _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder))
+
+    def break_(self, how: str, server: Server) -> None:
+        if how == "full" and self.is_mounted:
+            with contextlib.suppress(OSError), (self.folder / "filler").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        elif how == "read-only" and self.is_mounted:
+            assert _mount("-o", "remount,ro", str(self.folder))
+        else:  # every write of more than nothing fails
+            for process in family(server):
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+    def mend(self, server: Server) -> None:
+        for process in family(server):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, NO_LIMIT)
+        if self.is_mounted:
+            _mount("-o", "remount,rw", str(self.folder))
+        (self.folder / "filler").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.is_mounted:
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=False, capture_output=True)
+
+
+def _mount(*options: str) -> bool:
+    with contextlib.suppress(OSError):
+        return subprocess.run(["mount", *options], check=False, capture_output=True).returncode == 0
+    return False
+
+
+@contextlib.contextmanager
+def small_disk(gauntlet: Gauntlet, name: str) -> Iterator[Disk]:
+    disk = Disk(gauntlet.folder / name)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def prompt(number: int) -> str:
+    return f"Chapter {number}. " + "The quick brown fox jumps over the lazy dog. " * 12
+
+
+def answers(server: Server, numbers: Sequence[int], num_tokens: int = 8) -> list[str]:
+    """The texts; an error is an empty text, which no answer is."""
+    replies = Flood(server, [chat_body(prompt(number), num_tokens, stream=False) for number in numbers]).wait()
+    return [text_of(reply) if reply.ending == "done" else "" for reply in replies]
+
+
+def num_lines(server: Server, pattern: str) -> int:
+    return sum(bool(re.search(pattern, line)) for line in list(server.stderr))
+
+
+# KV files
+
+
+def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """Break the disk under a server, then kill the server and start it again with a good disk."""
+    options = (*options, "--disk-cache", "64M", "--cache-dir", str(disk.folder / "kv"))
+    old, new = range(NUM_PROMPTS // 2), range(NUM_PROMPTS // 2, NUM_PROMPTS)
+    with serving(*options) as server:
+        found = answers(server, old)
+        eventually(lambda: server.stats()["tiers"][-1]["num_pieces"] > 0, "something is saved")
+        disk.break_(how, server)
+        found += answers(server, new)
+        wanted = r"cached content cannot be saved|cannot be (?:written|used)"
+        eventually(lambda: num_lines(server, wanted), "the log says that nothing is saved")
+        found += answers(server, range(NUM_PROMPTS))
+        num_said = num_lines(server, wanted)
+        problems = num_lines(server, "Traceback")
+        disk.mend(server)
+        server.process.kill()
+        server.process.wait(HANG_S)
+    with serving(*options) as server:
+        later = answers(server, range(NUM_PROMPTS))
+        is_loaded = server.stats()["tiers"][-1]["num_loads"] > 0
+        return {
+            "answers lost or changed": sum(map(str.__ne__, found, (*expected, *expected))),
+            "log lines beside one": abs(num_said - 1),
+            "tracebacks": problems,
+            "answers lost or changed after a restart": sum(map(str.__ne__, later, expected)),
+            "restarts that load nothing": int(not is_loaded),
+            "invariant violations": num_violations(server),
+        }
+
+
+def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
+    figures: list[Figure] = []
+    # A step takes so long that a load from disk always pays.
+    fake = (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms")
+    parts: list[tuple[str, tuple[str, ...]]] = [("", fake)]
+    if not gauntlet.is_quick:
+        parts.append(("real model: ", (gauntlet.model, "--num-blocks", "100")))
+    for prefix, options in parts:
+        with serving(*options) as server:
+            expected = answers(server, range(NUM_PROMPTS))
+        for how in ("full",) if gauntlet.is_quick or prefix else ("full", "read-only", "limit of file sizes"):
+            with small_disk(gauntlet, f"disk {prefix}{how}") as disk:
+                what = how if disk.is_mounted else "limit of file sizes"
+                found = break_cache(disk, how, options, expected)
+                figures += [exactly(f"{prefix}KV files, {what}: {name}", count) for name, count in found.items()]
+    return figures
+
+
+# Batch files
+
+
+def break_batches(gauntlet: Gauntlet, how: str) -> list[Figure]:
+    """Upload and run a batch on a broken disk, and again when it is mended and the server was started again."""
+    lines = [line(f"q-{number}", max_tokens=60) for number in range(gauntlet.size(60, 20))]
+    with small_disk(gauntlet, f"batches {how}") as disk:
+        env = {"QUIRE_STATE_DIR": str(disk.folder / "state")}
+        what = f"batch files, {how if disk.is_mounted else 'limit of file sizes'}: "
+        with serving(str(gauntlet.tiny), *FAKE, env=env) as server, client_of(server) as client:
+            batch = submit(client, *lines)
+            disk.break_(how, server)
+            is_refused = _is_refused(client, lines)
+            num_chats = sum(server.chat().status == 200 for _ in range(5))
+            disk.mend(server)
+            listed = len(client.files.list().data)
+            assert server.stop() == 0
+            num_traces = num_lines(server, "Traceback")
+        with serving(str(gauntlet.tiny), *FAKE, env=env) as server, client_of(server) as client:
+            found = finished(client, batch.id)
+            answered = results(client, found.output_file_id) if found.output_file_id else {}
+            files = [client.files.content(file.id).text for file in client.files.list().data]
+    return [
+        exactly(f"{what}uploads accepted", int(not is_refused)),
+        exactly(f"{what}chats refused meanwhile", 5 - num_chats),
+        exactly(f"{what}half files listed", max(0, listed - 2)),  # the input, and possibly the output
+        exactly(f"{what}tracebacks", num_traces),
+        exactly(f"{what}lines of the batch without an answer", len(lines) - len(answered)),
+        exactly(f"{what}files with a half line", sum(map(_is_torn, files))),
+    ]
+
+
+def _is_refused(client: OpenAI, lines: Sequence[str]) -> bool:
+    try:
+        client.files.create(file=("later.jsonl", "\n".join([*lines] * 5).encode()), purpose="batch")
+    except OpenAIError as error:
+        return getattr(error, "status_code", 0) >= 500
+    return False
+
+
+def _is_torn(text: str) -> bool:
+    try:
+        return not all(json.loads(one) for one in text.splitlines())
+    except ValueError:
+        return True
+
+
+# Logs
+
+
+def break_logs(gauntlet: Gauntlet) -> list[Figure]:
+    """Standard error is a full device."""
+    command = [sys.executable, "-m", "quire", "serve", str(gauntlet.tiny), *FAKE, "--port", "0"]
+    state = tempfile.mkdtemp()
+    env = {**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", "QUIRE_STATE_DIR": state}
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full, text=True, env=env)
+    server = Server(process, "", [], [], state_dir=state)
+    try:
+        assert process.stdout is not None
+        for said in process.stdout:
+            if at := re.search(r" at (http://\S+)", said):
+                server.url = at[1]
+                break
+        num_asked = gauntlet.size(200, 10)
+        bad = sum(server.chat(f"{i}", max_tokens=2).status != 200 for i in range(num_asked))
+        return [
+            exactly(f"logs on a full device: requests refused of {num_asked}", bad),
+            exactly("logs on a full device: exits with another status than 0", int(server.stop() != 0)),
+        ]
+    finally:
+        put_away(server)
+
+
+def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
+    figures = cache_figures(gauntlet)
+    for how in ("full",) if gauntlet.is_quick else ("full", "read-only", "limit of file sizes"):
+        figures += break_batches(gauntlet, how)
+    return figures + break_logs(gauntlet)
+
+
+# R25: a wall clock that jumps
+
+JUMPS_S = (3600.0, -3600.0, 864_000.0, -864_000.0, 315_360_000.0, -315_360_000.0, 0.5, -0.5)
+# Modules that tell the time of day: fields of answers, logs and files, ages of files, and the 24 hours of a batch.
+WALL_CLOCK = {
+    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/tiers/", "quire/server/active_request.py",
+    "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http/server.py",
+    "quire/server/model_service.py", "quire/server/models.py", "quire/server/observability/activity.py",
+    "quire/server/observability/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",
+    "quire/weights/wheel.py",
+}  # fmt: skip
+READINGS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
+
+
+def wall_clock_readings() -> list[str]:
+    """Places in the package that read the wall clock, outside of the modules that tell the time of day."""
+    found = []
+    for path in sorted((ROOT / "quire").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if any(name.startswith(known) for known in WALL_CLOCK):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found += [f"{name}:{node.lineno}"] * ((node.value.id, node.attr) in READINGS)
+    return found
+
+
+def num_negative(server: Server) -> int:
+    """Negative figures in /metrics, in the log, and in what the page shows."""
+    text = server.get("/metrics").body.decode()
+    samples = [line.rpartition(" ")[2] for line in text.splitlines() if line and not line.startswith("#")]
+    fields = re.findall(r" \w+=(-\d[\d.]*)", "".join(one for one in server.stderr if "quire.request" in one))
+    shown = json.dumps([server.stats(), server.get("/v1/requests").json])
+    return sum(float(one) < 0 for one in samples) + len(fields) + len(re.findall(r'_s(?:econds)?": -\d', shown))
+
+
+def jump(gauntlet: Gauntlet, options: Sequence[str], num_jumps: int, num_tokens: int, prefix: str) -> list[Figure]:
+    clock = gauntlet.folder / "clock"
+    clock.write_text("0")
+    limits = [item for name in ("queue-timeout", "hang-limit", "header-timeout", "body-timeout", "slow-client-timeout")
+              for item in (f"--{name}", "60")]  # fmt: skip
+    env = hooked(gauntlet.folder / "hooks", **{CLOCK: str(clock)})
+    lost = asked = 0
+    with serving(*options, *limits, env=env) as server, health_watched(server) as health:
+        worker = server.worker_pid
+        for number in range(num_jumps):
+            flood = Flood(server, [chat_body(f"{i}", num_tokens, stream=i % 2 == 0) for i in range(6)])
+            flood.wait_flowing(1)
+            new = gauntlet.folder / "clock.new"
+            new.write_text(str(JUMPS_S[number % len(JUMPS_S)]))
+            new.rename(clock)
+            replies = flood.wait()
+            asked += len(replies)
+            lost += sum(reply.ending != "done" for reply in replies)
+        seen = int(server.get("/v1/models").headers["date"].split()[3]) - time.gmtime().tm_year
+        return [
+            Figure(f"{prefix}jumps", num_jumps, at_least=num_jumps),
+            Figure(f"{prefix}jumps that the server sees", float(num_jumps if _saw(server) else 0), at_least=num_jumps),
+            exactly(f"{prefix}requests lost of {asked}", lost),
+            exactly(f"{prefix}workers replaced", int(server.worker_pid != worker)),
+            exactly(f"{prefix}times /health was not 200", sum(status != 200 for _, status in health.changes)),
+            exactly(f"{prefix}negative figures", num_negative(server)),
+            Figure(f"{prefix}years that its date is off at the end", abs(seen)),
+        ]
+
+
+def _saw(server: Server) -> bool:
+    """Whether the log has lines of several years: the clock of the server did jump."""
+    return len({one[:4] for one in server.stderr if re.match(r"\d{4}-", one)}) > 1
+
+
+def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
+    readings = wall_clock_readings()
+    if readings:
+        gauntlet.say(", ".join(readings))
+    options = (str(gauntlet.tiny), *FAKE, "--max-num-seqs", "4")
+    figures = [exactly("readings of the wall clock outside of timestamps", len(readings))]
+    figures += jump(gauntlet, options, gauntlet.size(40, 8), gauntlet.size(150, 60), "")
+    if not gauntlet.is_quick:
+        figures += jump(gauntlet, (gauntlet.model, "--num-blocks", "400"), 8, 30, "real model: ")
+    return figures
+
+
+ROWS = (
+    Row("R24", "a full or read-only disk stops no request", run_disks, 480),
+    Row("R25", "a wall clock that jumps loses no request", run_clock, 240),
+)
