@@ -374,7 +374,8 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
             header = json.loads(file.read(length))
     except SafetensorError as error:
         raise ModelFileError(f"{path}: is not a valid safetensors file: {error}") from None
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+    except (OSError, MemoryError, ValueError, RecursionError, struct.error) as error:
+        # MemoryError: the file is larger than the address space that this process may have.
         raise ModelFileError(f"{path}: cannot be read: {error}") from None
     if not isinstance(header, dict) or len(header) > MAX_TENSORS + 1:
         raise ModelFileError(f"{path}: its header is not an object of at most {MAX_TENSORS} tensors")

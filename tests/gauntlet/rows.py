@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tests.gauntlet import files, secrets
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = ()
+ROWS: tuple[Row, ...] = (
+    *files.ROWS,
+    *secrets.ROWS,
+)
