@@ -25,7 +25,16 @@ UNSAFE_MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 # Called on a module or an object. yaml.load may create any object; recv_pyobj is a pickle on a socket of ZeroMQ.
 UNSAFE_ATTRIBUTES = {
-    *("torch.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"),
+    *(
+        "torch.load",
+        "numpy.load",
+        "np.load",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "os.system",
+        "os.popen",
+    ),
     *("recv_pyobj", "send_pyobj", "ProcessPoolExecutor", "jinja2.Environment", "jinja2.Template"),
 }
 # Arguments that allow code of a file, or a shell.
@@ -95,7 +104,14 @@ def test_no_code_executes_its_input() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["import pickle", "from dill import loads", "eval(x)", "torch.load(f)", "socket.recv_pyobj()", "run(x, shell=True)"],
+    [
+        "import pickle",
+        "from dill import loads",
+        "eval(x)",
+        "torch.load(f)",
+        "socket.recv_pyobj()",
+        "run(x, shell=True)",
+    ],
 )
 def test_unsafe_code_is_found(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(text)

@@ -50,7 +50,7 @@ from tests.weights.layouts import LAYOUTS, Stored, mixed_safetensors, quantize_a
 from tests.weights.makers import config, llama_arrays, safetensors_bytes, tiny_gguf, write_folder
 
 MEMORY_BYTES = 1 << 30  # beside the interpreter with its modules
-HAND_MADE = "hand-made"
+HAND_MADE, EVERY = "hand-made", "every"  # instead of a target: a case for each seed, and all targets in turn
 HANG_S = 60.0  # a mutant that takes so long is an outcome of its own, also on a busy machine
 REFUSALS = (ModelFileError, TemplateError, DamagedBlock)
 # A model that opens and does not fit the options is refused by the loader with these.
@@ -312,7 +312,9 @@ TARGETS: dict[str, Target] = {
 
 
 def choose(name: str, seed: int) -> Target:
-    return hand_made.target_of(hand_made.CASES[seed]) if name == HAND_MADE else TARGETS[name]
+    if name == HAND_MADE:
+        return hand_made.target_of(hand_made.CASES[seed])
+    return list(TARGETS.values())[seed % len(TARGETS)] if name == EVERY else TARGETS[name]
 
 
 def _hangs(_signal: int, _frame: object) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.file_mutants import HAND_MADE, TARGETS
+from tests.gauntlet.file_mutants import EVERY, HAND_MADE, TARGETS
 from tests.gauntlet.hand_made import CASES
 from tests.gauntlet.watch import idle_base, left_over
 from tests.server.rig import Server, serving
@@ -24,12 +24,12 @@ from tests.tiny import write_tiny_model
 from tests.weights.fuzz_child import mutate_bytes, mutate_json
 
 MAX_S, MAX_BYTES = 2.0, 1 << 30
-BATCH = 600  # mutants of one process
+BATCH = 2_000  # mutants of one process: its start takes as long as some hundred mutants
 MAX_DEATHS = 20  # of processes, then the target is given up
 # These take ten times as long as the others: fewer of them.
 COSTLY = (
     *("gguf of K types", "quantised safetensors", "safetensors of every quantised layout", "chat template"),
-    *("KV file of the disk cache", "gguf of experts"),
+    *("KV file of the disk cache", "gguf of experts", "safetensors of a mixture of experts"),
 )
 
 
@@ -56,7 +56,8 @@ def open_mutants(name: str, first: int, count: int, folder: Path, found: Outcome
     progress = folder / f"{name}-{first}".replace(" ", "-")
     end = first + count
     for _ in range(MAX_DEATHS):
-        command = [sys.executable, "-m", "tests.gauntlet.file_mutants", name, str(first), str(end - first), str(progress)]
+        order = [name, str(first), str(end - first), str(progress)]
+        command = [sys.executable, "-m", "tests.gauntlet.file_mutants", *order]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found.add(name, json.loads(done.stdout))
@@ -73,11 +74,12 @@ def open_mutants(name: str, first: int, count: int, folder: Path, found: Outcome
 
 def all_mutants(gauntlet: Gauntlet) -> Outcome:
     found = Outcome()
-    jobs = [(HAND_MADE, 0, len(CASES))] if not gauntlet.is_quick else [(HAND_MADE, 0, gauntlet.size(0, 60))]
-    for name in TARGETS:
-        count = gauntlet.size(1_700 if name in COSTLY else 3_700, 12 if name in COSTLY else 30)
+    jobs = [(HAND_MADE, 0, gauntlet.size(len(CASES), 60))]
+    if gauntlet.is_quick:
+        jobs.append((EVERY, 0, 20 * len(TARGETS)))
+    for name in () if gauntlet.is_quick else sorted(TARGETS, key=lambda name: name not in COSTLY):
+        count = 1_450 if name in COSTLY else 4_000
         jobs += [(name, first, min(BATCH, count - first)) for first in range(0, count, BATCH)]
-    # Quick: the imports of a process take longer than its mutants, so all targets share one process.
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for done in [pool.submit(open_mutants, *job, gauntlet.folder, found) for job in jobs]:
             done.result()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import files, secrets
+from tests.gauntlet import files, secrets, supply
 from tests.gauntlet.figures import Row
 
 ROWS: tuple[Row, ...] = (
     *files.ROWS,
     *secrets.ROWS,
+    *supply.ROWS,
 )

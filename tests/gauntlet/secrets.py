@@ -1,18 +1,15 @@
-"""R20: no secret in logs, errors, metrics or process lists. R21: one guarded socket, no unsafe code, no outgoing call."""
+"""R20: no secret in logs, errors, metrics or process lists. R21: one guarded socket and no outgoing connection."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -49,24 +46,23 @@ REPORTED = (
 # Requests that carry canaries
 
 
-def variants(path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def variants(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Bodies with the canary as text, with a wrong type around it, and with too much of it."""
     filled = _filled(body)
     yield filled
     yield {**filled, "stream": True}
     yield {**filled, "max_tokens": -1, "max_output_tokens": -1}
-    yield {**filled, "user": FIELD, "metadata": {"a": FIELD}, FIELD: FIELD}
+    yield {**filled, "user": FIELD, "metadata": {"a": FIELD}, "unknown_field": FIELD}
     yield {**filled, "tools": [FIELD], "tool_choice": FIELD}
-    yield {**filled, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PROMPT}}}
+    yield {**filled, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FIELD}}}
     for name in TEXT_FIELDS & body.keys():
         yield {**filled, name: {"text": PROMPT}}
         yield {**filled, name: [PROMPT, 1]}
         yield {**filled, name: PROMPT * 9000}
     if "messages" in body:
-        for messages in (PROMPT, [PROMPT], [{"role": PROMPT, "content": PROMPT}], [{"role": "user", "content": 5}]):
+        for messages in (PROMPT, [PROMPT], [{"role": FIELD, "content": PROMPT}], [{"role": "user", "content": 5}]):
             yield {**filled, "messages": messages}
         yield {**filled, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": PROMPT}]}]}
-    del path
 
 
 def _filled(value: Any, name: str = "") -> Any:
@@ -82,7 +78,7 @@ def send_canaries(server: Server, model: str) -> list[str]:
     errors: list[str] = []
     for path, good in corpus.GOOD.items():
         body = {**good, **({"model": model} if "model" in good else {})}
-        for one in variants(path, body):
+        for one in variants(body):
             for headers in ({}, {"authorization": f"Bearer {KEY}x"}):
                 answer = server.post(path, one, headers=headers)
                 if answer.status != 200:
@@ -231,13 +227,14 @@ def ask_with_urls(server: Server, url: str) -> None:
     schema = {"type": "object", "properties": {"x": {"$ref": f"{url}/schema.json#/x"}}}
     picture = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": f"{url}/image.png"}}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": f"{url}/tool.json"}}}
+    answer = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     bodies: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": picture}]},
-        {"messages": [corpus.HI], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"messages": [corpus.HI], "response_format": answer},
         {"messages": [corpus.HI], "tools": [tool]},
         {"messages": [corpus.HI], "model": f"{url}/model.gguf"},
         {"messages": [corpus.HI], "user": url, "metadata": {"url": url}},
-    ]  # fmt: skip
+    ]
     for body in bodies:
         server.post(corpus.CHAT, {**body, "max_tokens": 2})
     picture[1] = {"type": "input_image", "image_url": f"{url}/image.png"}
@@ -255,10 +252,10 @@ def raw_paths(path: str) -> list[str]:
     """Other ways to write a path. None of them may reach its handler without a key."""
     rest = path.lstrip("/")
     return [
-        f"//{rest}", f"/v1/..{path}", f"/health/..{path}", f"/health/%2e%2e{path}", f"/./{rest}", f"{path}/", f"{path}//",
+        f"//{rest}", f"/v1/..{path}", f"/health/..{path}", f"/health/%2e%2e{path}", f"/./{rest}", f"{path}/",
         f"{path}%00", f"{path}%2f", f"{path};x=1", f"{path}?x=/health", f"{path}#/health", f"/%76{path[2:]}",
         path.upper(), path.replace("/", "\\"), f"http://localhost{path}", f"http://localhost/health?{path}",
-        f"/health{path}", f"{path}/../../health", f"{path}.json",
+        f"/health{path}", f"{path}/../../health", f"{path}.json", f"{path}//",
     ]  # fmt: skip
 
 
@@ -365,7 +362,7 @@ def attack_surface(gauntlet: Gauntlet) -> Sequence[Figure]:
     with audited(gauntlet.folder) as (env, report), canary_site() as (url, asked), serving(
         *options, "--api-key", KEY, key=KEY, env={**env, "HF_HUB_OFFLINE": ""}
     ) as server:  # fmt: skip
-        server.chat()
+        ask_with_urls(server, url)  # starts the process that tries schemas
         base = idle_base(server)
         sockets, num_unix = _listening(server)
         num_asked, passed = without_a_key(server, gauntlet.size(1, 19))
@@ -394,7 +391,7 @@ def attack_surface(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 def _is_own(line: str) -> bool:
     """Whether a line of the report is the lookup of the address that the server listens on."""
-    return line.startswith("socket.getaddrinfo ('127.0.0.1'") or line.startswith("socket.getaddrinfo ('localhost'")
+    return line.startswith(("socket.getaddrinfo ('127.0.0.1'", "socket.getaddrinfo ('localhost'"))
 
 
 ROWS: tuple[Row, ...] = (
