@@ -25,6 +25,7 @@ from tests.weights.fuzz_child import mutate_bytes, mutate_json
 
 MAX_S, MAX_BYTES = 2.0, 1 << 30
 BATCH = 2_000  # mutants of one process: its start takes as long as some hundred mutants
+QUICK_CASES = 40  # those before the templates, which take seconds of CPU time
 MAX_DEATHS = 20  # of processes, then the target is given up
 # These take ten times as long as the others: fewer of them.
 COSTLY = (
@@ -74,9 +75,9 @@ def open_mutants(name: str, first: int, count: int, folder: Path, found: Outcome
 
 def all_mutants(gauntlet: Gauntlet) -> Outcome:
     found = Outcome()
-    jobs = [(HAND_MADE, 0, gauntlet.size(len(CASES), 60))]
+    jobs = [(HAND_MADE, 0, gauntlet.size(len(CASES), QUICK_CASES))]
     if gauntlet.is_quick:
-        jobs.append((EVERY, 0, 20 * len(TARGETS)))
+        jobs.append((EVERY, 0, 12 * len(TARGETS)))
     for name in () if gauntlet.is_quick else sorted(TARGETS, key=lambda name: name not in COSTLY):
         count = 1_450 if name in COSTLY else 4_000
         jobs += [(name, first, min(BATCH, count - first)) for first in range(0, count, BATCH)]
@@ -150,8 +151,8 @@ def hostile_files(gauntlet: Gauntlet) -> Sequence[Figure]:
     gauntlet.say(f"{dict(found.outcomes)}; slowest: {found.slowest}")
     total = sum(found.outcomes.values())
     return [
-        Figure("mutants and hand-made files", total, at_least=gauntlet.size(50_000, 300)),
-        Figure("of these made by hand", gauntlet.size(len(CASES), 60), at_least=40),
+        Figure("mutants and hand-made files", total, at_least=gauntlet.size(50_000, 240)),
+        Figure("of these made by hand", gauntlet.size(len(CASES), QUICK_CASES), at_least=40),
         Figure("loaded", found.outcomes["loads"], at_least=total // 50),
         Figure("refused with the product's error", found.outcomes["refused"], at_least=total // 50),
         exactly("another outcome", found.outcomes["fault"]),

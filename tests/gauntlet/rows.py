@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import files, secrets, supply
+from tests.gauntlet import files, names, secrets, supply
 from tests.gauntlet.figures import Row
 
 ROWS: tuple[Row, ...] = (
     *files.ROWS,
     *secrets.ROWS,
     *supply.ROWS,
+    *names.ROWS,
 )

@@ -163,10 +163,13 @@ def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
 # R21: outgoing connections
 
 HOOK = '''
-"""Writes every use of the network by this process to a file."""
+"""Writes every use of the network by this process, and of one folder, to a file."""
 import os, sys
 _file = os.open(os.environ["GAUNTLET_AUDIT"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+_outside = os.environ["GAUNTLET_OUTSIDE"]
 def _hook(event, args):
+    if event in ("open", "os.listdir", "os.scandir") and _outside in str(args[0]):
+        os.write(_file, f"open {args[0]}\\n".encode())
     if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
         os.write(_file, (event + " " + repr(args[1] if event == "socket.connect" else args) + "\\n").encode())
 sys.addaudithook(_hook)
@@ -174,15 +177,15 @@ sys.addaudithook(_hook)
 
 
 @contextlib.contextmanager
-def audited(folder: Path) -> Iterator[tuple[dict[str, str], Path]]:
-    """An environment in which every Python process reports its use of the network, and the report."""
+def audited(folder: Path, outside: Path = Path("/no folder")) -> Iterator[tuple[dict[str, str], Path]]:
+    """An environment in which every Python process reports its use of the network and of a folder, and the report."""
     hook = folder / "hook"
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(HOOK)
     report = folder / "audit.txt"
     report.write_text("")
     path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
-    yield {"GAUNTLET_AUDIT": str(report), "PYTHONPATH": path}, report
+    yield {"GAUNTLET_AUDIT": str(report), "GAUNTLET_OUTSIDE": str(outside), "PYTHONPATH": path}, report
 
 
 @contextlib.contextmanager
