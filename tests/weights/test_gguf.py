@@ -40,6 +40,7 @@ from tests.weights.makers import (
     text,
     tiny_gguf,
 )
+from tests.weights.truncating import TRUNCATED
 
 
 def opened(tmp_path: Path, data: bytes) -> GgufCheckpoint:
@@ -293,6 +294,25 @@ def test_forged_files_are_refused_by_name_and_value(case: str, tmp_path: Path) -
         open_all(path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_header_that_is_longer_than_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = opened(tmp_path, tiny_gguf())
+    for num_bytes in (4, 30, 100, 333, 1000, 2000):
+        monkeypatch.setattr("quire.weights.gguf.HEADER_BYTES", num_bytes)
+        assert opened(tmp_path, tiny_gguf()).tensors == whole.tensors
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_file_that_is_truncated_while_it_is_opened_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    """The server opens models too: the signal that ends a process which uses the map would end it."""
+    path = tmp_path / "x.gguf"
+    tables = Tensor((8,), F32, np.ones(8, np.float32).tobytes())
+    path.write_bytes(make_gguf(KEYS, [*TENSORS, (ROPE, tables)]))
+    command = [sys.executable, "-c", TRUNCATED, str(path), str(num_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "was truncated while it was read" in done.stdout
 
 
 def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
