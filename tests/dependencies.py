@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ def index_hashes(name: str, version: str) -> list[str]:
 
     configured = _output(["config", "get", "global.index-url"]).strip()
     index = configured if configured.startswith("http") else str(PyPI.simple_url)
-    page = PipSession(retries=3).get(f"{index.rstrip('/')}/{name}/", timeout=60)
+    session: Any = PipSession
+    page = session(retries=3).get(f"{index.rstrip('/')}/{name}/", timeout=60)
     page.raise_for_status()
     found = []
     for link, digest in re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})', page.text):
@@ -104,7 +105,7 @@ def index_hashes(name: str, version: str) -> list[str]:
     return sorted(found)
 
 
-def write_lock() -> None:
+def write_lock() -> int:
     lines = [HEAD]
     for name, distribution in closure().items():
         hashes = index_hashes(name, distribution.version)
@@ -113,6 +114,7 @@ def write_lock() -> None:
     LOCK.parent.mkdir(exist_ok=True)
     LOCK.write_text("".join(lines))
     print(f"{LOCK.relative_to(ROOT)}: {len(read_lock())} packages")
+    return 0
 
 
 # The bill of materials
@@ -152,8 +154,8 @@ def _needs(distribution: metadata.Distribution) -> set[str]:
 def _component(
     name: str, distribution: metadata.Distribution, locked: tuple[str, frozenset[str]] | None
 ) -> dict[str, Any]:
-    about = distribution.metadata
-    license_name = about.get("License-Expression") or about.get("License") or ""
+    about = distribution.metadata.json
+    license_name = str(about.get("license_expression") or about.get("license") or "")
     component: dict[str, Any] = {
         "type": "library",
         "bom-ref": _ref(name, distribution),
@@ -169,10 +171,11 @@ def _component(
     return component
 
 
-def write_sbom() -> None:
+def write_sbom() -> int:
     SBOM.parent.mkdir(exist_ok=True)
     SBOM.write_text(json.dumps(bill(closure()), indent=1) + "\n")
     print(f"{SBOM.relative_to(ROOT)}: {len(closure())} packages")
+    return 0
 
 
 # Checks
@@ -240,8 +243,13 @@ def audit() -> int:
     return 0 if not wrong and not problem and (is_clean or "not run" in report) else 1
 
 
+def main(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[], int]] = {"lock": write_lock, "sbom": write_sbom, "audit": audit}
+    if len(arguments) != 1 or arguments[0] not in commands:
+        print(f"usage: python -m tests.dependencies {{{'|'.join(commands)}}}")
+        return 2
+    return commands[arguments[0]]()
+
+
 if __name__ == "__main__":
-    commands = {"lock": write_lock, "sbom": write_sbom, "audit": lambda: sys.exit(audit())}
-    if len(sys.argv) != 2 or sys.argv[1] not in commands:
-        sys.exit(f"usage: python -m tests.dependencies {{{'|'.join(commands)}}}")
-    commands[sys.argv[1]]()
+    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ def test_every_package_of_the_core_is_locked_with_hashes() -> None:
 
 def test_the_lock_has_the_versions_of_the_constraints() -> None:
     lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pinned = {canonicalize_name(name): version for name, version in lines}
+    pinned = {str(canonicalize_name(name)): version for name, version in lines}
     assert {name: version for name, (version, _) in read_lock().items()} == {name: pinned[name] for name in read_lock()}
 
 

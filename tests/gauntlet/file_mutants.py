@@ -114,7 +114,9 @@ def _mxfp4() -> dict[str, Stored]:
     for layer in range(2):
         own = f"model.layers.{layer}"
         shapes |= {f"{own}.self_attn.sinks": (4,), f"{own}.mlp.router.weight": (2, 64), f"{own}.mlp.router.bias": (2,)}
-        shapes |= {f"{own}.self_attn.{one}_proj.bias": (rows,) for one, rows in zip("qkvo", (64, 32, 32, 64), strict=1)}
+        shapes |= {
+            f"{own}.self_attn.{one}_proj.bias": (rows,) for one, rows in zip("qkvo", (64, 32, 32, 64), strict=True)
+        }
         for which, rows in (("gate_up", 128), ("down", 64)):
             name = f"{own}.mlp.experts.{which}_proj"
             packed[f"{name}_blocks"] = Stored("U8", rng.integers(0, 256, (2, rows, 2, 16), dtype=np.uint8))
@@ -362,7 +364,7 @@ def main(name: str, first: int, count: int, progress: Path) -> None:
     import gguf  # noqa: F401  # so that the import does not count for a mutant
 
     signal.signal(signal.SIGALRM, _hangs)
-    os.fsync = lambda _: None  # files of the disk cache are not synced: nothing here outlives the process
+    setattr(os, "fsync", lambda _: None)  # noqa: B010  # files of the disk cache are not synced: nothing here outlives the process
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "mutant"
         run(lambda seed: choose(name, seed), first, 1, scratch, progress)  # imports and caches

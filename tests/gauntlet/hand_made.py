@@ -42,6 +42,14 @@ def _file(name: str, make: Callable[[], bytes]) -> Write:
     return write
 
 
+def _put(name: str, put: Callable[[Path], object]) -> Write:
+    def write(folder: Path) -> Path:
+        put(folder / name)
+        return folder / name
+
+    return write
+
+
 def _folder(spoil: Callable[[Path], object]) -> Write:
     def write(folder: Path) -> Path:
         write_folder(folder / "model")
@@ -189,12 +197,12 @@ def _entry(**changes: object) -> dict[str, object]:
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OWN: tuple[Case, ...] = (
-    Case("a pipe in place of a GGUF", lambda folder: (os.mkfifo(folder / "m.gguf"), folder / "m.gguf")[1]),
-    Case("a folder in place of a GGUF", lambda folder: ((folder / "m.gguf").mkdir(), folder / "m.gguf")[1]),
-    Case("a socket in place of a GGUF", lambda folder: (_bind(folder / "m.gguf"), folder / "m.gguf")[1]),
-    Case("a device in place of a GGUF", lambda f: ((f / "m.gguf").symlink_to("/dev/zero"), f / "m.gguf")[1]),
-    Case("a sparse GGUF of 1 TiB of zeros", lambda f: (_sparse(1 << 40, b"")(f / "m.gguf"), f / "m.gguf")[1]),
-    Case("a sparse GGUF with a header", lambda f: (_sparse(1 << 40, b"GGUF\3")(f / "m.gguf"), f / "m.gguf")[1]),
+    Case("a pipe in place of a GGUF", _put("m.gguf", os.mkfifo)),
+    Case("a folder in place of a GGUF", _put("m.gguf", os.mkdir)),
+    Case("a socket in place of a GGUF", _put("m.gguf", _bind)),
+    Case("a device in place of a GGUF", _put("m.gguf", lambda path: path.symlink_to("/dev/zero"))),
+    Case("a sparse GGUF of 1 TiB of zeros", _put("m.gguf", _sparse(1 << 40, b""))),
+    Case("a sparse GGUF with a header", _put("m.gguf", _sparse(1 << 40, b"GGUF\3"))),
     Case("a split model without its parts", _split(3, 1)),
     Case("a later part of a split model", _split(3, 2)),
     Case("a split model of 99,999 parts", _split(99_999, 1)),
