@@ -307,7 +307,7 @@ class FileMap(mmap.mmap):
     """
 
     path: Path
-    _handle: int
+    _handle = -1  # also of an object whose file could not be mapped
 
     def __new__(cls, path: Path) -> Self:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

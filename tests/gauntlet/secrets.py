@@ -51,7 +51,7 @@ def variants(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     filled = _filled(body)
     yield filled
     yield {**filled, "stream": True}
-    yield {**filled, "max_tokens": -1, "max_output_tokens": -1}
+    yield {**filled, "temperature": -5, "top_p": 7}
     yield {**filled, "user": FIELD, "metadata": {"a": FIELD}, "unknown_field": FIELD}
     yield {**filled, "tools": [FIELD], "tool_choice": FIELD}
     yield {**filled, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FIELD}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import struct
@@ -17,7 +18,7 @@ import pytest
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorType
 from quire.weights.families import BY_NAME
-from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint
+from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint, map_file
 from quire.weights.names import gguf_targets
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
@@ -319,6 +320,16 @@ def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, tiny_gguf(llama__feed_forward_length=100))
     with pytest.raises(ModelFileError, match=r"wrong shape: layers\.0\.gate_proj.* and 1 more"):
         check_tensors(checkpoint)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_file_that_cannot_be_mapped_leaves_nothing(tmp_path: Path) -> None:
+    num_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    with pytest.raises(ModelFileError, match="is empty"):
+        map_file(tmp_path / "empty.gguf")
+    gc.collect()
+    assert num_files == (len(os.listdir("/proc/self/fd")) if num_files else 0)
 
 
 def test_paths_that_are_not_files_are_refused(tmp_path: Path) -> None:
