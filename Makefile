@@ -14,6 +14,10 @@ TIERS  := quire/engine/tiers
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/* $(TIERS)/csrc/*)
 PORT   ?= 8000
 ARGS   ?=
+LOCK   := requirements/core.lock
+# LOCKED=1: packages of the lock are installed only if their files have its hashes. It is not the default because torch comes
+# from a wheel of the machine, which has no hash that is known beforehand, and pip compares all hashes or none.
+LOCKED ?=
 SEEDS  ?= 2000
 PROMPTS ?= 300
 # One more than the number of cores, because some tests wait for servers most of the time.
@@ -21,7 +25,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize gauntlet clients wheel docs clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize gauntlet clients wheel docs lock audit sbom clean
 
 help:           ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -49,6 +53,8 @@ define install
 	if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		phase "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); \
 	fi; \
+	$(if $(LOCKED),phase "downloading packages and comparing their hashes"; $(BIN)/python -m pip install --no-compile \
+		--disable-pip-version-check --require-hashes --no-deps --only-binary :all: --requirement $(LOCK);) \
 	phase "downloading packages and building quire; the first time this takes minutes"; \
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[$(EXTRAS)]' $(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly))); \
@@ -129,6 +135,15 @@ wheel: $(STAMP)  ## build the wheel of this platform into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
 		$$(command -v cmake >/dev/null && echo --no-build-isolation) .
 	@ls -l dist/*.whl
+
+lock: $(STAMP)  ## write requirements/core.lock: hashes of the packages that `make serve` installs, from the index of pip
+	@$(BIN)/python -m tests.dependencies lock
+
+audit: $(STAMP)  ## compare installed packages and the index with the lock; search known vulnerabilities if pip-audit is there
+	@$(BIN)/python -m tests.dependencies audit
+
+sbom: $(STAMP)  ## write a bill of materials (CycloneDX) to build/sbom.json
+	@$(BIN)/python -m tests.dependencies sbom
 
 clean:          ## remove all files created by the other targets
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

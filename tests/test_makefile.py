@@ -40,3 +40,10 @@ def test_a_mac_without_a_compiler_gets_mlx_only(tmp_path: Path) -> None:
     assert "the native backend needs a C compiler: xcode-select --install" in dry_run(
         tmp_path, *on_mac, "BACKEND=native"
     )
+
+
+def test_a_locked_install_compares_hashes_first(tmp_path: Path) -> None:
+    locked = dry_run(tmp_path, "LOCKED=1")
+    assert "--require-hashes --no-deps --only-binary :all: --requirement requirements/core.lock" in locked
+    assert locked.index("--require-hashes") < locked.index("--editable")
+    assert "--require-hashes" not in dry_run(tmp_path)

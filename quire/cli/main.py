@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from quire import __version__
+from quire.cli.hidden_arguments import hide_keys
 from quire.errors import InvalidRequest, QuireError
 
 # Commands by group: name -> one-line help. Each is a function of that name in quire/cli/NAME.py, or in the file that
@@ -150,6 +151,7 @@ def _options(
 
 def run() -> None:
     """The entry point. An error of quire is one line on stderr, without a traceback."""
+    hide_keys()
     try:
         app(prog_name="quire")
     except QuireError as error:

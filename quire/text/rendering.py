@@ -13,7 +13,7 @@ from quire.errors import RequestFailed, TemplateError
 from quire.text.child_process import Child, Died, Interrupted, NoAnswer
 
 RENDER_LIMIT_S = 1.0  # CPU time
-COMPILE_LIMIT_S = 2.0  # CPU time
+COMPILE_LIMIT_S = 1.0  # CPU time; with a trial render, a hostile template takes 2 s at most
 WAIT_LIMIT_S = 60.0  # wall-clock time: on a busy machine the CPU time above takes longer
 MAX_SOURCE_CHARS = 1024 * 1024
 log = logging.getLogger(__name__)

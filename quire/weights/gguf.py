@@ -8,13 +8,14 @@ neither numpy nor gguf.
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
@@ -35,7 +36,10 @@ MAX_STRING_BYTES = 16 << 20
 MAX_ARRAY = 4 << 20  # elements
 MAX_ARRAYS = 16 << 20  # elements of all arrays together: one byte in the file takes eight in memory
 MAX_SPLITS = 1024
+HEADER_BYTES = 16 << 20  # headers that are longer are mapped
 DEFAULT_ALIGNMENT = 32
+
+Buffer = bytes | mmap.mmap
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Scalar value types by number, with struct's format letter.
@@ -98,13 +102,17 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
 
-class _Cursor:
-    """Reads forward through the file, never past its end."""
+class _LongHeader(Exception):
+    """The header is longer than the part of the file that was read."""
 
-    def __init__(self, source: str, buffer: mmap.mmap) -> None:
+
+class _Cursor:
+    """Reads forward through the file, never past its end. `buffer` is the start of the file, or all of it."""
+
+    def __init__(self, source: str, buffer: Buffer, size: int) -> None:
         self.source = source
         self.buffer = buffer
-        self.size = len(buffer)
+        self.size = size  # of the file
         self.at = 0
         self.num_elements = 0  # in all arrays so far
 
@@ -117,6 +125,8 @@ class _Cursor:
         if num_bytes > self.size - start:
             raise self.wrong(field, f"needs {num_bytes} bytes at {start} of {self.size}: the file ends before")
         self.at = start + num_bytes
+        if self.at > len(self.buffer):
+            raise _LongHeader
         return start
 
     def number(self, reader: struct.Struct, field: str) -> Any:
@@ -173,7 +183,7 @@ class _Cursor:
         if 8 * length > self.size - self.at:
             raise self.wrong(field, f"has {length} strings, but {self.size - self.at} bytes are left")
         values: list[str] = []
-        buffer, size, at, unpack = self.buffer, self.size, self.at, _U64.unpack_from
+        buffer, size, at, unpack = self.buffer, len(self.buffer), self.at, _U64.unpack_from
         try:
             for _ in range(length):
                 start = at + 8
@@ -192,9 +202,9 @@ class _Cursor:
         return values
 
 
-def read_header(path: Path, buffer: mmap.mmap) -> GgufHeader:
-    """Read everything before the tensors' bytes, or raise `ModelFileError`."""
-    cursor = _Cursor(str(path), buffer)
+def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHeader:
+    """Read everything before the tensors' bytes, or raise `ModelFileError`. `size`: of the file, if it is longer."""
+    cursor = _Cursor(str(path), buffer, len(buffer) if size is None else size)
     magic = buffer[: cursor.take(4, "magic") + 4]
     if magic != b"GGUF":
         raise cursor.wrong("magic", f"is {magic!r}: not a GGUF file")
@@ -279,19 +289,67 @@ class _File:
         self.path = path
         self.buffer = map_file(path)
         try:
-            self.header = read_header(path, self.buffer)
+            size = len(self.buffer)
+            try:
+                self.header = read_header(path, self.buffer.copy(0, min(size, HEADER_BYTES)), size)
+            except _LongHeader:
+                self.header = read_header(path, self.buffer)
         except BaseException:
             self.buffer.close()
             raise
 
 
-def map_file(path: Path) -> mmap.mmap:
+class FileMap(mmap.mmap):
+    """A file mapped read-only, which can also be read without the map.
+
+    If another program truncates the file, a signal ends a process that uses the map. The server itself therefore only
+    uses `copy`, which raises an error. Workers use the map: the server survives the end of a worker.
+    """
+
+    path: Path
+    _handle = -1  # also of an object whose file could not be mapped
+
+    def __new__(cls, path: Path) -> Self:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self = super().__new__(cls, handle, 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            os.close(handle)
+            raise
+        self.path, self._handle = path, handle
+        return self
+
+    def copy(self, offset: int, num_bytes: int) -> bytes:
+        """Read a part of the file. Raises ModelFileError if the file has become shorter."""
+        data = bytearray()
+        try:
+            while len(data) < num_bytes and (
+                piece := os.pread(self._handle, num_bytes - len(data), offset + len(data))
+            ):
+                data += piece
+        except OSError as error:
+            raise ModelFileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        if len(data) < num_bytes:
+            raise ModelFileError(f"{self.path}: was truncated while it was read, at {offset + len(data)}")
+        return bytes(data)
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        super().close()
+
+    def __del__(self) -> None:
+        with suppress(BufferError):
+            self.close()
+
+
+def map_file(path: Path) -> FileMap:
     """Map a file read-only. Its bytes are not read yet."""
     if not path.is_file():  # opening a pipe would block
         raise ModelFileError(f"{path}: cannot be read: no such file, or not a regular file")
     try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return FileMap(path)
     except ValueError:
         raise ModelFileError(f"{path}: is empty") from None
     except OSError as error:
@@ -417,7 +475,7 @@ class GgufCheckpoint:
             if tensor.info.type is not TensorType.F32 or tensor.info.shape != (length,):
                 found = f"{tensor.info.type} {tensor.info.shape}"
                 raise ModelFileError(f"{file.path}: tensor {name} is {found}: not F32 ({length},)")
-            return list(struct.unpack_from(f"<{length}f", file.buffer, tensor.offset))
+            return list(struct.unpack(f"<{length}f", file.buffer.copy(tensor.offset, 4 * length)))
 
         return read
 

@@ -96,14 +96,15 @@ def resolve(name: str | None = None) -> Path:
     if known is not None:
         return _resolve_known(known)
     hub_name = _hub_name(name)
-    if path.exists() and not (hub_name and path.is_dir()):
+    # Not `path.exists()`, which raises for a name that is too long for the file system.
+    if os.path.exists(path) and not (hub_name and path.is_dir()):
         raise ModelNotFound(f"{name}: is neither a .gguf file nor a folder with config.json or a .gguf file")
     if is_path(name):
         raise ModelNotFound(f"{show(name)}: no such file or folder")
     if hub_name is None:
         raise ModelNotFound(f"{show(name)}: no such file, folder or model{_near(name)}")
     found = find_cached(hub_name)
-    if found is None and path.is_dir():
+    if found is None and os.path.isdir(path):
         raise ModelNotFound(f"{name}: is a folder without config.json or a .gguf file, and not in the hub's cache")
     if found is None:
         raise ModelNotFound(f"{name} is not on this machine, or incomplete; `quire pull {name}` downloads it")

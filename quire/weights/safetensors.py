@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, Tokenize
 from quire.weights.families import Family
 from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
-from quire.weights.gguf import map_file
+from quire.weights.gguf import FileMap, map_file
 from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import most_common_type
 from quire.weights.names import find_skipped, is_left_over, transformers_targets
@@ -61,7 +60,7 @@ _ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2, TensorT
 
 class _Shard(NamedTuple):
     path: Path
-    buffer: mmap.mmap
+    buffer: FileMap
     start: int  # offset of the tensors' bytes
     header: Mapping[str, Any]
 
@@ -182,6 +181,13 @@ class SafetensorsCheckpoint:
         found = self._parts[part.name]
         return self._map(found.shard, found.offset + offset, num_bytes)
 
+    def _copy_part(self, part: Part, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Like `_read_part`, without the map: see FileMap."""
+        import numpy as np
+
+        found = self._parts[part.name]
+        return np.frombuffer(found.shard.buffer.copy(found.offset + offset, num_bytes), np.uint8)
+
     def _map(self, shard: _Shard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         import numpy as np
 
@@ -296,7 +302,7 @@ class SafetensorsCheckpoint:
         if quantization is None:
             return {}
         parts = {name: one.part for name, one in self._parts.items()}
-        self._packed = find_packed(parts, quantization, self._read_part, str(self.path))
+        self._packed = find_packed(parts, quantization, self._copy_part, str(self.path))
         for name in self._packed:
             if name in self._file_tensors:
                 raise ModelFileError(f"{self.path}: {show(name)} is stored twice, plain and quantised")
@@ -311,13 +317,13 @@ class SafetensorsCheckpoint:
             return True
         if head is None or embedding is None or head.info[1:] != embedding.info[1:]:
             return False
-        one, other = self._bytes_of(head), self._bytes_of(embedding)
-        return any(one[at : at + COMPARED] != other[at : at + COMPARED] for at in range(0, len(one), COMPARED))
+        pieces = range(0, head.info.num_bytes, COMPARED)
+        return any(self._read_piece(head, at) != self._read_piece(embedding, at) for at in pieces)
 
-    def _bytes_of(self, place: Place) -> memoryview:
+    def _read_piece(self, place: Place, at: int = 0) -> bytes:
+        """Read a part of a tensor without the map, because the server does this too: see FileMap."""
         tensor = self._file_tensors[place.file_name]
-        start = tensor.offset + place.offset
-        return memoryview(tensor.shard.buffer)[start : start + place.info.num_bytes]
+        return tensor.shard.buffer.copy(tensor.offset + place.offset + at, min(COMPARED, place.info.num_bytes - at))
 
     def _find_places(self, found: Mapping[str, TensorInfo]) -> dict[str, Place]:
         family = self._folder.family
@@ -339,7 +345,7 @@ class SafetensorsCheckpoint:
             if name.endswith(".bias")
             and name not in expected
             and f"{place.file_name.removesuffix('.bias')}.weight" in self._packed
-            and not any(self._bytes_of(place))
+            and not any(any(self._read_piece(place, at)) for at in range(0, place.info.num_bytes, COMPARED))
         ]
         return {name: place for name, place in places.items() if name not in extra}
 
@@ -374,7 +380,8 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
             header = json.loads(file.read(length))
     except SafetensorError as error:
         raise ModelFileError(f"{path}: is not a valid safetensors file: {error}") from None
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+    except (OSError, MemoryError, ValueError, RecursionError, struct.error) as error:
+        # MemoryError: the file is larger than the address space that this process may have.
         raise ModelFileError(f"{path}: cannot be read: {error}") from None
     if not isinstance(header, dict) or len(header) > MAX_TENSORS + 1:
         raise ModelFileError(f"{path}: its header is not an object of at most {MAX_TENSORS} tensors")

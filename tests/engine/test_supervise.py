@@ -44,6 +44,19 @@ def kill(engine: EngineClient, number: signal.Signals = signal.SIGKILL) -> int:
     return pid
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="only Linux has the file")
+def test_a_worker_does_not_get_the_keys_of_the_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY", "OF_ANOTHER_PROGRAM"):
+        monkeypatch.setenv(name, "sk-secret-00000001")
+
+    async def work() -> None:
+        async with supervised(tiny_model) as (engine, _):
+            variables = Path(f"/proc/{engine.worker_pid}/environ").read_bytes().split(b"\0")
+            assert [one.partition(b"=")[0] for one in variables if b"sk-secret" in one] == [b"OF_ANOTHER_PROGRAM"]
+
+    run(work())
+
+
 # Errors
 
 

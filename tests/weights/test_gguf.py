@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import struct
@@ -17,7 +18,7 @@ import pytest
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorType
 from quire.weights.families import BY_NAME
-from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint
+from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint, map_file
 from quire.weights.names import gguf_targets
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
@@ -40,6 +41,7 @@ from tests.weights.makers import (
     text,
     tiny_gguf,
 )
+from tests.weights.truncating import TRUNCATED
 
 
 def opened(tmp_path: Path, data: bytes) -> GgufCheckpoint:
@@ -295,10 +297,39 @@ def test_forged_files_are_refused_by_name_and_value(case: str, tmp_path: Path) -
     assert "\n" not in str(refused.value)
 
 
+def test_a_header_that_is_longer_than_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = opened(tmp_path, tiny_gguf())
+    for num_bytes in (4, 30, 100, 333, 1000, 2000):
+        monkeypatch.setattr("quire.weights.gguf.HEADER_BYTES", num_bytes)
+        assert opened(tmp_path, tiny_gguf()).tensors == whole.tensors
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_file_that_is_truncated_while_it_is_opened_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    """The server opens models too: the signal that ends a process which uses the map would end it."""
+    path = tmp_path / "x.gguf"
+    tables = Tensor((8,), F32, np.ones(8, np.float32).tobytes())
+    path.write_bytes(make_gguf(KEYS, [*TENSORS, (ROPE, tables)]))
+    command = [sys.executable, "-c", TRUNCATED, str(path), str(num_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "was truncated while it was read" in done.stdout
+
+
 def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, tiny_gguf(llama__feed_forward_length=100))
     with pytest.raises(ModelFileError, match=r"wrong shape: layers\.0\.gate_proj.* and 1 more"):
         check_tensors(checkpoint)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_file_that_cannot_be_mapped_leaves_nothing(tmp_path: Path) -> None:
+    num_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    with pytest.raises(ModelFileError, match="is empty"):
+        map_file(tmp_path / "empty.gguf")
+    gc.collect()
+    assert num_files == (len(os.listdir("/proc/self/fd")) if num_files else 0)
 
 
 def test_paths_that_are_not_files_are_refused(tmp_path: Path) -> None:

@@ -206,6 +206,8 @@ def test_unknown_names_are_refused() -> None:
         hub.resolve("../../no/such")
     with pytest.raises(ModelNotFound, match="no such file"):
         hub.resolve("a\0b")
+    with pytest.raises(ModelNotFound, match="no such file"):
+        hub.resolve("a" * 5000)
     with pytest.raises(DownloadFailed, match="not a name that can be pulled"):
         hub.pull("a b")
 

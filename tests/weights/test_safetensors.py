@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from quire.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors, expected_tensors
+from tests.weights.layouts import LAYOUTS, write_quantized
 from tests.weights.makers import HIDDEN, VOCAB, config, llama_arrays, safetensors_bytes, tiny_gguf, write_folder
+from tests.weights.truncating import TRUNCATED
 
 EMBEDDING = "model.embed_tokens.weight"
 OWN_EMBEDDING = "embedding.weight"
@@ -271,6 +276,34 @@ def test_forged_folders_are_refused_by_name_and_value(case: str, tmp_path: Path)
         open_all(folder)
     assert str(folder) in str(refused.value)
     assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("spoil", ["head", "shapes"])
+def test_a_file_that_is_truncated_while_it_is_opened_is_refused(tmp_path: Path, spoil: str) -> None:
+    """The server opens models too: the signal that ends a process which uses the map would end it."""
+    if spoil == "head":  # compared with the embedding
+        write_folder(tmp_path / "m", config(tie_word_embeddings=True))
+    else:
+        write_quantized(tmp_path / "m", LAYOUTS["ct w4 g32"], config(), llama_arrays())
+    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "m"), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "was truncated while it was read" in done.stdout
+
+
+def test_a_file_beyond_the_address_space_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    os.truncate(folder / "model.safetensors", 1 << 40)
+    script = (
+        "import resource, sys; from pathlib import Path; from quire.errors import ModelFileError\n"
+        "from quire.weights.opening import open_checkpoint; import numpy, safetensors\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "try: open_checkpoint(Path(sys.argv[1]))\n"
+        "except ModelFileError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "cannot be read" in done.stdout
 
 
 def test_other_paths_are_refused_by_name(tmp_path: Path) -> None:

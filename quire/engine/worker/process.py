@@ -34,6 +34,8 @@ from quire.errors import QueueFull
 HANG_LIMIT_S = 30.0  # without a message, while there is work
 EXIT_LIMIT_S = 5.0  # time for the process to end by itself
 STDERR = 2
+# Of the server only: a worker needs no keys, and whoever can read its memory must not find them.
+SERVER_SECRETS = ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY")
 
 log = logging.getLogger(__name__)
 
@@ -200,12 +202,13 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
     """Start a worker. -P: import no modules from the working directory. Its stdout goes to stderr."""
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])]
     log_name = log_format()
+    env = {name: value for name, value in os.environ.items() if name not in SERVER_SECRETS}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd), *([log_name] if log_name else [])],
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         stdout=STDERR,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        env={**env, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
     )
 
 

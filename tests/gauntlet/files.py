@@ -1,0 +1,166 @@
+"""R14: hostile model files are refused or load, with little time and memory, and no process dies of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.file_mutants import EVERY, HAND_MADE, TARGETS
+from tests.gauntlet.hand_made import CASES
+from tests.gauntlet.watch import idle_base, left_over
+from tests.server.rig import Server, serving
+from tests.tiny import write_tiny_model
+from tests.weights.fuzz_child import mutate_bytes, mutate_json
+
+MAX_S, MAX_BYTES = 2.0, 1 << 30
+BATCH = 2_000  # mutants of one process: its start takes as long as some hundred mutants
+QUICK_CASES = 40  # those before the templates, which take seconds of CPU time
+MAX_DEATHS = 20  # of processes, then the target is given up
+# These take ten times as long as the others: fewer of them.
+COSTLY = (
+    *("gguf of K types", "quantised safetensors", "safetensors of every quantised layout", "chat template"),
+    *("KV file of the disk cache", "gguf of experts", "safetensors of a mixture of experts"),
+)
+
+
+@dataclass
+class Outcome:
+    """Everything that the processes of one or several targets reported."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+    slowest: str = ""
+    peak_bytes: int = 0
+
+    def add(self, name: str, report: dict[str, Any]) -> None:
+        self.outcomes.update(report["outcomes"])
+        self.faults += report["faults"]
+        self.peak_bytes = max(self.peak_bytes, report["peak"])
+        if report["slowest_s"] > self.slowest_s:
+            self.slowest_s, self.slowest = report["slowest_s"], f"{name}, seed {report['slowest']}"
+
+
+def open_mutants(name: str, first: int, count: int, folder: Path, found: Outcome) -> None:
+    """Open mutants in a process. If a signal ends it, count the mutant in work and go on after it."""
+    progress = folder / f"{name}-{first}".replace(" ", "-")
+    end = first + count
+    for _ in range(MAX_DEATHS):
+        order = [name, str(first), str(end - first), str(progress)]
+        command = [sys.executable, "-m", "tests.gauntlet.file_mutants", *order]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            found.add(name, json.loads(done.stdout))
+            return
+        if done.returncode > 0:
+            raise RuntimeError(f"{name}: the process of the mutants failed: {done.stderr[-2000:]}")
+        seed = int(progress.read_text())
+        found.outcomes["signal"] += 1  # mutants before it in the same process are not in the sums
+        found.faults.append(f"{name}: seed {seed}: ended by signal {-done.returncode}")
+        first = seed + 1
+        if first >= end:
+            return
+
+
+def all_mutants(gauntlet: Gauntlet) -> Outcome:
+    found = Outcome()
+    jobs = [(HAND_MADE, 0, gauntlet.size(len(CASES), QUICK_CASES))]
+    if gauntlet.is_quick:
+        jobs.append((EVERY, 0, 12 * len(TARGETS)))
+    for name in () if gauntlet.is_quick else sorted(TARGETS, key=lambda name: name not in COSTLY):
+        count = 1_450 if name in COSTLY else 4_000
+        jobs += [(name, first, min(BATCH, count - first)) for first in range(0, count, BATCH)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for done in [pool.submit(open_mutants, *job, gauntlet.folder, found) for job in jobs]:
+            done.result()
+    return found
+
+
+# A server whose model becomes hostile
+
+
+def _spoil(rng: random.Random, good: Path, folder: Path) -> None:
+    """Write a copy of a model with one damaged file."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(good, folder)
+    name = rng.choice(("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"))
+    path = folder / name
+    if path.suffix == ".json":
+        mutate_json(rng, path)
+    else:
+        path.write_bytes(mutate_bytes(rng, path.read_bytes(), 2000))
+
+
+def _load_spoilt(server: Server, good: Path, folder: Path, count: int) -> tuple[Counter[str], int]:
+    """Load damaged models beside one that works. Returns the outcomes, and how often the good one did not answer."""
+    outcomes: Counter[str] = Counter()
+    expected = server.chat(model="good", temperature=0).json["choices"]
+    num_wrong = 0
+    for seed in range(count):
+        _spoil(random.Random(seed), good, folder)
+        answer = server.post("/v1/models/load", {"model": "hostile"})
+        if answer.status == 200:
+            server.post("/v1/models/unload", {"model": "hostile"})
+        outcomes["loads" if answer.status == 200 else "refused" if "error" in answer.json else "other"] += 1
+        num_wrong += server.chat(model="good", temperature=0).json["choices"] != expected
+    return outcomes, num_wrong
+
+
+def hostile_in_a_server(gauntlet: Gauntlet) -> list[Figure]:
+    good, folder = gauntlet.tiny, gauntlet.folder / "hostile"
+    write_tiny_model(folder)
+    config = gauntlet.folder / "models.yaml"
+    config.write_text(
+        f"threads: 1\nmemory: 600M\nmodels:\n  - {{model: {good}, name: good, kv_memory: 16M}}\n"
+        f"  - {{model: {folder}, name: hostile, kv_memory: 16M}}\n"
+    )
+    count = gauntlet.size(40, 2)
+    with serving("--config", str(config)) as server:
+        server.post("/v1/models/load", {"model": "hostile"})
+        server.post("/v1/models/unload", {"model": "hostile"})
+        server.chat(model="good")
+        base = idle_base(server)
+        outcomes, num_wrong = _load_spoilt(server, good, folder, count)
+        num_deaths = int(server.process.poll() is not None)
+        left = left_over(server, base, prefix="server: ")
+    gauntlet.say(f"server: {dict(outcomes)}")
+    return [
+        Figure("hostile models loaded into a running server", sum(outcomes.values()), at_least=count),
+        exactly("server: deaths", num_deaths),
+        exactly("server: answers of the other model that are missing or changed", num_wrong),
+        exactly("server: neither loaded nor refused", outcomes["other"]),
+        *left,
+    ]
+
+
+def hostile_files(gauntlet: Gauntlet) -> Sequence[Figure]:
+    found = all_mutants(gauntlet)
+    for fault in found.faults[:10]:
+        gauntlet.say(fault)
+    gauntlet.say(f"{dict(found.outcomes)}; slowest: {found.slowest}")
+    total = sum(found.outcomes.values())
+    return [
+        Figure("mutants and hand-made files", total, at_least=gauntlet.size(50_000, 240)),
+        Figure("of these made by hand", gauntlet.size(len(CASES), QUICK_CASES), at_least=40),
+        Figure("loaded", found.outcomes["loads"], at_least=total // 50),
+        Figure("refused with the product's error", found.outcomes["refused"], at_least=total // 50),
+        exactly("another outcome", found.outcomes["fault"]),
+        exactly("ended by a signal", found.outcomes["signal"]),
+        Figure("slowest file", found.slowest_s, "s", at_most=MAX_S, is_timed=True),
+        Figure("peak memory of a process that opens them", found.peak_bytes / 2**20, "MiB", at_most=MAX_BYTES / 2**20),
+        *hostile_in_a_server(gauntlet),
+    ]
+
+
+ROWS: tuple[Row, ...] = (Row("R14", "Hostile model files are refused, and nothing dies of them", hostile_files, 600),)

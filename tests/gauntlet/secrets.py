@@ -1,0 +1,403 @@
+"""R20: no secret in logs, errors, metrics or process lists. R21: one guarded socket and no outgoing connection."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from quire.server.app import ENDPOINTS, Access
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.watch import family, idle_base, left_over
+from tests.server import corpus
+from tests.server.rig import FAKE, Server, put_away, serving, spawn, status_of
+from tests.server.test_access import NO_KEYS, OPEN, TRICKS, path_of
+from tests.test_layers import SOURCES, unsafe_uses
+from tests.waiting import eventually
+
+PROMPT = "prompt-canary-41c7"
+FIELD = "field-canary-9d02"
+KEY, OTHER_KEY = "sk-canary-5f1d0e77", "sk-other-00000001"
+ENVIRONMENT = {"SOME_PASSWORD": "environment-canary-77aa", "HF_TOKEN": "hf_canary0123456789"}
+SECRETS = (PROMPT, FIELD, KEY, *ENVIRONMENT.values())
+TEXT_FIELDS = {"content", "text", "prompt", "input", "system", "instructions", "query", "suffix"}
+REPORTED = (
+    "/metrics",
+    "/health",
+    "/v1/watch?once=true",
+    "/v1/cache/stats",
+    "/v1/models",
+    "/v1/requests",
+    "/openapi.json",
+)
+
+
+# Requests that carry canaries
+
+
+def variants(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Bodies with the canary as text, with a wrong type around it, and with too much of it."""
+    filled = _filled(body)
+    yield filled
+    yield {**filled, "stream": True}
+    yield {**filled, "temperature": -5, "top_p": 7}
+    yield {**filled, "user": FIELD, "metadata": {"a": FIELD}, "unknown_field": FIELD}
+    yield {**filled, "tools": [FIELD], "tool_choice": FIELD}
+    yield {**filled, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FIELD}}}
+    for name in TEXT_FIELDS & body.keys():
+        yield {**filled, name: {"text": PROMPT}}
+        yield {**filled, name: [PROMPT, 1]}
+        yield {**filled, name: PROMPT * 9000}
+    if "messages" in body:
+        for messages in (PROMPT, [PROMPT], [{"role": FIELD, "content": PROMPT}], [{"role": "user", "content": 5}]):
+            yield {**filled, "messages": messages}
+        yield {**filled, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": PROMPT}]}]}
+
+
+def _filled(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(one, key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, name) for one in value]
+    return f"{PROMPT} and more" if name in TEXT_FIELDS else value
+
+
+def send_canaries(server: Server, model: str) -> list[str]:
+    """Send requests with canaries. Returns the bodies of all refusals."""
+    errors: list[str] = []
+    for path, good in corpus.GOOD.items():
+        body = {**good, **({"model": model} if "model" in good else {})}
+        for one in variants(body):
+            for headers in ({}, {"authorization": f"Bearer {KEY}x"}):
+                answer = server.post(path, one, headers=headers)
+                if answer.status != 200:
+                    errors.append(answer.body.decode())
+    broken = b'{"messages": [{"role": "user", "content": "' + PROMPT.encode() + b'"}], "x"'
+    errors.append(server.post(corpus.CHAT, data=broken).body.decode())
+    server.get(f"/v1/models?key={KEY}&prompt={PROMPT}")
+    server.get(f"/v1/{FIELD}?key={KEY}")
+    return errors
+
+
+def hits(text: str, secrets: Sequence[str] = SECRETS) -> int:
+    return sum(text.count(secret) for secret in secrets)
+
+
+def process_list(server: Server) -> str:
+    """What `ps` shows of the server's processes: command lines and names."""
+    found = []
+    for process in family(server):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join((process.name(), *process.cmdline())))
+    return "\n".join(found)
+
+
+def seen_by_others(server: Server, crash: Callable[[], None]) -> str:
+    """What another key can read while a request with a canary runs, and after the worker crashed below it."""
+    other = {"authorization": f"Bearer {OTHER_KEY}"}
+    body = {"messages": [{"role": "user", "content": f"{PROMPT} tell a long story"}], "max_tokens": 400}
+    with server.begin({**body, "stream": True, "ignore_eos": True}):
+        texts = [server.get(path, headers=other).body.decode() for path in REPORTED]
+        crash()
+    eventually(lambda: server.chat().status == 200, "a new worker answers")
+    texts += [server.get(path, headers=other).body.decode() for path in REPORTED]
+    return "\n".join(texts)
+
+
+def _crash(server: Server) -> Callable[[], None]:
+    return lambda: os.kill(server.worker_pid, signal.SIGSEGV)
+
+
+def _listing(server: Server) -> tuple[str, int]:
+    """The process list, and how many processes below the server have an API key in their environment."""
+    num_keys = 0
+    for process in family(server)[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            num_keys += hits("\n".join(process.environ().values()), (KEY, OTHER_KEY))
+    return process_list(server), num_keys
+
+
+def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
+    model = str(gauntlet.tiny) if gauntlet.is_quick else gauntlet.model
+    name = "tiny" if gauntlet.is_quick else gauntlet.model
+    options = (model, *FAKE) if gauntlet.is_quick else (model,)
+    keys = ("--api-key", KEY, "--api-key", OTHER_KEY)
+    with serving(*options, *keys, key=KEY, env=ENVIRONMENT) as server:
+        server.chat(f"{PROMPT} hello")
+        base = idle_base(server)
+        errors = send_canaries(server, name)
+        left = left_over(server, base, spare_files=8)
+        shown, num_keys = _listing(server)
+        others = seen_by_others(server, _crash(server))
+        metrics = server.get("/metrics").body.decode()
+        server.stop()
+        log = server.log
+    with serving(*options, key=KEY, env={**ENVIRONMENT, "QUIRE_API_KEY": KEY}) as server:
+        server.chat()
+        from_environment, more_keys = _listing(server)
+    assert "SIGSEGV" in log, "the crash is not in the log"
+    return [
+        Figure("requests with canaries that were refused", len(errors), at_least=100),
+        exactly("hits in errors", sum(hits(text, (PROMPT, KEY, *ENVIRONMENT.values())) for text in errors)),
+        exactly("hits in logs, with the report of a crash", hits(log)),
+        exactly("hits in metrics", hits(metrics)),
+        exactly("hits in what another key can read", hits(others)),
+        exactly("hits in the process list, keys as options", hits(shown)),
+        exactly("hits in the process list, keys in the environment", hits(from_environment)),
+        exactly("API keys in the environment of worker processes", num_keys + more_keys),
+        *left,
+    ]
+
+
+# R21: outgoing connections
+
+HOOK = '''
+"""Writes every use of the network by this process, and of one folder, to a file."""
+import os, sys
+_file = os.open(os.environ["GAUNTLET_AUDIT"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+_outside = os.environ["GAUNTLET_OUTSIDE"]
+def _hook(event, args):
+    if event in ("open", "os.listdir", "os.scandir") and _outside in str(args[0]):
+        os.write(_file, f"open {args[0]}\\n".encode())
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
+        os.write(_file, (event + " " + repr(args[1] if event == "socket.connect" else args) + "\\n").encode())
+sys.addaudithook(_hook)
+'''
+
+
+@contextlib.contextmanager
+def audited(folder: Path, outside: Path = Path("/no folder")) -> Iterator[tuple[dict[str, str], Path]]:
+    """An environment in which every Python process reports its use of the network and of a folder, and the report."""
+    hook = folder / "hook"
+    hook.mkdir(exist_ok=True)
+    (hook / "sitecustomize.py").write_text(HOOK)
+    report = folder / "audit.txt"
+    report.write_text("")
+    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+    yield {"GAUNTLET_AUDIT": str(report), "GAUNTLET_OUTSIDE": str(outside), "PYTHONPATH": path}, report
+
+
+@contextlib.contextmanager
+def canary_site() -> Iterator[tuple[str, list[str]]]:
+    """A web server that nothing may ask."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    site = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=site.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{site.server_port}", asked
+    finally:
+        site.shutdown()
+        site.server_close()
+        thread.join()
+
+
+def foreign_connections(server: Server) -> list[str]:
+    """Connections of the server's processes to other addresses than loopback, or as a client."""
+    port = server.address[1]
+    found = []
+    for process in family(server):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in process.net_connections("inet"):
+                is_served = one.laddr.port == port and one.laddr.ip in ("127.0.0.1", "::1")
+                if one.raddr and not is_served:
+                    found.append(f"{process.pid}: {one.laddr} -> {one.raddr}")
+    return found
+
+
+def ask_with_urls(server: Server, url: str) -> None:
+    """Requests that name a URL in every place where another server would fetch it."""
+    schema = {"type": "object", "properties": {"x": {"$ref": f"{url}/schema.json#/x"}}}
+    picture = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": f"{url}/image.png"}}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": f"{url}/tool.json"}}}
+    answer = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": picture}]},
+        {"messages": [corpus.HI], "response_format": answer},
+        {"messages": [corpus.HI], "tools": [tool]},
+        {"messages": [corpus.HI], "model": f"{url}/model.gguf"},
+        {"messages": [corpus.HI], "user": url, "metadata": {"url": url}},
+    ]
+    for body in bodies:
+        server.post(corpus.CHAT, {**body, "max_tokens": 2})
+    picture[1] = {"type": "input_image", "image_url": f"{url}/image.png"}
+    server.post(corpus.RESPONSES, {"input": [{"role": "user", "content": picture}], "max_output_tokens": 2})
+    source = {"type": "url", "url": f"{url}/image.png"}
+    blocks = [{"type": "image", "source": source}, {"type": "document", "source": source}]
+    server.post(corpus.MESSAGES, {"messages": [{"role": "user", "content": blocks}], "max_tokens": 2, "model": "tiny"})
+    server.get("/v1/models", headers={"referer": url, "host": "localhost"})
+
+
+# R21: access without a key
+
+
+def raw_paths(path: str) -> list[str]:
+    """Other ways to write a path. None of them may reach its handler without a key."""
+    rest = path.lstrip("/")
+    return [
+        f"//{rest}", f"/v1/..{path}", f"/health/..{path}", f"/health/%2e%2e{path}", f"/./{rest}", f"{path}/",
+        f"{path}%00", f"{path}%2f", f"{path};x=1", f"{path}?x=/health", f"{path}#/health", f"/%76{path[2:]}",
+        path.upper(), path.replace("/", "\\"), f"http://localhost{path}", f"http://localhost/health?{path}",
+        f"/health{path}", f"{path}/../../health", f"{path}.json", f"{path}//",
+    ]  # fmt: skip
+
+
+def raw_status(server: Server, method: str, target: str, hosts: Sequence[str] = ("localhost",)) -> int:
+    head = "".join(f"host: {host}\r\n" for host in hosts)
+    data = f"{method} {target} HTTP/1.1\r\n{head}connection: close\r\ncontent-length: 0\r\n\r\n".encode("latin-1")
+    with contextlib.closing(socket.create_connection(server.address, timeout=60)) as sock:
+        sock.sendall(data)
+        received = b""
+        while piece := sock.recv(65536):
+            received += piece
+    return status_of(received)
+
+
+HOSTS = (("evil.example",), ("localhost/health?",), ("localhost", "localhost"), (), ("",), ("127.0.0.1:1",), ("[::1]",))
+
+
+def without_a_key(server: Server, step: int) -> tuple[int, list[str]]:
+    """Ask every route in every way without a valid key. Returns the number of requests and those that were answered."""
+    asked = 0
+    passed: list[str] = []
+
+    def note(status: int, what: str, *, is_open: bool = False) -> None:
+        nonlocal asked
+        asked += 1
+        # 400: the bytes are no HTTP request, or the Host is missing or sent twice.
+        if status not in ((200, 401, 400, 404, 405) if is_open else (401, 400)):
+            passed.append(f"{what}: {status}")
+
+    methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE")
+    ways: list[tuple[Any, ...]] = []
+    for endpoint in ENDPOINTS:
+        path = path_of(endpoint)
+        is_open = endpoint.access is Access.PUBLIC
+        ways += [("key", endpoint.method, path, name, is_open) for name in NO_KEYS]
+        ways += [("method", method, path, None, path in OPEN) for method in methods]
+        ways += [
+            ("path", method, other, ("localhost",), False) for other in raw_paths(path) for method in ("GET", "POST")
+        ]
+        ways += [("host", endpoint.method, path, hosts, is_open) for hosts in HOSTS]
+    ways += [("path", method, path, ("localhost",), False) for path in TRICKS for method in methods]
+    for kind, method, path, more, is_open in ways[::step]:
+        what = f"{method} {path} ({kind} {more})"
+        if kind == "key":
+            note(server.ask(method, path, headers=NO_KEYS[more]).status, what, is_open=is_open)
+        elif kind == "method":
+            note(server.ask(method, path, headers=NO_KEYS["none"]).status, what, is_open=is_open)
+        else:
+            is_page = _names_open(path, method)
+            note(raw_status(server, method, path, more), what, is_open=is_open or is_page)
+    return asked, passed
+
+
+def _names_open(target: str, method: str) -> bool:
+    """Whether a request target is one of the public pages, written in another way that HTTP allows."""
+    path = re.sub(r"^http://localhost", "", target).partition("?")[0].partition("#")[0]
+    return path in OPEN and method in ("GET", "HEAD")
+
+
+def starts_without_a_key(gauntlet: Gauntlet) -> int:
+    """Start servers on addresses that others can reach, without a key. Returns how many started."""
+    num_started = 0
+    for host in ("0.0.0.0", "::", "192.0.2.1", "*")[: gauntlet.size(4, 1)]:
+        server = spawn(str(gauntlet.tiny), *FAKE, "--host", host)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(120)
+            num_started += server.process.returncode in (None, 0)
+        finally:
+            put_away(server)
+    return num_started
+
+
+def send_pickles(server: Server, folder: Path) -> int:
+    """Send pickles that make a file to the server's socket. Returns how many ran."""
+    canary = folder / "pickle-canary"
+    text = f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode()
+    for data in (text, len(text).to_bytes(4, "big") + text, b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+                 b"authorization: Bearer " + KEY.encode() + b"\r\ncontent-type: application/octet-stream\r\n"
+                 b"content-length: %d\r\n\r\n" % len(text) + text):  # fmt: skip
+        with contextlib.closing(socket.create_connection(server.address, timeout=60)) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(65536):
+                pass
+    return int(canary.exists())
+
+
+def _listening(server: Server) -> tuple[list[str], int]:
+    """The addresses that the server's processes listen on, and how many Unix sockets have a path."""
+    found: list[str] = []
+    num_unix = 0
+    for process in family(server):
+        found += [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        found += [one.laddr.ip for one in process.net_connections("udp")]
+        num_unix += sum(bool(one.laddr) for one in process.net_connections("unix"))
+    return found, num_unix
+
+
+def attack_surface(gauntlet: Gauntlet) -> Sequence[Figure]:
+    options = (str(gauntlet.tiny), *FAKE) if gauntlet.is_quick else (gauntlet.model,)
+    uses = [f"{path.name}: {use}" for path in SOURCES for use in unsafe_uses(path)]
+    connections: list[str] = []
+    with audited(gauntlet.folder) as (env, report), canary_site() as (url, asked), serving(
+        *options, "--api-key", KEY, key=KEY, env={**env, "HF_HUB_OFFLINE": ""}
+    ) as server:  # fmt: skip
+        ask_with_urls(server, url)  # starts the process that tries schemas
+        base = idle_base(server)
+        sockets, num_unix = _listening(server)
+        num_asked, passed = without_a_key(server, gauntlet.size(1, 19))
+        ask_with_urls(server, url)
+        connections += foreign_connections(server)
+        num_pickles = send_pickles(server, gauntlet.folder)
+        left = left_over(server, base, spare_files=8)
+        calls = [line for line in report.read_text().splitlines() if not _is_own(line)]
+    for line in itertools.chain(uses, passed[:10], connections, calls[:10]):
+        gauntlet.say(line)
+    return [
+        Figure("source files searched for unsafe code", len(SOURCES), at_least=100),
+        exactly("uses of pickle, eval, exec, torch.load, shells and code of models", len(uses)),
+        exactly("listening sockets", len(sockets), 1),
+        exactly("of these not on loopback", sum(ip not in ("127.0.0.1", "::1") for ip in sockets)),
+        exactly("Unix sockets with a path", num_unix),
+        Figure("requests without a valid key", num_asked, at_least=gauntlet.size(3_000, 100)),
+        exactly("of these answered", len(passed)),
+        exactly("starts on other addresses without a key", starts_without_a_key(gauntlet)),
+        exactly("pickles that ran", num_pickles),
+        exactly("outgoing connections", len(connections) + len(calls)),
+        exactly("requests to a URL in a request", len(asked)),
+        *left,
+    ]
+
+
+def _is_own(line: str) -> bool:
+    """Whether a line of the report is the lookup of the address that the server listens on."""
+    return line.startswith(("socket.getaddrinfo ('127.0.0.1'", "socket.getaddrinfo ('localhost'"))
+
+
+ROWS: tuple[Row, ...] = (
+    Row("R20", "No secret in logs, errors, metrics, events or process lists", secrets, 300),
+    Row("R21", "One socket, every route guarded, no unsafe code, no outgoing connection", attack_surface, 300),
+)
