@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.gauntlet import connections
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = ()
+ROWS: tuple[Row, ...] = (*connections.ROWS,)
