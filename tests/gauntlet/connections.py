@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
-from tests.gauntlet.crowds import Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit
+import psutil  # type: ignore[import-untyped]
+
+from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import idle_base, left_over, percentile
+from tests.gauntlet.watch import Base, left_over, percentile
 from tests.server.rig import FAKE, Server, request_bytes, serving
 from tests.waiting import HANG_S, eventually
 
-CHAT = "/v1/chat/completions"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 PAGE = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF_HEADER = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: "
@@ -27,9 +29,7 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
     limits = [f"--{name}-timeout={limits_s}" for name in ("header", "body", "slow-client")]
     model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
     figures: list[Figure] = []
-    with serving(*model, *limits) as server, asking(server) as asker:
-        asker.take(gauntlet.size(20, 2))
-        base = idle_base_of(server)
+    with serving(*model, *limits) as server, serving_others(server) as (base, asker):
         before_s = asker.take(gauntlet.size(200, 5))
         slow_s: list[float] = []
         for attack in (_silent_and_half_headers, _slow_writers_and_readers, _idle_connections):
@@ -50,8 +50,11 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
     return figures
 
 
-def idle_base_of(server: Server) -> object:
-    return idle_base(server)
+@contextlib.contextmanager
+def serving_others(server: Server) -> Iterator[tuple[Base, Asker]]:
+    base = warm_up(server)
+    with asking(server) as asker:
+        yield base, asker
 
 
 def _slower(before_s: Sequence[float], after_s: Sequence[float]) -> float:
@@ -85,8 +88,9 @@ def _slow_writers_and_readers(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) ->
     crowd.grow(gauntlet.size(200, 20), lambda _: HALF_BODY, per_s=400)
     writers = list(crowd.sockets)
     readers = Crowd(crowd.server)  # never looked at before the end, so nothing is read
-    for _ in range(gauntlet.size(50, 5)):
-        readers.add(PAGE * 16, receive_bytes=4096)
+    for _ in range(gauntlet.size(30, 3)):
+        readers.add(PAGE * 16, receive_bytes=4096)  # more than the kernel buffers
+        crowd.look(0.25)  # to make the pages is work, which is not measured here
 
     def write() -> None:
         for sock in writers:
@@ -103,8 +107,6 @@ def _slow_writers_and_readers(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) ->
 
 def _num_open(crowd: Crowd) -> int:
     """Connections that the server still has. They are not read, so the kernel is asked."""
-    import psutil  # type: ignore[import-untyped]
-
     ours = {sock.getsockname() for sock in crowd.sockets}
     held = psutil.Process(crowd.server.process.pid).net_connections("tcp")
     return sum(1 for one in held if one.raddr and tuple(one.raddr) in ours)
@@ -124,9 +126,7 @@ def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
     raise_file_limit(12_000)
     figures: list[Figure] = []
     with serving(str(gauntlet.tiny), *FAKE, "--device", "5ms", "--num-blocks", "2000") as server:
-        with asking(server) as asker:
-            asker.take(5)
-        base = idle_base(server)
+        base = warm_up(server)
         for attack in (_large_bodies, _pipelined_bytes, _small_headers, _large_headers):
             with crowd_at(server) as crowd, asking(server) as asker, memory_of(server.process.pid) as memory:
                 what, bar_mb, more = attack(gauntlet, crowd)
@@ -142,17 +142,21 @@ def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
 Attacked = tuple[str, float, list[Figure]]
 
 
+def num_refused(crowd: Crowd) -> int:
+    return len([one for one in crowd.received if b" 429 " in one or b" 503 " in one])
+
+
 def _large_bodies(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     """Many bodies of 15 MiB that never end. All together may hold 256 MiB."""
-    count = gauntlet.size(96, 24)
+    count = gauntlet.size(96, 19)
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {16 * MIB}\r\n\r\n".encode()
     data = b'{"messages": "' + b"a" * (15 * MIB)
     num_sent = sum(crowd.push(crowd.add(head), data) for _ in range(count))
-    crowd.look(0.5)
-    num_refused = len([one for one in crowd.received if b" 429 " in one or b" 503 " in one])
+    # The rest of a refused body is read for some seconds before its answer.
+    eventually(lambda: crowd.look(0.1) or num_refused(crowd), "some are refused", 60)
     more = [
         Figure("bodies: sent", num_sent / 1e6, "MB"),
-        Figure("bodies: refused", num_refused, at_least=1),
+        Figure("bodies: refused", num_refused(crowd), at_least=1),
     ]
     return "bodies", 400.0, more
 
@@ -162,7 +166,7 @@ def _pipelined_bytes(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     endless = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     waiting = request_bytes(CHAT, {"messages": [], "user": "u" * (60 << 10)}) * 15
     num_sent = 0
-    for _ in range(gauntlet.size(300, 40)):
+    for _ in range(gauntlet.size(300, 10)):
         sock = crowd.add(request_bytes(CHAT, endless))
         crowd.look(0.01)
         num_sent += crowd.push(sock, waiting + HALF_HEADER + b"a" * (60 << 10), 1.0)
@@ -173,7 +177,7 @@ def _pipelined_bytes(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
 def _small_headers(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     """Headers of one character, 60 KiB of them on each connection."""
     data = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:\r\n" * (15 << 10)
-    count = gauntlet.size(2000, 200)
+    count = gauntlet.size(2000, 50)
     num_sent = sum(crowd.push(crowd.add(), data) for _ in range(count))
     crowd.look(0.5)
     more = [
@@ -185,7 +189,7 @@ def _small_headers(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
 
 def _large_headers(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     """One header of 60 KiB without an end on each connection. All together may hold 64 MiB."""
-    count = gauntlet.size(3500, 1500)
+    count = gauntlet.size(3500, 200)
     num_sent = sum(crowd.push(crowd.add(), HALF_HEADER + b"a" * (60 << 10)) for _ in range(count))
     crowd.look(0.5)
     return "large headers", 160.0, [Figure("large headers: sent", num_sent / 1e6, "MB")]
@@ -197,9 +201,7 @@ def _full_house(gauntlet: Gauntlet) -> list[Figure]:
     extra = gauntlet.size(1904, 36)
     model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
     with serving(*model, "--max-connections", str(cap)) as server:
-        with asking(server) as asker:
-            asker.take(5)
-        base = idle_base(server)
+        base = warm_up(server)
         with crowd_at(server) as crowd, asking(server) as asker:
             crowd.grow(cap + extra, lambda number: HALF_HEADER if number % 2 else b"", per_s=1500)
             asker.take()

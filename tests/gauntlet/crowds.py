@@ -14,10 +14,12 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from tests.server.rig import Server
+from tests.gauntlet.watch import Base, idle_base
+from tests.server.rig import Server, request_bytes
 from tests.waiting import HANG_S, eventually
 
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4, "ignore_eos": True}
+CHAT = "/v1/chat/completions"
 MB = 1_000_000
 
 
@@ -25,6 +27,25 @@ def raise_file_limit(num_files: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+
+
+def warm_up(server: Server) -> Base:
+    """Fill the server's thread pools, and return its base."""
+    pages = [request_bytes("/openapi.json", None, key=server.key, method="GET")] * 40
+    chats = [request_bytes(CHAT, {**QUESTION, "user": str(i)}, key=server.key) for i in range(40)]
+
+    def fill() -> int:
+        for requests in (pages, chats):
+            with crowd_at(server) as crowd:
+                for data in requests:
+                    crowd.add(data)
+                eventually(lambda crowd=crowd: crowd.look(0.1) or crowd.num_answered == 40, "all are answered")
+        return idle_base(server).num_threads
+
+    num_threads = 0
+    while (found := fill()) != num_threads:
+        num_threads = found
+    return idle_base(server)
 
 
 class Asker(threading.Thread):
@@ -90,7 +111,8 @@ class Crowd:
     server: Server
     sockets: dict[socket.socket, float] = field(default_factory=dict)  # open ones, with the time of their opening
     closed_after_s: list[float] = field(default_factory=list)
-    received: list[bytes] = field(default_factory=list)  # first bytes that the server sent to each
+    received: list[bytes] = field(default_factory=list)  # beginnings of what the server sent
+    answered: set[socket.socket] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -156,6 +178,7 @@ class Crowd:
             data = b""
         if data:
             self.received.append(data[:100])
+            self.answered.add(sock)
         else:
             self._note_closed(sock)
 
@@ -164,11 +187,15 @@ class Crowd:
         self._selector.unregister(sock)
         sock.close()
 
+    @property
+    def num_answered(self) -> int:
+        return len(self.answered)
+
     def wait_closed(self, limit_s: float, each: Callable[[], object] | None = None) -> None:
         """Wait until the server has closed all of them, or until the limit."""
         deadline = time.monotonic() + limit_s
         while self.sockets and time.monotonic() < deadline:
-            self.look(0.25)
+            self.look(0.5)
             if each is not None:
                 each()
 
