@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import connections
+from tests.gauntlet import connections, grammars
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = (*connections.ROWS,)
+ROWS: tuple[Row, ...] = (*connections.ROWS, *grammars.ROWS)
