@@ -28,6 +28,7 @@ IDLE_S = 75.0  # between two requests: longer than the limits of clients, so tha
 LINGER_S = 30.0  # time for a client to read the last bytes
 MAX_HEADER_BYTES = 64 << 10  # names, values and the overhead of each header
 HEADER_OVERHEAD = 160  # bytes of the tuple and the two objects that hold a header
+MAX_CHUNK_OVERHEAD = 1 << 20  # bytes of chunk sizes and extensions, besides eight for each byte of the body
 MAX_PIPELINED = 16
 MAX_HELD_BYTES = 1 << 20  # headers and bodies of the requests that wait for the previous one
 SPARE_FILES = 128  # file descriptors reserved for other uses than connections
@@ -97,6 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = False  # after a request's headers, before its end
         self._header_bytes = 0  # of the headers so far
         self._raw_bytes = 0  # since the last request's headers
+        self._num_in_body = self._num_raw_in_body = 0  # bytes of the body; with the sizes and extensions of its chunks
         self._cycles: dict[RequestResponseCycle, int] = {}  # without a complete response; the bytes that each holds
         self._num_held = 0  # bytes, as last counted
         if len(self.connections) > self.max_connections and not self.others.evict_oldest(self):
@@ -143,6 +145,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._raw_bytes += len(data)
             if self._raw_bytes > 2 * MAX_HEADER_BYTES:
                 self._refuse(431, "the headers are too large")
+        if self._is_in_body:
+            self._num_raw_in_body += len(data)
+            if self._num_raw_in_body > MAX_CHUNK_OVERHEAD + 8 * self._num_in_body:
+                self._refuse(400, "the chunks of the body have long extensions")
         if not self._count_held():
             self._refuse(503, "the headers and waiting requests of all connections are too large")
 
@@ -177,7 +183,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._header_timer = None
         self._is_in_headers = False
         self._is_in_body = True
-        self._raw_bytes = 0
+        self._raw_bytes = self._num_in_body = self._num_raw_in_body = 0
         if self.parser.should_upgrade() and _announces_body(self.headers):
             raise ValueError  # its body would be parsed as the next request
         super().on_headers_complete()
@@ -189,6 +195,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._num_in_body += len(body)
         if self.pipeline:
             self._cycles[self.cycle] += len(body)
             self._limit_pipeline()
