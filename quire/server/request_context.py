@@ -54,6 +54,7 @@ MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
+QUIET_S = 0.5
 MAX_DISCARDED_BYTES = 64 * MIB
 _TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -337,9 +338,12 @@ class RequestContext:
         size = 0
         if "expect" in self.request.headers:
             return  # the client waits for 100 Continue and has not sent the body
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + DISCARD_S
         with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(DISCARD_S):
+            async with asyncio.timeout(QUIET_S) as limit:  # a client that has stopped sending waits for the response
                 async for chunk in self.request.stream():
+                    limit.reschedule(min(end_s, loop.time() + QUIET_S))
                     size += len(chunk)
                     if size > MAX_DISCARDED_BYTES:
                         return

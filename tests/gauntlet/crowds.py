@@ -32,7 +32,7 @@ def raise_file_limit(num_files: int) -> None:
 def warm_up(server: Server) -> Base:
     """Fill the server's thread pools, and return its base."""
     pages = [request_bytes("/openapi.json", None, key=server.key, method="GET")] * 40
-    chats = [request_bytes(CHAT, {**QUESTION, "user": str(i)}, key=server.key) for i in range(40)]
+    chats = [request_bytes(CHAT, {**QUESTION, "user": f"{i}" * 5000}, key=server.key) for i in range(40)]
 
     def fill() -> int:
         for requests in (pages, chats):
