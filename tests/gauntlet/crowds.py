@@ -30,12 +30,17 @@ def raise_file_limit(num_files: int) -> None:
 
 
 def warm_up(server: Server) -> Base:
-    """Fill the server's thread pools, and return its base."""
+    """Start the server's threads and the process that tries grammars, and return its base."""
     pages = [request_bytes("/openapi.json", None, key=server.key, method="GET")] * 40
     chats = [request_bytes(CHAT, {**QUESTION, "user": f"{i}" * 5000}, key=server.key) for i in range(40)]
+    shape = {"messages": QUESTION["messages"], "max_tokens": 2}
+    shapes = [
+        request_bytes(CHAT, {**shape, "structured_outputs": {"regex": f"{i}[ab]{{9}}"}}, key=server.key)
+        for i in range(40)
+    ]
 
     def fill() -> int:
-        for requests in (pages, chats):
+        for requests in (pages, chats, shapes):
             with crowd_at(server) as crowd:
                 for data in requests:
                     crowd.add(data)

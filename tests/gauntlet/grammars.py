@@ -14,7 +14,7 @@ from quire.text.rendering import Renderer
 from tests.gauntlet.crowds import CHAT, memory_of, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.streams import Streams, streaming
-from tests.gauntlet.watch import family, idle_base, left_over, percentile
+from tests.gauntlet.watch import family, left_over, percentile
 from tests.server.rig import FAKE, Server, ask_async, serving
 from tests.text.test_rendering import HELLO
 from tests.text.test_rendering import HOSTILE as TEMPLATES
@@ -98,9 +98,7 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
     else:
         model = (gauntlet.model, "--num-blocks", "1000")
     with serving(*model) as server:
-        warm_up(server)
-        asyncio.run(_ask_each(server, range(40)))  # starts the threads and the process of the compiler
-        base = idle_base(server)
+        base = warm_up(server)
         worker_pid = server.worker_pid
         with streaming(server, gauntlet.size(16, 4)) as streams, memory_of(server.process.pid, worker_pid) as memory:
             streams.wait(gauntlet.size(1500, 20))

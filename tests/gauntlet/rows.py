@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import bodies, connections, grammars
+from tests.gauntlet import bodies, clients, connections, grammars
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = (*bodies.ROWS, *connections.ROWS, *grammars.ROWS)
+ROWS: tuple[Row, ...] = (*bodies.ROWS, *clients.ROWS, *connections.ROWS, *grammars.ROWS)
