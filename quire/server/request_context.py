@@ -48,7 +48,7 @@ IGNORED = "x-quire-ignored-fields"
 UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # in a body
 MAX_SHOWN_BYTES = 1 << 20  # larger bodies are not searched for the value to show in an error
-MAX_QUICK_BYTES = 4 << 10  # a larger body may have a schema whose rewriting takes a fifth of a second
+MAX_QUICK_BYTES = 4 << 10  # a larger body is decoded and parsed in a thread: its schemas may take a fifth of a second
 MIB = 1 << 20
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
@@ -138,7 +138,9 @@ class RequestContext:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             self._num_body_bytes = len(data)
-            return self._decode(data, kind)
+            if len(data) <= MAX_QUICK_BYTES:
+                return self._decode(data, kind)
+            return await asyncio.get_running_loop().run_in_executor(_parsers, self._decode, data, kind)
 
     async def parse(self, parse: Callable[[T], Parsed], body: T) -> Parsed:
         """Call a codec's parser: for a large body in a thread, so that the streams of others continue."""
@@ -147,7 +149,7 @@ class RequestContext:
         return await asyncio.get_running_loop().run_in_executor(_parsers, parse, body)
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
-        """Decode on the event loop. The number of values is bounded, because decoding time depends on it."""
+        """Decode a body. The number of values is bounded, because decoding time depends on it."""
         max_values = max(MAX_VALUES, 2 * self.models.max_model_len)
         if data.count(b",") > max_values:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
