@@ -117,7 +117,7 @@ def _idle_connections(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) -> list[Fi
     asker.take()
     count = gauntlet.size(2000, 100)
     crowd.grow(count, lambda _: HEALTH, per_s=800)
-    eventually(lambda: crowd.look() or len(crowd.received) >= count, "all were served")
+    crowd.look_until(lambda found: found.num_answered >= count, "all were served")
     asker.take(gauntlet.size(200, 5))
     return [Figure("idle connections kept", len(crowd.sockets), at_least=count)]
 
@@ -155,7 +155,7 @@ def _large_bodies(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     data = b'{"messages": "' + b"a" * (15 * MIB)
     num_sent = sum(crowd.push(crowd.add(head), data) for _ in range(count))
     # The rest of a refused body is read for some seconds before its answer.
-    eventually(lambda: crowd.look(0.1) or num_refused(crowd), "some are refused", 60)
+    crowd.look_until(num_refused, "some are refused")
     more = [
         Figure("bodies: sent", num_sent / 1e6, "MB"),
         Figure("bodies: refused", num_refused(crowd), at_least=1),

@@ -44,7 +44,7 @@ def warm_up(server: Server) -> Base:
             with crowd_at(server) as crowd:
                 for data in requests:
                     crowd.add(data)
-                eventually(lambda crowd=crowd: crowd.look(0.1) or crowd.num_answered == 40, "all are answered")
+                crowd.look_until(lambda found: found.num_answered == 40, "all are answered")
         return idle_base(server).num_threads
 
     num_threads = 0
@@ -191,6 +191,13 @@ class Crowd:
         self.closed_after_s.append(time.monotonic() - self.sockets.pop(sock))
         self._selector.unregister(sock)
         sock.close()
+
+    def look_until(self, condition: Callable[[Crowd], object], what: str) -> None:
+        def is_so() -> bool:
+            self.look(0.05)
+            return bool(condition(self))
+
+        eventually(is_so, what)
 
     @property
     def num_answered(self) -> int:
