@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from quire.errors import TemplateError
@@ -71,17 +72,24 @@ LARK = (
 )
 
 
+ALL_SCHEMAS = {**SCHEMAS, **{name: schema for name, (schema, _) in PRODUCTS.items()}, **MORE_SCHEMAS}
+
+
+def _tools() -> Iterator[tuple[str, dict[str, Any]]]:
+    """As parameters of a tool, which are part of the prompt: not on the real model, whose work on it is measured."""
+    for name, schema in ALL_SCHEMAS.items():
+        yield f"tool {name}", {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+
+
 def _requests(template_step: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, source in list(TEMPLATES.items())[::template_step]:
         yield f"template {name}", {"chat_template": source}
         yield f"template argument {name}", {"chat_template_kwargs": {"chat_template": source}}
     for source in REGEXES:
         yield f"regex {source[:30]}", {"structured_outputs": {"regex": source}}
-    schemas = {**SCHEMAS, **{name: schema for name, (schema, _) in PRODUCTS.items()}, **MORE_SCHEMAS}
-    for name, schema in schemas.items():
+    for name, schema in ALL_SCHEMAS.items():
         shape = {"name": "x", "schema": schema}
         yield f"schema {name}", {"response_format": {"type": "json_schema", "json_schema": shape}}
-        yield f"tool {name}", {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
     deep: Any = {}
     for _ in range(400):
         deep = {"items": deep}
@@ -141,7 +149,7 @@ async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str
     async def send() -> None:
         for name, fields in rest:
             begin = time.monotonic()
-            reply = await ask_async(server, CHAT, {"messages": HI, "max_tokens": 16, **fields})
+            reply = await ask_async(server, CHAT, {"messages": HI, "max_tokens": 4, **fields})
             times_s.append(time.monotonic() - begin)
             is_known = reply.status in (200, 400, 413) and reply.is_whole
             statuses[str(reply.status) if is_known else "other"] += 1
@@ -179,12 +187,14 @@ def _unique_schemas(gauntlet: Gauntlet) -> list[Figure]:
     with serving(str(gauntlet.tiny), *FAKE) as server:
         for number in range(5):  # the compiler and the process of trials have started
             assert server.chat(response_format=_format(-1 - number), ignore_eos=False).status == 200
+        tools = asyncio.run(_send(gauntlet, server, list(_tools())[:: gauntlet.size(1, 6)]))
         server.wait_free()
         before = sum(process.memory_info().rss for process in family(server))
         statuses = asyncio.run(_ask_each(server, range(count)))
         server.wait_free()
         growth = sum(process.memory_info().rss for process in family(server)) - before
         return [
+            *(replace(one, name=f"tools: {one.name}") for one in tools if "hostile" not in one.name),
             Figure("unique schemas answered", statuses[200], at_least=count),
             Figure("memory after unique schemas", growth / 1e6, "MB", at_most=MAX_GROWTH_MB),
         ]
