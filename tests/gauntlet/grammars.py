@@ -158,7 +158,7 @@ async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str
 
     await asyncio.gather(send(), send())
     return [
-        Figure("hostile requests", len(requests), at_least=gauntlet.size(60, 20)),
+        Figure("hostile requests", len(requests), at_least=gauntlet.size(60, 12)),
         Figure("hostile requests refused with 400", statuses["400"] + statuses["413"], at_least=gauntlet.size(50, 5)),
         Figure("hostile requests answered", statuses["200"]),
         exactly("neither answered nor refused", statuses["other"]),

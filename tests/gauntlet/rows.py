@@ -5,4 +5,9 @@ from __future__ import annotations
 from tests.gauntlet import bodies, clients, connections, grammars
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = (*bodies.ROWS, *clients.ROWS, *connections.ROWS, *grammars.ROWS)
+ROWS: tuple[Row, ...] = (
+    *connections.ROWS,
+    *bodies.ROWS,
+    *grammars.ROWS,
+    *clients.ROWS,
+)
