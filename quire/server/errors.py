@@ -112,6 +112,8 @@ def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiEr
             log.error("the model cannot be loaded again: %s", text)
             message = "the model is being restarted"
             return ApiError(Kind.UNAVAILABLE, message, retry_after_s=10.0, reason="restarting")
+        case RequestFailed() if text.startswith("grammar"):  # the request's own, at a token after the first
+            return ApiError(Kind.INVALID, text)
         case RequestFailed():
             return ApiError(Kind.FAILED, next((head for head in _SAFE_HEADS if text.startswith(head)), text))
         case _:

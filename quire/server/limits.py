@@ -16,6 +16,7 @@ from quire.server.errors import ApiError, Kind
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
+SMALL_BODY_BYTES = 32 << 10
 HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
 
 
@@ -204,7 +205,7 @@ class BodyBytes:
 
 
 class BodyBudget:
-    """The bytes of one body."""
+    """The bytes of one body. The first `SMALL_BODY_BYTES` are always granted: large bodies keep out no small one."""
 
     def __init__(self, total: BodyBytes, max_bytes: int) -> None:
         self._total = total
@@ -212,7 +213,8 @@ class BodyBudget:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        if self._total.num_bytes + num_bytes > self._max_bytes:
+        is_small = self.num_bytes + num_bytes <= SMALL_BODY_BYTES
+        if not is_small and self._total.num_bytes + num_bytes > self._max_bytes:
             text = f"{self._total.num_bytes} bytes of request bodies are already being read, which is the limit"
             raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
         self._total.num_bytes += num_bytes

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -40,23 +41,27 @@ if TYPE_CHECKING:
     from quire.server.batches.service import BatchService
 
 T = TypeVar("T", bound=msgspec.Struct)
+Parsed = TypeVar("Parsed")
 MAX_NAMED_FIELDS = 16
 MAX_NAME_CHARS = 160  # of the name of a field: the path of a schema keyword is long
 IGNORED = "x-quire-ignored-fields"
 UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # in a body
 MAX_SHOWN_BYTES = 1 << 20  # larger bodies are not searched for the value to show in an error
+MAX_QUICK_BYTES = 4 << 10  # a larger body is decoded and parsed in a thread: its schemas may take a fifth of a second
 MIB = 1 << 20
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
+QUIET_S = 0.5
 MAX_DISCARDED_BYTES = 64 * MIB
 _TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
+_parsers = ThreadPoolExecutor(2, "quire-parse")
 log = logging.getLogger(__name__)
 log_once = LogOnce()
 
@@ -100,6 +105,7 @@ class RequestContext:
             "request-id": self.request_id,  # Anthropic's name
         }
         self.fields: frozenset[str] = frozenset()  # field names of the body
+        self._num_body_bytes = 0
         self._receive = receive
         self._limits = limits
         self.has_body = _announces_body(self.request.headers)  # an unread body
@@ -131,10 +137,19 @@ class RequestContext:
         with self.models.body_bytes(self._limits.max_all_bytes) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
-            return self._decode(data, kind)
+            self._num_body_bytes = len(data)
+            if len(data) <= MAX_QUICK_BYTES:
+                return self._decode(data, kind)
+            return await asyncio.get_running_loop().run_in_executor(_parsers, self._decode, data, kind)
+
+    async def parse(self, parse: Callable[[T], Parsed], body: T) -> Parsed:
+        """Call a codec's parser: for a large body in a thread, so that the streams of others continue."""
+        if self._num_body_bytes <= MAX_QUICK_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(_parsers, parse, body)
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
-        """Decode on the event loop. The number of values is bounded, because decoding time depends on it."""
+        """Decode a body. The number of values is bounded, because decoding time depends on it."""
         max_values = max(MAX_VALUES, 2 * self.models.max_model_len)
         if data.count(b",") > max_values:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
@@ -157,23 +172,21 @@ class RequestContext:
         if not length.isdigit() or int(length) > limit:
             raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes exceeds the limit of {limit} bytes")
         timeout_s = self._limits.body_s + min(int(length), limit) / MIB
-        chunks: list[bytes] = []
-        size = 0
+        data = bytearray()  # not a list: a body that arrives in pieces of two bytes would take twenty times its size
         try:
             async with asyncio.timeout(timeout_s):
                 async for chunk in self.request.stream():
-                    size += len(chunk)
                     budget.take(len(chunk))
-                    if size > limit:
+                    if len(data) + len(chunk) > limit:
                         raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {limit} bytes")
-                    chunks.append(chunk)
+                    data += chunk
         except TimeoutError:
-            text = f"only {size} bytes of the body arrived in {timeout_s:.0f} s"
+            text = f"only {len(data)} bytes of the body arrived in {timeout_s:.0f} s"
             raise ApiError(Kind.TIMEOUT, text) from None
         except ClientDisconnect:
             raise ClientGone from None
         self.has_body = False  # read completely: the connection can be reused
-        return b"".join(chunks)
+        return bytes(data)
 
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, for a handler that does not keep it in memory.
@@ -327,9 +340,12 @@ class RequestContext:
         size = 0
         if "expect" in self.request.headers:
             return  # the client waits for 100 Continue and has not sent the body
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + DISCARD_S
         with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(DISCARD_S):
+            async with asyncio.timeout(QUIET_S) as limit:  # a client that has stopped sending waits for the response
                 async for chunk in self.request.stream():
+                    limit.reschedule(min(end_s, loop.time() + QUIET_S))
                     size += len(chunk)
                     if size > MAX_DISCARDED_BYTES:
                         return

@@ -783,6 +783,7 @@ WIRE = (
     Wire("a chunk size beyond 64 bits", lambda: _post(_CHUNKED, b"f" * 20 + b"\r\n")),
     Wire("a negative chunk size", lambda: _post(_CHUNKED, b"-1\r\n\r\n")),
     Wire("a chunk longer than it says", lambda: _post(_CHUNKED, b"1\r\n" + _BODY)),
+    Wire("a chunk with 4 MiB of extensions", lambda: _post(_CHUNKED, b"1;" + b"a" * (4 * MIB) + b"\r\nx\r\n")),
     Wire("17 MB of chunks", lambda: _post(_CHUNKED, (b"100000\r\n" + b"a" * MIB + b"\r\n") * 17), (413,)),
     Wire("a header of 2 MiB", lambda: _post(b"x: " + b"a" * (2 * MIB) + b"\r\n"), (431,)),
     Wire("a header name of 2 MiB", lambda: _post(b"a" * (2 * MIB) + b": x\r\n"), (431,)),

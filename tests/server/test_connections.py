@@ -106,6 +106,25 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
         assert statuses(sock, 3) == [200, 400, 200]
 
 
+@pytest.mark.parametrize("num_bytes", [1 << 17, 1 << 10])
+def test_pipelined_requests_share_a_limit_of_bytes(server: Server, num_bytes: int) -> None:
+    """Sixteen requests of 128 KiB are too much while the first one is answered; sixteen of 1 KiB are not."""
+    with server.raw() as sock:
+        sock.sendall(request(LONG))
+        assert statuses(sock, 1) == [200]
+        is_cut = False
+        try:
+            for _ in range(16):
+                sock.sendall(request({**BODY, "user": "u" * num_bytes}))
+            time.sleep(0.5)
+            sock.sendall(b"\r\n")
+            is_cut = not sock.recv(1)
+        except ConnectionError:
+            is_cut = True
+        assert is_cut == (num_bytes > 1 << 16)
+    server.wait_free()
+
+
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
 def test_a_disconnect_is_noticed_behind_a_pipelined_request(server: Server, pause_s: float) -> None:
     sock = server.raw()

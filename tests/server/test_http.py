@@ -14,6 +14,7 @@ from quire.engine.outputs import Delta
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventStream
+from quire.server.http.open_connections import FREE_BYTES, OpenConnections
 from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, make_config, raise_file_limit
 from quire.server.protocols.openai.errors import OPENAI
 
@@ -73,12 +74,15 @@ class Transport:
 
 
 class Connection:
-    def __init__(self) -> None:
+    def __init__(self, state: ServerState | None = None) -> None:
         self.loop, self.transport = Loop(), Transport()
         config = make_config(lambda: None, certfile=None, keyfile=None, root_path="")
         config.load()
-        self.protocol = HttpProtocol(config, ServerState(), {}, cast(asyncio.AbstractEventLoop, self.loop))
+        self.protocol = HttpProtocol(config, state or ServerState(), {}, cast(asyncio.AbstractEventLoop, self.loop))
         self.protocol.connection_made(cast(asyncio.Transport, self.transport))
+
+    def close(self) -> None:
+        self.protocol.connection_lost(None)
 
 
 def test_a_slow_reader_is_kept_and_one_that_does_not_read_is_cut(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,6 +115,62 @@ def test_a_connection_without_headers_gets_408_and_is_closed() -> None:
     assert connection.transport.is_closed
     connection.loop.fire(LINGER_S)  # the client does not read the response either
     assert connection.transport.is_aborted
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> OpenConnections:
+    """Shared by the connections of one test."""
+    found = OpenConnections(max_bytes=100_000)
+    monkeypatch.setattr(HttpProtocol, "others", found)
+    return found
+
+
+def test_many_small_headers_are_refused_for_their_memory() -> None:
+    connection = Connection()
+    connection.protocol.data_received(b"GET /health HTTP/1.1\r\nhost: local\r\n" + b"a:\r\n" * 1000)
+    assert connection.transport.written.startswith(b"HTTP/1.1 431 ")
+    assert len(connection.protocol.headers) < 500
+
+
+def test_all_connections_share_a_budget_of_header_bytes(others: OpenConnections) -> None:
+    half = b"GET /health HTTP/1.1\r\nx-long: " + b"a" * 50_000
+    first, second, third, small = [Connection() for _ in range(4)]
+    for connection in (first, second):
+        connection.protocol.data_received(half)
+        assert not connection.transport.is_closing()
+    third.protocol.data_received(half)
+    assert third.transport.written.startswith(b"HTTP/1.1 503 ")
+    small.protocol.data_received(half[:FREE_BYTES])
+    assert not small.transport.is_closing()  # still accepted
+    for connection in (first, second, third, small):
+        connection.close()
+    assert others.num_bytes == 0
+
+
+def test_at_the_limit_the_oldest_silent_connection_is_evicted(
+    others: OpenConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del others
+    monkeypatch.setattr(HttpProtocol, "max_connections", 2)
+    state = ServerState()
+    served = Connection(state)
+    served.protocol.on_response_complete()  # idle, and older than the next one
+    silent = Connection(state)
+    silent.protocol.data_received(b"GET /health HTTP/1.1\r\nhost: local")  # half a header is no request
+    newcomer = Connection(state)
+    assert silent.transport.is_aborted
+    silent.close()
+    assert not served.transport.is_closing()
+    assert not newcomer.transport.is_closing()
+    newcomer.protocol.others.waits_no_more(newcomer.protocol)  # it has a request
+    served.transport.num_unread = 10
+    last = Connection(state)
+    assert (served.transport.is_closed, served.transport.is_aborted) == (True, False)  # its last bytes are sent first
+    served.close()
+    last.protocol.others.waits_no_more(last.protocol)
+    refused = Connection(state)
+    assert refused.transport.written.startswith(b"HTTP/1.1 503 ")  # each of the others has a request
+    assert not last.transport.is_closing()
 
 
 class FakeEncoder:

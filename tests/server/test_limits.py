@@ -7,7 +7,16 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, QueueTicket, Quota, Quotas, TierQueues
+from quire.server.limits import (
+    MAX_RETRY_AFTER_S,
+    SMALL_BODY_BYTES,
+    BodyBytes,
+    IntakeRate,
+    QueueTicket,
+    Quota,
+    Quotas,
+    TierQueues,
+)
 
 
 class Clock:
@@ -128,13 +137,23 @@ def test_retry_after_starts_from_the_measured_intake_rate() -> None:
 
 def test_bodies_share_a_budget_and_return_it() -> None:
     body_bytes = BodyBytes()
-    with body_bytes(100) as one, body_bytes(100) as other:
-        one.take(60)
-        with pytest.raises(ApiError, match="60 bytes of request bodies are already being read") as refused:
-            other.take(41)
+    with body_bytes(100_000) as one, body_bytes(100_000) as other:
+        one.take(60_000)
+        with pytest.raises(ApiError, match="60000 bytes of request bodies are already being read") as refused:
+            other.take(40_001)
         assert (refused.value.kind, refused.value.reason) == (Kind.OVERLOADED, "body_bytes")
-        other.take(40)
+        other.take(40_000)
     assert body_bytes.num_bytes == 0
+
+
+def test_large_bodies_do_not_keep_out_small_ones() -> None:
+    body_bytes = BodyBytes()
+    with body_bytes(100_000) as large, body_bytes(100_000) as small:
+        large.take(100_000)
+        small.take(SMALL_BODY_BYTES - 1)
+        small.take(1)
+        with pytest.raises(ApiError):
+            small.take(1)  # no longer small
 
 
 def test_requests_per_minute() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.rig import FAKE, serving
+from tests.server.rig import FAKE, Server, serving
 from tests.waiting import HANG_S
 
 KEY = "sk-admin-canary-1"
@@ -19,24 +19,36 @@ NUM_EXAMPLES = 40  # of each operation, valid and not
 LEFT_OUT = "positive_data_acceptance"
 
 
+# A short context bounds the answers, whatever max_tokens is.
+OPTIONS = (*FAKE, "--max-model-len", "128", "--admin-api-key", KEY)
+
+
+def fuzz(server: Server, folder: Path, mode: str, num_examples: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run schemathesis. `mode`: all, or negative for invalid requests only."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command += ["--header", f"Authorization: Bearer {KEY}", "--checks", "all", "--exclude-checks", LEFT_OUT]
+    command += ["--mode", mode, "--phases", "examples,fuzzing", "--max-examples", str(num_examples)]
+    command += ["--seed", "1", "--continue-on-failure", "--no-shrink", "--request-timeout", str(HANG_S)]
+    command += ["--generation-database", "none", "--no-color", "--suppress-health-check"]
+    command.append("too_slow" if mode == "all" else "all")  # some operations have few invalid requests
+    command += ["--exclude-path", "/api/pull"]  # any org/name would be downloaded
+    command += ["--exclude-path", "/v1/watch"]  # an endless stream, tested in tests/server/test_watch.py
+    return subprocess.run([*command, *more], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def num_generated(stdout: str) -> int:
+    found = re.search(r"(\d+) generated, (\d+) passed", stdout)
+    assert found is not None, stdout[-2000:]
+    return int(found[1])
+
+
 @pytest.mark.timeout(3600)
 def test_schemathesis_finds_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    # A short context bounds the answers, whatever max_tokens is.
-    options = (*FAKE, "--max-model-len", "128", "--admin-api-key", KEY)
-    with serving(str(tiny_model), *options, key=KEY) as server:
+    with serving(str(tiny_model), *OPTIONS, key=KEY) as server:
         worker_pid = server.worker_pid
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-        command += ["--header", f"Authorization: Bearer {KEY}", "--checks", "all", "--exclude-checks", LEFT_OUT]
-        command += ["--mode", "all", "--phases", "examples,fuzzing", "--max-examples", str(NUM_EXAMPLES)]
-        command += ["--seed", "1", "--continue-on-failure", "--no-shrink", "--request-timeout", str(HANG_S)]
-        command += ["--generation-database", "none", "--no-color", "--suppress-health-check", "too_slow"]
-        command += ["--exclude-path", "/api/pull"]  # any org/name would be downloaded
-        command += ["--exclude-path", "/v1/watch"]  # an endless stream, tested in tests/server/test_watch.py
-        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        found = fuzz(server, tmp_path, "all", NUM_EXAMPLES)
         assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
-        generated = re.search(r"(\d+) generated, (\d+) passed", found.stdout)
-        assert generated is not None, found.stdout[-2000:]
-        assert int(generated[1]) > 1000  # it covered the whole schema
+        assert num_generated(found.stdout) > 1000  # it covered the whole schema
 
         server.wait_free()
         assert server.worker_pid == worker_pid

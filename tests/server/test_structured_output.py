@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from quire.server.request_context import MAX_QUICK_BYTES, RequestContext
 from tests.server.rig import FAKE, Server, serving
 
 HEADER = "x-quire-unenforced"
@@ -170,3 +174,26 @@ def test_a_long_list_of_names_ends_with_dots(server: Server) -> None:
     names = server.post(*chat(response_format=form(schema))).headers[HEADER].split(", ")
     assert names[0] == "response_format.json_schema.schema.properties.p0.format"
     assert (len(names), names[-1]) == (17, "...")
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_grammar_that_fails_during_the_answer_is_the_requests_fault(server: Server, is_streaming: bool) -> None:
+    """It compiles, and its parser gives up at a later token: not a failure of the server, which clients would retry."""
+    rules = [f"a{i}: a{i + 1} a{i + 1}" for i in range(60)]
+    grammar = "\n".join(["start: a0", *rules, 'a60: "x"'])
+    answer = server.post(*chat(structured_outputs={"grammar": grammar}, max_tokens=16, stream=is_streaming))
+    assert answer.status == 400, answer.body
+    assert "Too many items" in answer.json["error"]["message"]
+    assert answer.json["error"]["type"] == "invalid_request_error"
+
+
+def test_a_large_body_is_parsed_beside_the_event_loop() -> None:
+    """Rewriting its schemas takes a fifth of a second, in which no stream would continue."""
+    context = object.__new__(RequestContext)
+
+    def thread_of(num_bytes: int) -> str:
+        context._num_body_bytes = num_bytes
+        return asyncio.run(context.parse(lambda _: threading.current_thread().name, msgspec.Struct()))
+
+    assert thread_of(MAX_QUICK_BYTES) == threading.current_thread().name
+    assert thread_of(MAX_QUICK_BYTES + 1).startswith("quire-parse")

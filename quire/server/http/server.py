@@ -21,13 +21,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from quire.errors import InvalidRequest
+from quire.server.http.open_connections import OpenConnections
 
 HEADER_S = 10.0  # from the connection, or from a request's first byte, to the end of the headers
 IDLE_S = 75.0  # between two requests: longer than the limits of clients, so that the client closes first
 LINGER_S = 30.0  # time for a client to read the last bytes
-MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_BYTES = 64 << 10  # names, values and the overhead of each header
+HEADER_OVERHEAD = 160  # bytes of the tuple and the two objects that hold a header
+MAX_CHUNK_OVERHEAD = 1 << 20  # bytes of chunk sizes and extensions, besides eight for each byte of the body
 MAX_PIPELINED = 16
-MAX_PIPELINED_BYTES = 1 << 20  # body of a pipelined request that waits for the previous one
+MAX_HELD_BYTES = 1 << 20  # headers and bodies of the requests that wait for the previous one
 SPARE_FILES = 128  # file descriptors reserved for other uses than connections
 MAC_MAX_FILES = 10_240  # macOS may refuse more open files, although it reports that there is no hard limit
 BODY_WRITER = "quire.body_writer"  # key in the scope of a request
@@ -81,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
     `RequestContext` has the timeout of the body, and watches for a disconnect while an answer is generated.
     """
 
+    others = OpenConnections()
     max_connections = 4096
     header_s = HEADER_S
     slow_reader_s = LINGER_S
@@ -90,13 +94,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._is_in_headers = False
         self._is_in_body = False  # after a request's headers, before its end
-        self._header_bytes = 0  # of names and values
+        self._header_bytes = 0  # of the headers so far
         self._raw_bytes = 0  # since the last request's headers
-        self._cycles: list[RequestResponseCycle] = []  # without a complete response
-        if len(self.connections) > self.max_connections:
+        self._num_in_body = self._num_raw_in_body = 0  # bytes of the body; with the sizes and extensions of its chunks
+        self._cycles: dict[RequestResponseCycle, int] = {}  # without a complete response; the bytes that each holds
+        self._num_held = 0  # bytes, as last counted
+        if len(self.connections) > self.max_connections and not self.others.evict_oldest(self):
             self._refuse(503, "too many connections")
             return
+        self.others.waits(self, was_served=False)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,7 +116,19 @@ class HttpProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
             cycle.message_event.set()
         self.pipeline.clear()
+        self._cycles.clear()
+        self._is_in_headers = False
+        self._count_held()
+        self.others.waits_no_more(self)
         super().connection_lost(exc)
+
+    def evict(self) -> None:
+        """Close a connection that waits for a request: its place is needed."""
+        if self.transport.get_write_buffer_size():
+            self.transport.close()  # after the last bytes of its response
+            self._linger()
+        else:
+            self.transport.abort()
 
     # Input
 
@@ -118,22 +138,40 @@ class HttpProtocol(HttpToolsProtocol):
         super().data_received(data if self._is_in_body else _without_upgrade(data))
         if self.transport.is_closing():
             return
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._forget_answered()
         if not self._cycles:
             self._expect_headers()  # an empty line or the rest of a refused body does not stop the timer
         if self._header_timer is not None and not self._is_in_body:  # an endless header
             self._raw_bytes += len(data)
             if self._raw_bytes > 2 * MAX_HEADER_BYTES:
                 self._refuse(431, "the headers are too large")
+        if self._is_in_body:
+            self._num_raw_in_body += len(data)
+            if self._num_raw_in_body > MAX_CHUNK_OVERHEAD + 8 * self._num_in_body:
+                self._refuse(400, "the chunks of the body have long extensions")
+        if not self._count_held():
+            self._refuse(503, "the headers and waiting requests of all connections are too large")
+
+    def _forget_answered(self) -> None:
+        self._cycles = {cycle: size for cycle, size in self._cycles.items() if not cycle.response_complete}
+
+    def _count_held(self) -> bool:
+        """Count the bytes of headers and of pipelined requests. Returns whether they are within the shared budget."""
+        num_held = sum(self._cycles.values())
+        if self._is_in_headers:
+            num_held += max(self._header_bytes, self._raw_bytes)
+        num_before, self._num_held = self._num_held, num_held
+        return self.others.change(num_before, num_held)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_in_headers = True
         self._is_in_body = False
         self._header_bytes = 0
         self._expect_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
+        self._header_bytes += HEADER_OVERHEAD + len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError  # ends the parser, which calls send_400_response
         if not self._is_in_body:  # trailers of a chunked body are ignored: they must not set a key
@@ -143,24 +181,30 @@ class HttpProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+        self._is_in_headers = False
         self._is_in_body = True
-        self._raw_bytes = 0
+        self._raw_bytes = self._num_in_body = self._num_raw_in_body = 0
         if self.parser.should_upgrade() and _announces_body(self.headers):
             raise ValueError  # its body would be parsed as the next request
         super().on_headers_complete()
-        self._cycles.append(self.cycle)
+        self._cycles[self.cycle] = self._header_bytes + len(self.url)
+        self.others.waits_no_more(self)
         self.cycle.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
-        if len(self.pipeline) > MAX_PIPELINED:
-            self.transport.abort()
-        elif self.pipeline:
-            self.flow.resume_reading()  # or a disconnect would go unnoticed
+        if self.pipeline:
+            self._limit_pipeline()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._num_in_body += len(body)
         if self.pipeline:
-            if len(self.cycle.body) > MAX_PIPELINED_BYTES:
-                self.transport.abort()
-            self.flow.resume_reading()
+            self._cycles[self.cycle] += len(body)
+            self._limit_pipeline()
+
+    def _limit_pipeline(self) -> None:
+        if len(self.pipeline) > MAX_PIPELINED or sum(self._cycles.values()) > MAX_HELD_BYTES:
+            self.transport.abort()
+            raise ValueError  # ends the parser: the rest of the data may be thousands of requests
+        self.flow.resume_reading()  # or a disconnect would go unnoticed
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
@@ -186,6 +230,10 @@ class HttpProtocol(HttpToolsProtocol):
                 # It refers to the cycle, which would be freed only by a collection.
                 cycle.scope.pop(BODY_WRITER, None)  # type: ignore[misc]
         super().on_response_complete()
+        self._forget_answered()
+        self._count_held()
+        if not self._cycles and not self.transport.is_closing():
+            self.others.waits(self, was_served=True)
 
     # Output
 

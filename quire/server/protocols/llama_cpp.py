@@ -113,7 +113,7 @@ async def slots(context: RequestContext) -> Response:
 async def apply_template(context: RequestContext) -> Response:
     """Return the prompt text that /v1/chat/completions would make from the same body."""
     body = await context.body(ChatCompletionRequest)
-    (chat,) = parse_chat(body).prompts
+    (chat,) = (await context.parse(parse_chat, body)).prompts
     assert isinstance(chat, ChatRequest)
     service = await context.use(body.model)
     text = await asyncio.to_thread(service.text.render_chat, chat, service.max_model_len)

@@ -68,7 +68,7 @@ _encoder = msgspec.json.Encoder()
 
 async def messages(context: RequestContext) -> Response:
     body = await context.body(MessagesRequest)
-    request = to_inference_request(body)
+    request = await context.parse(to_inference_request, body)
     edited = await _edited(context, body, request.prompts[0])
     request = replace(request, model=_served_name(context, body.model), prompts=(edited.chat,))
     return await answer_in_shape(request, shape_field(body), partial(_respond, context, body, edited))
@@ -91,8 +91,8 @@ async def count_tokens(context: RequestContext) -> Response:
     """Count the input tokens that `messages` would report for the same conversation: the sum of the three kinds."""
     body = await context.body(CountTokensRequest)
     refuse_unsupported(body)
-    grammar_of(body)  # raises for a body that `messages` would refuse
-    found = conversation(body)
+    await context.parse(grammar_of, body)  # raises for a body that `messages` would refuse
+    found = await context.parse(conversation, body)
     context.note_ignored(found.ignored)
     edited = await _edited(context, body, found.chat)
     service = await context.use(_served_name(context, body.model))

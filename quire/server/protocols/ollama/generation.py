@@ -63,7 +63,7 @@ async def chat(context: RequestContext) -> Response:
     model = find_model(context.models, body.model)
     if not body.messages:
         return await _load_or_unload(context, body, model, chat_answer)
-    return await _generate(context, body, replace(parse_chat(body), model=model.name), chat_answer)
+    return await _generate(context, body, replace(await context.parse(parse_chat, body), model=model.name), chat_answer)
 
 
 async def generate(context: RequestContext) -> Response:
@@ -71,7 +71,7 @@ async def generate(context: RequestContext) -> Response:
     model = find_model(context.models, body.model)
     if not body.prompt:
         return await _load_or_unload(context, body, model, generate_answer)
-    request = replace(parse_generate(body), model=model.name)
+    request = replace(await context.parse(parse_generate, body), model=model.name)
     if body.context:
         service = await context.use(model.name)
         with protocol_field_names(NAMES):

@@ -83,7 +83,7 @@ _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 
 async def chat_completions(context: RequestContext) -> Response:
     body = await context.body(ChatCompletionRequest)
-    request = parse_chat(body)
+    request = await context.parse(parse_chat, body)
     with protocol_field_names(_names(body)):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 async def completions(context: RequestContext) -> Response:
     body = await context.body(CompletionRequest)
-    request = parse_completion(body)
+    request = await context.parse(parse_completion, body)
     with protocol_field_names(NAMES):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 

@@ -54,7 +54,7 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 
 async def responses(context: RequestContext) -> Response:
     body = await context.body(ResponsesRequest)
-    request = parse_responses(body)
+    request = await context.parse(parse_responses, body)
     with protocol_field_names(names_of(body)):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 

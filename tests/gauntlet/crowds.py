@@ -1,0 +1,261 @@
+"""Crowds of hostile sockets, and the clients that must be served beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from tests.gauntlet.watch import Base, idle_base
+from tests.server.rig import Server, request_bytes
+from tests.waiting import HANG_S, eventually
+
+QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4, "ignore_eos": True}
+CHAT = "/v1/chat/completions"
+MB = 1_000_000
+
+
+def raise_file_limit(num_files: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+
+
+def warm_up(server: Server) -> Base:
+    """Start the server's threads and the process that tries grammars, and return its base."""
+    pages = [request_bytes("/openapi.json", None, key=server.key, method="GET")] * 40
+    chats = [request_bytes(CHAT, {**QUESTION, "user": f"{i}" * 5000}, key=server.key) for i in range(40)]
+    shape = {"messages": QUESTION["messages"], "max_tokens": 2}
+    shapes = [
+        request_bytes(CHAT, {**shape, "structured_outputs": {"regex": f"{i}[ab]{{9}}"}}, key=server.key)
+        for i in range(40)
+    ]
+
+    def fill() -> int:
+        for requests in (pages, chats, shapes):
+            with crowd_at(server) as crowd:
+                for data in requests:
+                    crowd.add(data)
+                crowd.look_until(lambda found: found.num_answered == 40, "all are answered")
+        return idle_base(server).num_threads
+
+    num_threads = 0
+    while (found := fill()) != num_threads:
+        num_threads = found
+    return idle_base(server)
+
+
+class Asker(threading.Thread):
+    """Asks for short streams one after the other, each on a new connection, and measures their first tokens."""
+
+    def __init__(self, server: Server, body: dict[str, Any] | None = None) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._body = {**QUESTION, **(body or {}), "stream": True}
+        self._is_over = threading.Event()
+        self._first_s: list[float] = []
+        self.num_answered = 0
+        self.problems: list[str] = []
+
+    def run(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                self._first_s.append(self._ask())
+                self.num_answered += 1
+            except (OSError, AssertionError) as error:
+                self.problems.append(repr(error)[:300])
+
+    def _ask(self) -> float:
+        """Seconds from the connection to the first token."""
+        begin_s = time.perf_counter()
+        with socket.create_connection(self._server.address, timeout=HANG_S) as sock:
+            self._server.send_request(self._body, sock=sock)
+            data, first_s = b"", 0.0
+            while b"data: [DONE]" not in data:
+                piece = sock.recv(1 << 16)
+                data += piece
+                assert piece, data[-300:]
+                if not first_s and b"data: " in data:
+                    first_s = time.perf_counter() - begin_s
+            assert data.startswith(b"HTTP/1.1 200"), data[:300]
+            return first_s
+
+    def take(self, num_wanted: int = 1) -> list[float]:
+        """Wait for so many answers since the last call, and return all of them."""
+        eventually(lambda: len(self._first_s) >= num_wanted or self.problems, "others are answered")
+        found, self._first_s = self._first_s, []
+        return found
+
+    def finish(self) -> None:
+        self._is_over.set()
+        self.join(HANG_S)
+
+
+@contextlib.contextmanager
+def asking(server: Server, **body: Any) -> Iterator[Asker]:
+    asker = Asker(server, body)
+    asker.start()
+    try:
+        yield asker
+    finally:
+        asker.finish()
+
+
+@dataclass
+class Crowd:
+    """Sockets that are held open. Notes when the server closes each."""
+
+    server: Server
+    sockets: dict[socket.socket, float] = field(default_factory=dict)  # open ones, with the time of their opening
+    closed_after_s: list[float] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)  # beginnings of what the server sent
+    answered: set[socket.socket] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, data: bytes = b"", *, receive_bytes: int | None = None) -> socket.socket:
+        """Open a socket and send as much of the data as the server takes at once."""
+        sock = socket.socket()
+        if receive_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.settimeout(HANG_S)
+        sock.connect(self.server.address)
+        sock.setblocking(False)
+        self.sockets[sock] = time.monotonic()
+        self._selector.register(sock, selectors.EVENT_READ)
+        if data:
+            self.send(sock, data)
+        return sock
+
+    def grow(self, count: int, make: Callable[[int], bytes], *, per_s: float) -> None:
+        """Open sockets at an even rate."""
+        begin = time.monotonic()
+        for number in range(count):
+            self.add(make(number))
+            if number % 20 == 19:
+                self.look(max(0.0, begin + number / per_s - time.monotonic()))
+
+    def send(self, sock: socket.socket, data: bytes) -> int:
+        try:
+            return sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self._note_closed(sock)
+            return 0
+
+    def push(self, sock: socket.socket, data: bytes, limit_s: float = 5.0) -> int:
+        """Send data until all of it is taken, the connection is closed, or nothing is taken for a while."""
+        num_sent = 0
+        deadline = time.monotonic() + limit_s
+        while num_sent < len(data) and sock in self.sockets and time.monotonic() < deadline:
+            if count := self.send(sock, data[num_sent : num_sent + (1 << 18)]):
+                num_sent += count
+                deadline = time.monotonic() + limit_s
+            else:
+                self.look(0.001)
+        return num_sent
+
+    def look(self, for_s: float = 0.0) -> None:
+        """Note what the server sends and closes."""
+        deadline = time.monotonic() + for_s
+        while True:
+            for key, _ in self._selector.select(max(0.0, min(0.05, deadline - time.monotonic()))):
+                self._read(key.fileobj)  # type: ignore[arg-type]
+            if time.monotonic() >= deadline:
+                return
+
+    def _read(self, sock: socket.socket) -> None:
+        try:
+            data = sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.received.append(data[:100])
+            self.answered.add(sock)
+        else:
+            self._note_closed(sock)
+
+    def _note_closed(self, sock: socket.socket) -> None:
+        self.closed_after_s.append(time.monotonic() - self.sockets.pop(sock))
+        self._selector.unregister(sock)
+        sock.close()
+
+    def look_until(self, condition: Callable[[Crowd], object], what: str) -> None:
+        def is_so() -> bool:
+            self.look(0.05)
+            return bool(condition(self))
+
+        eventually(is_so, what)
+
+    @property
+    def num_answered(self) -> int:
+        return len(self.answered)
+
+    def wait_closed(self, limit_s: float, each: Callable[[], object] | None = None) -> None:
+        """Wait until the server has closed all of them, or until the limit."""
+        deadline = time.monotonic() + limit_s
+        while self.sockets and time.monotonic() < deadline:
+            self.look(0.5)
+            if each is not None:
+                each()
+
+    def leave(self) -> None:
+        for sock in list(self.sockets):
+            sock.close()
+        self.sockets.clear()
+        self._selector.close()
+
+
+@contextlib.contextmanager
+def crowd_at(server: Server) -> Iterator[Crowd]:
+    crowd = Crowd(server)
+    try:
+        yield crowd
+    finally:
+        crowd.leave()
+
+
+class Memory(threading.Thread):
+    """The highest memory of processes above that at the beginning."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        super().__init__(daemon=True)
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._is_over = threading.Event()
+        self.before_bytes = self._now()
+        self.peak_bytes = self.before_bytes
+
+    def _now(self) -> int:
+        return sum(int(process.memory_info().rss) for process in self._processes)
+
+    def run(self) -> None:
+        while not self._is_over.wait(0.02):
+            self.peak_bytes = max(self.peak_bytes, self._now())
+
+    @property
+    def growth_mb(self) -> float:
+        return max(0, self.peak_bytes - self.before_bytes) / MB
+
+
+@contextlib.contextmanager
+def memory_of(*pids: int) -> Iterator[Memory]:
+    memory = Memory(pids)
+    memory.start()
+    try:
+        yield memory
+    finally:
+        memory._is_over.set()
+        memory.join(HANG_S)
+        memory.peak_bytes = max(memory.peak_bytes, memory._now())

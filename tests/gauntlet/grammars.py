@@ -1,0 +1,221 @@
+"""R13: hostile templates, regular expressions, schemas and grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import TemplateError
+from quire.text.rendering import Renderer
+from tests.gauntlet.crowds import CHAT, memory_of, warm_up
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.streams import Streams, streaming
+from tests.gauntlet.watch import family, left_over, percentile
+from tests.server.rig import FAKE, Server, ask_async, serving
+from tests.text.test_rendering import HELLO
+from tests.text.test_rendering import HOSTILE as TEMPLATES
+from tests.text.test_schemas import HOSTILE as SCHEMAS
+from tests.text.test_schemas import PRODUCTS
+
+MAX_ANSWER_S = 10.0  # a trial may take 2 s of CPU time, and others wait for the same process
+MAX_SLOWER = 10.0  # percent
+MAX_GROWTH_MB = 64.0
+HI = [{"role": "user", "content": "Hi"}]
+REGEXES = (
+    "(a+)+b",
+    "(a|aa)+$",
+    "(a|a?)+b",
+    "(.*a){25}",
+    "[ab]*a[ab]{40}",
+    "[ab]*a[ab]{400}",
+    "a{100000}",
+    "((a{1,100}){1,100}){1,100}",
+    "(a|b|ab|ba|aab){1,3000}(.*x){30}",
+    "(" * 5000 + "a" + ")" * 5000,
+    "(?:" * 900 + "a" + ")*" * 900,
+    "|".join(f"w{i}" for i in range(3000)),
+    "(x+x+)+y",
+    "(?=a)b",
+    r"(a)\1",
+    "[^\\s\\S]",
+    r"\p{L}{1,1000}" * 8,
+    "(?i:" + "ß" * 500 + ")*",
+    "a{4294967296}",
+    "[a-\U0010ffff]{1,2000}[b-\U0010ffff]{1,2000}",
+)
+MORE_SCHEMAS: dict[str, Any] = {
+    "itself": {"$ref": "#"},
+    "elsewhere": {"$ref": "http://127.0.0.1:9/x"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "an enum of 10^5": {"enum": [f"value {i}" for i in range(100_000)]},
+    "nothing": {"enum": []},
+    "a multiple": {"type": "integer", "multipleOf": 99999999},
+    "long texts": {"type": "string", "minLength": 10**6, "maxLength": 2 * 10**6},
+    "many items": {"type": "array", "minItems": 10**6, "items": {"type": "integer"}},
+    "a pattern": {"type": "string", "pattern": "^(a+)+$"},
+    "10^4 properties": {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}},
+}
+LARK = (
+    "start: start",
+    "start: nothing",
+    "start: " + "(" * 4000,
+    'start: ("a" | "a" "a")* "b"',
+    "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(60)).replace("a0", "start") + '\na60: "x"',
+    "\n".join(f"a{i}: a{i + 1}" for i in range(4000)).replace("a0", "start"),
+    'start: a a a a a a\na: "x"* | "y"* | a a',
+    "root ::= [a-z" * 1000,
+)
+
+
+ALL_SCHEMAS = {**SCHEMAS, **{name: schema for name, (schema, _) in PRODUCTS.items()}, **MORE_SCHEMAS}
+
+
+def _tools() -> Iterator[tuple[str, dict[str, Any]]]:
+    """As parameters of a tool, which are part of the prompt: not on the real model, whose work on it is measured."""
+    for name, schema in ALL_SCHEMAS.items():
+        yield f"tool {name}", {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+
+
+def _requests(template_step: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, source in list(TEMPLATES.items())[::template_step]:
+        yield f"template {name}", {"chat_template": source}
+        yield f"template argument {name}", {"chat_template_kwargs": {"chat_template": source}}
+    for source in REGEXES:
+        yield f"regex {source[:30]}", {"structured_outputs": {"regex": source}}
+    for name, schema in ALL_SCHEMAS.items():
+        shape = {"name": "x", "schema": schema}
+        yield f"schema {name}", {"response_format": {"type": "json_schema", "json_schema": shape}}
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"items": deep}
+    yield "schema 400 deep", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}}
+    for source in LARK:
+        yield f"grammar {source[:30]}", {"structured_outputs": {"grammar": source}}
+
+
+def run(gauntlet: Gauntlet) -> Sequence[Figure]:
+    figures = [*_templates(gauntlet)]
+    requests = list(_requests(gauntlet.size(1, 6)))[:: gauntlet.size(1, 4)]
+    if gauntlet.is_quick:
+        model: tuple[str, ...] = (str(gauntlet.tiny), *FAKE, "--device", "10ms")
+    else:
+        model = (gauntlet.model, "--num-blocks", "1000")
+    with serving(*model) as server:
+        base = warm_up(server)
+        worker_pid = server.worker_pid
+        with streaming(server, gauntlet.size(16, 4)) as streams, memory_of(server.process.pid, worker_pid) as memory:
+            streams.wait(gauntlet.size(1500, 20))
+            before_s = streams.take()
+            figures += asyncio.run(_send(gauntlet, server, requests))
+            beside_s = streams.take()
+            streams.wait(gauntlet.size(1500, 20))
+            before_s += streams.take()
+        figures += [
+            Figure("memory beside the hostile ones", memory.growth_mb, "MB", at_most=512),
+            *_slower(streams, before_s, beside_s),
+            exactly("workers restarted", int(server.worker_pid != worker_pid)),
+            *left_over(server, base),
+        ]
+    return [*figures, *_unique_schemas(gauntlet)]
+
+
+def _templates(gauntlet: Gauntlet) -> Iterator[Figure]:
+    """Hostile templates as those of a model: each one is refused when it is tried."""
+    times_s, num_passed = [], 0
+    for source in list(TEMPLATES.values())[:: gauntlet.size(1, 6)]:
+        begin = time.monotonic()
+        with closing(Renderer(source)) as renderer:
+            try:
+                renderer.check(HELLO)
+                num_passed += 1
+            except TemplateError:
+                times_s.append(time.monotonic() - begin)
+    yield Figure("hostile model templates refused", len(times_s), at_least=gauntlet.size(20, 4))
+    yield exactly("hostile model templates accepted", num_passed)
+    yield Figure("longest trial of a template", max(times_s, default=0), "s", at_most=MAX_ANSWER_S, is_timed=True)
+
+
+async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
+    """Send them two at a time, with short answers."""
+    statuses: Counter[str] = Counter()
+    times_s: list[float] = []
+    rest = iter(requests)
+
+    async def send() -> None:
+        for name, fields in rest:
+            begin = time.monotonic()
+            reply = await ask_async(server, CHAT, {"messages": HI, "max_tokens": 4, **fields})
+            times_s.append(time.monotonic() - begin)
+            is_known = reply.status in (200, 400, 413) and reply.is_whole
+            statuses[str(reply.status) if is_known else "other"] += 1
+            if not is_known or times_s[-1] > MAX_ANSWER_S / 2:
+                gauntlet.say(f"{name}: {reply.status} in {times_s[-1]:.1f} s {reply.body[:200]!r}")
+
+    await asyncio.gather(send(), send())
+    return [
+        Figure("hostile requests", len(requests), at_least=gauntlet.size(60, 12)),
+        Figure("hostile requests refused with 400", statuses["400"] + statuses["413"], at_least=gauntlet.size(50, 5)),
+        Figure("hostile requests answered", statuses["200"]),
+        exactly("neither answered nor refused", statuses["other"]),
+        Figure("longest answer", max(times_s), "s", at_most=MAX_ANSWER_S, is_timed=True),
+    ]
+
+
+def _slower(streams: Streams, before_s: Sequence[float], beside_s: Sequence[float]) -> list[Figure]:
+    before, beside = percentile(before_s, 99), percentile(beside_s, 99)
+    return [
+        exactly("other streams broken", len(streams.problems)),
+        Figure("between tokens p99, without them", before * 1000, "ms"),
+        Figure("between tokens p99, beside them", beside * 1000, "ms"),
+        Figure("others slower, p99", 100 * (beside / before - 1), "%", at_most=MAX_SLOWER, is_timed=True),
+    ]
+
+
+def _schema(number: int) -> dict[str, Any]:
+    properties = {f"name{number}": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": number}}
+    return {"type": "object", "properties": properties, "required": ["age"], "additionalProperties": False}
+
+
+def _unique_schemas(gauntlet: Gauntlet) -> list[Figure]:
+    """Schemas that differ: the memory of compiled ones is bounded."""
+    count = gauntlet.size(10_000, 60)
+    with serving(str(gauntlet.tiny), *FAKE) as server:
+        for number in range(5):  # the compiler and the process of trials have started
+            assert server.chat(response_format=_format(-1 - number), ignore_eos=False).status == 200
+        tools = asyncio.run(_send(gauntlet, server, list(_tools())[:: gauntlet.size(1, 6)]))
+        server.wait_free()
+        before = sum(process.memory_info().rss for process in family(server))
+        statuses = asyncio.run(_ask_each(server, range(count)))
+        server.wait_free()
+        growth = sum(process.memory_info().rss for process in family(server)) - before
+        return [
+            *(replace(one, name=f"tools: {one.name}") for one in tools if "hostile" not in one.name),
+            Figure("unique schemas answered", statuses[200], at_least=count),
+            Figure("memory after unique schemas", growth / 1e6, "MB", at_most=MAX_GROWTH_MB),
+        ]
+
+
+def _format(number: int) -> dict[str, Any]:
+    shape = {"name": "x", "schema": _schema(number), "strict": True}
+    return {"type": "json_schema", "json_schema": shape}
+
+
+async def _ask_each(server: Server, numbers: Sequence[int]) -> Counter[int]:
+    statuses: Counter[int] = Counter()
+    rest = iter(numbers)
+
+    async def ask() -> None:
+        for number in rest:
+            body = {"messages": HI, "max_tokens": 2, "response_format": _format(number)}
+            statuses[(await ask_async(server, CHAT, body)).status] += 1
+
+    await asyncio.gather(*(ask() for _ in range(4)))
+    return statuses
+
+
+ROWS = (Row("R13", "hostile templates, patterns and schemas harm no other request", run, limit_s=480),)
