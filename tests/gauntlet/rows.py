@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.gauntlet import tenants
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = ()
+ROWS: tuple[Row, ...] = (*tenants.ROWS,)
