@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from quire.core.request import Priority
@@ -17,6 +18,7 @@ RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
 HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
+HARD_BODY_FACTOR = 2  # the same of bodies, which take more memory
 
 
 class IntakeRate(NamedTuple):
@@ -189,34 +191,96 @@ class TierQueues:
 
 
 class BodyBytes:
-    """Total bytes of the bodies being read: many large slow bodies must not fill the memory."""
+    """Total bytes of the bodies being read: many large slow bodies must not fill the memory.
+
+    Over the limit, a body is refused if its tenant would hold more than an equal part, as in `TierQueue`.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self._held: dict[str, int] = {}  # tenant -> bytes
 
     @contextmanager
-    def __call__(self, max_bytes: int) -> Iterator[BodyBudget]:
-        budget = BodyBudget(self, max_bytes)
+    def __call__(self, max_bytes: int, tenant: str = "") -> Iterator[BodyBudget]:
+        budget = BodyBudget(self, max_bytes, tenant)
         try:
             yield budget
         finally:
-            self.num_bytes -= budget.num_bytes
+            self.hold(tenant, -budget.num_bytes)
+
+    def check(self, tenant: str, num_bytes: int, max_bytes: int) -> None:
+        num_all = self.num_bytes + num_bytes
+        num_tenants = len(self._held) + (tenant not in self._held)
+        is_greedy = (self._held.get(tenant, 0) + num_bytes) * num_tenants > max_bytes
+        if num_all > max_bytes and (is_greedy or num_all > HARD_BODY_FACTOR * max_bytes):
+            text = f"{self.num_bytes} bytes of request bodies are already being read, which is the limit"
+            raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
+
+    def hold(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._held[tenant] = self._held.get(tenant, 0) + num_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
 
 
 class BodyBudget:
     """The bytes of one body."""
 
-    def __init__(self, total: BodyBytes, max_bytes: int) -> None:
+    def __init__(self, total: BodyBytes, max_bytes: int, tenant: str) -> None:
         self._total = total
         self._max_bytes = max_bytes
+        self._tenant = tenant
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        if self._total.num_bytes + num_bytes > self._max_bytes:
-            text = f"{self._total.num_bytes} bytes of request bodies are already being read, which is the limit"
-            raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
-        self._total.num_bytes += num_bytes
+        self._total.check(self._tenant, num_bytes, self._max_bytes)
+        self._total.hold(self._tenant, num_bytes)
         self.num_bytes += num_bytes
+
+
+class FairSlots:
+    """Lets a number of jobs run at once. Tenants with waiting jobs take turns, so none delays another's by its number.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of tenants that wait, in the order of their turns
+
+    @asynccontextmanager
+    async def __call__(self, tenant: str) -> AsyncIterator[None]:
+        await self._enter(tenant)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, tenant: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # cancelled after its turn came
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Give the slot to the next tenant; that tenant's other jobs wait for the turns of all others."""
+        while self._lines:
+            tenant = next(iter(self._lines))
+            line = self._lines.pop(tenant)
+            turn = line.popleft()
+            if line:
+                self._lines[tenant] = line
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
 
 
 class Bucket:

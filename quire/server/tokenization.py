@@ -69,11 +69,13 @@ async def tokenize(context: RequestContext) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt and messages: exactly one of them is needed")
     if body.messages is None:
-        tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+        tokens = await service.encode(
+            body.prompt or "", context.key.name, add_special=body.add_special_tokens is not False
+        )
     else:
         with protocol_field_names(NAMES):
             chat = _conversation(body, body.messages)
-        tokens = await service.encode(chat)
+        tokens = await service.encode(chat, context.key.name)
         unknown = service.text.template.unknown_args(chat.template_args)
         context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
     names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]

@@ -220,7 +220,7 @@ def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
         with keyed(gauntlet, model=gauntlet.model) as server:
-            figures += timing_figures(server, 40, 8, chosen, 192, "real model")
+            figures += timing_figures(server, 24, 6, chosen, 128, "real model")
     return figures
 
 
@@ -338,7 +338,7 @@ def explained_facts(bob: Server) -> int:
     fresh = json.loads(json.dumps(body).replace(CANARIES["prompt"], CANARIES["prompt"][::-1]))
     known, unknown = (bob.post(EXPLAIN, one).json for one in (body, fresh))
     text = ("message", "stopped_text")  # they quote the asked prompt
-    return sum(known[name] != unknown[name] for name in known if name not in text) + known["matched_tokens"]
+    return sum(known[name] != unknown[name] for name in known if name not in text) + int(known["matched_tokens"])
 
 
 def lengths_in_totals(server: Server, count: int, chosen: random.Random) -> int:
@@ -432,9 +432,9 @@ def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
 def events_and_disk(gauntlet: Gauntlet) -> list[Figure]:
     """KV events, and the disk cache with another key after a restart."""
     folder = gauntlet.folder / "kv"
-    options = ("--backend", "fake", "--device", "100ms", "--num-blocks", "400")
-    options += ("--disk-cache", "10M", "--cache-dir", str(folder))
-    options += ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    fake = ("--backend", "fake", "--device", "100ms", "--num-blocks", "400")
+    events = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    options = (*fake, *events, "--disk-cache", "10M", "--cache-dir", str(folder))
     prompt, later = ([first, *random_prompt(gauntlet.random, 20 * BLOCK)] for first in (1, 2))
 
     def cached(server: Server, prompt: Sequence[int]) -> int:
@@ -446,8 +446,8 @@ def events_and_disk(gauntlet: Gauntlet) -> list[Figure]:
         cached(alice, prompt)
         cached(alice, later)
         eventually(lambda: server.stats()["tiers"][-1]["num_pieces"] >= 40, "both prompts are saved")
-        events = server.get("/version").json["kv_events"]
-        with Subscriber(events["endpoint"], events["replay_endpoint"]) as subscriber:
+        found = server.get("/version").json["kv_events"]
+        with Subscriber(found["endpoint"], found["replay_endpoint"]) as subscriber:
             num_announced = routed(subscriber.replay(), BLOCK).num_matched(tuple(prompt))
         num_before = cached(bob, prompt)
     with keyed(gauntlet, *options) as server:

@@ -94,10 +94,30 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0  # of names and values
         self._raw_bytes = 0  # since the last request's headers
         self._cycles: list[RequestResponseCycle] = []  # without a complete response
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.max_connections and not self._make_room():
             self._refuse(503, "too many connections")
             return
+        self._incomplete[self] = None
         self._expect_headers()
+
+    @property
+    def _incomplete(self) -> dict[HttpProtocol, None]:
+        """Connections without a complete request, the one that has waited longest first."""
+        state = self.server_state
+        return state.incomplete if isinstance(state, _State) else {}
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest for a request or its rest. Returns False if there is none.
+
+        A client sends a request within milliseconds, so silent connections cannot shut out other clients.
+        """
+        while self._incomplete:
+            oldest = next(iter(self._incomplete))
+            del self._incomplete[oldest]
+            if not oldest.transport.is_closing():
+                oldest.transport.abort()
+                return True
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._header_timer, self._write_timer, self._linger_timer):
@@ -108,6 +128,7 @@ class HttpProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
             cycle.message_event.set()
         self.pipeline.clear()
+        self._incomplete.pop(self, None)
         super().connection_lost(exc)
 
     # Input
@@ -164,6 +185,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
+        self._incomplete.pop(self, None)
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -185,6 +207,9 @@ class HttpProtocol(HttpToolsProtocol):
             if cycle.response_complete:
                 # It refers to the cycle, which would be freed only by a collection.
                 cycle.scope.pop(BODY_WRITER, None)  # type: ignore[misc]
+        if not self.pipeline:
+            self._incomplete.pop(self, None)
+            self._incomplete[self] = None
         super().on_response_complete()
 
     # Output
@@ -268,6 +293,7 @@ class _State(ServerState):
 
     def __init__(self) -> None:
         self._at_s = 0
+        self.incomplete: dict[HttpProtocol, None] = {}
         self._headers: list[tuple[bytes, bytes]] = []
         super().__init__()
 
