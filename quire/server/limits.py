@@ -274,11 +274,12 @@ class FairSlots:
         while self._lines:
             tenant = next(iter(self._lines))
             line = self._lines.pop(tenant)
-            turn = line.popleft()
+            while line and line[0].done():  # cancelled
+                line.popleft()
             if line:
-                self._lines[tenant] = line
-            if not turn.done():
-                turn.set_result(None)
+                line.popleft().set_result(None)
+                if line:
+                    self._lines[tenant] = line
                 return
         self._num_free += 1
 

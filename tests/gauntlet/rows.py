@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import tenants
+from tests.gauntlet import soak, tenant_attacks, tenants
 from tests.gauntlet.figures import Row
 
-ROWS: tuple[Row, ...] = (*tenants.ROWS,)
+ROWS: tuple[Row, ...] = tuple(
+    sorted(
+        (
+            *soak.ROWS,
+            *tenant_attacks.ROWS,
+            *tenants.ROWS,
+        ),
+        key=lambda row: int(row.number[1:]),
+    )
+)

@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,13 +111,13 @@ def pins(attacker: Attacker) -> Iterator[None]:
 @contextmanager
 def grammars(attacker: Attacker) -> Iterator[None]:
     """Grammars that take long to compile, each different."""
-    for number in range(MAX_QUEUE):
-        names = [f"name_{number}_{index}" for index in range(150)]
-        properties = {name: {"type": "string", "pattern": f"^(a|b|ab|{name}){{1,50}}$"} for name in names}
+    for number in range(4 * attacker.num):
+        names = [f"n{number}_{index}" for index in range(400)]
+        properties = {name: {"type": "string", "pattern": f"^(a|b|ab|{name}){{1,400}}$"} for name in names}
         schema = {"type": "object", "properties": properties, "additionalProperties": False}
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         attacker.send({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "response_format": wanted})
-    eventually(lambda: len(attacker.server.get("/v1/requests").json["data"]) > 4, "grammars are being compiled")
+    eventually(lambda: attacker.server.get("/v1/requests").json["data"], "grammars are being compiled")
     yield
 
 
@@ -313,6 +314,18 @@ def attacked(
     return quiet, during, left_over(server, base, spare_files=4)
 
 
+def warm_up(server: Server) -> None:
+    """Start every thread of every pool: pools start them as they are needed, and keep them."""
+    with ThreadPoolExecutor(16) as pool:
+        for ask in (ask_schema, ask_long_chat, ask_upload):
+            list(pool.map(ask, [server] * 16))
+    ask_watch(server)
+    attacker = Attacker(server, 1, [])
+    with grammars(attacker):  # slow ones, so that both threads are needed
+        ask_schema(server)
+    attacker.close()
+
+
 @contextmanager
 def contested(gauntlet: Gauntlet, *options: str, model: str | None = None) -> Iterator[Server]:
     keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
@@ -327,19 +340,22 @@ def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
     fake = ("--backend", "fake", "--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
     left: list[Figure] = []
     with contested(gauntlet, *fake) as server:
-        ask_schema(server)
-        upload(server, b"{}")
-        for _ in range(3):
-            ask_long_chat(server)
+        warm_up(server)
         base = idle_base(server)
         for name, attack, ask in ATTACKS:
-            gauntlet.say(name)
+            began_s = time.monotonic()
             quiet, during, left = attacked(server, attack, ask, count, base)
             figures.append(exactly(f"{name}: requests of the other key that fail", during.num_failed))
             if quiet.seconds:
                 ratio = (during.seconds - quiet.seconds) / STEP_S
                 figures.append(Figure(f"{name}: the other key's delay", max(0.0, ratio), "steps"))
-            figures += [figure for figure in left if not figure.is_held(is_quick=True)]
+            missed = [
+                replace(figure, name=f"{name}: {figure.name}") for figure in left if not figure.is_held(is_quick=True)
+            ]
+            figures += missed
+            gauntlet.say(
+                f"{name}: {time.monotonic() - began_s:.1f} s, {during.num_failed} failed {missed or ''}".rstrip()
+            )
         figures += left
     return figures
 

@@ -220,7 +220,7 @@ def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
         with keyed(gauntlet, model=gauntlet.model) as server:
-            figures += timing_figures(server, 24, 6, chosen, 128, "real model")
+            figures += timing_figures(server, 20, 5, chosen, 64, "real model")
     return figures
 
 
@@ -338,7 +338,7 @@ def explained_facts(bob: Server) -> int:
     fresh = json.loads(json.dumps(body).replace(CANARIES["prompt"], CANARIES["prompt"][::-1]))
     known, unknown = (bob.post(EXPLAIN, one).json for one in (body, fresh))
     text = ("message", "stopped_text")  # they quote the asked prompt
-    return sum(known[name] != unknown[name] for name in known if name not in text) + int(known["matched_tokens"])
+    return int(sum(known[name] != unknown[name] for name in known if name not in text) + known["matched_tokens"])
 
 
 def lengths_in_totals(server: Server, count: int, chosen: random.Random) -> int:
