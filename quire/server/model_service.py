@@ -223,16 +223,16 @@ class ModelService:
         if isinstance(prompt, str) and (_is_short((prompt,)) if is_short is None else is_short):
             return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         if isinstance(prompt, str):
-            return await self._in_turn(
+            return await self.in_turn(
                 owner, partial(self.text.encode, prompt, self.max_model_len, add_special=add_special)
             )
-        return await self._in_turn(owner, partial(self.text.encode_chat, prompt, self.max_model_len))
+        return await self.in_turn(owner, partial(self.text.encode_chat, prompt, self.max_model_len))
 
     async def render(self, chat: ChatRequest, owner: str) -> str:
         """The prompt of a conversation as text."""
-        return await self._in_turn(owner, partial(self.text.render_chat, chat, self.max_model_len))
+        return await self.in_turn(owner, partial(self.text.render_chat, chat, self.max_model_len))
 
-    async def _in_turn(self, owner: str, work: Callable[[], T]) -> T:
+    async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Run work on text in a thread, when it is the turn of this key."""
         self._num_encoding += 1
         self._is_idle.clear()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from tests.gauntlet import soak, tenant_attacks, tenants
 from tests.gauntlet.figures import Row
+from tests.gauntlet.soak import ROWS as SOAK
+from tests.gauntlet.tenant_attacks import ROWS as TENANT_ATTACKS
+from tests.gauntlet.tenants import ROWS as TENANTS
 
-ROWS: tuple[Row, ...] = tuple(
-    sorted(
-        (
-            *soak.ROWS,
-            *tenant_attacks.ROWS,
-            *tenants.ROWS,
-        ),
-        key=lambda row: int(row.number[1:]),
-    )
+ROWS: tuple[Row, ...] = (
+    *TENANTS,
+    *SOAK,
+    *TENANT_ATTACKS,
 )

@@ -125,7 +125,7 @@ def grammars(attacker: Attacker) -> Iterator[None]:
 def tokenisation(attacker: Attacker) -> Iterator[None]:
     """Prompts that are slow to tokenise, and then too long."""
     text = WORDS * (60_000 // len(WORDS))
-    for number in range(4 * MAX_QUEUE):
+    for number in range(12 * attacker.num):
         attacker.send({"prompt": f"{number} {text}"}, "/tokenize")
     yield
 
