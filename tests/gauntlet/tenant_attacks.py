@@ -304,7 +304,7 @@ def attacked(
     victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count, [])
     quiet = Outcome(0, 0.0)
     if ask is not ask_batch:
-        quiet = timed(ask, victim, max(count, 3))
+        quiet = timed(ask, victim, count)
     try:
         with attack(attacker):
             during = timed(ask, victim, 1 if ask is ask_batch else count)
@@ -335,14 +335,30 @@ def contested(gauntlet: Gauntlet, *options: str, model: str | None = None) -> It
 
 
 def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
-    count = gauntlet.size(10, 2)
     fake = ("--backend", "fake", "--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
+    figures = shares_of(gauntlet, ATTACKS, gauntlet.size(10, 1), *fake)
+    if not gauntlet.is_quick:
+        some = [one for one in ATTACKS if one[0] in ("queue places", "n", "tokenisation", "batch jobs")]
+        found = shares_of(gauntlet, some, 3, model=gauntlet.model)
+        figures += [
+            replace(figure, name=f"real model: {figure.name}") for figure in found if "delay" not in figure.name
+        ]
+    return figures
+
+
+def shares_of(
+    gauntlet: Gauntlet,
+    attacks: Sequence[tuple[str, Attack, Callable[[Server], int]]],
+    count: int,
+    *options: str,
+    model: str | None = None,
+) -> list[Figure]:
+    figures: list[Figure] = []
     left: list[Figure] = []
-    with contested(gauntlet, *fake) as server:
+    with contested(gauntlet, *options, model=model) as server:
         warm_up(server)
         base = idle_base(server)
-        for name, attack, ask in ATTACKS:
+        for name, attack, ask in attacks:
             began_s = time.monotonic()
             quiet, during, left = attacked(server, attack, ask, count, base)
             figures.append(exactly(f"{name}: requests of the other key that fail", during.num_failed))

@@ -398,7 +398,7 @@ def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
 
 def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
     """Whether a schema that another key has used is answered sooner than a new one."""
-    count = gauntlet.size(40, 3)
+    count = gauntlet.size(40, 2)
     times: dict[str, list[float]] = {"known": [], "new": [], "own": []}
     with keyed(gauntlet, *FAKE) as server:
         spies = {name: as_key(server, key) for name, key in (("alice", ALICE), ("bob", BOB))}
