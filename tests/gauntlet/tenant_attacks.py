@@ -255,8 +255,8 @@ def ask_batch(victim: Server) -> int:
         return bool(victim.get(f"/v1/batches/{batch_id}").json["status"] == "completed")
 
     eventually(ended, "the victim's batch has ended")
-    (other, *_) = attacker.get("/v1/batches").json["data"]
-    return 200 if other["status"] == "in_progress" else 500
+    is_running = any(one["status"] == "in_progress" for one in attacker.get("/v1/batches").json["data"])
+    return 200 if is_running else 500
 
 
 ATTACKS: tuple[tuple[str, Attack, Callable[[Server], int]], ...] = (

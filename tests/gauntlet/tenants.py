@@ -466,12 +466,30 @@ def events_and_disk(gauntlet: Gauntlet) -> list[Figure]:
     ]
 
 
+def real_channels(gauntlet: Gauntlet) -> list[Figure]:
+    with keyed(gauntlet, model=gauntlet.model) as server:
+        alice, bob = as_key(server, ALICE), as_key(server, BOB)
+        assert alice.post(CHAT, chat_body()).status == 200
+        num_facts = explained_facts(bob)
+        cached = [
+            one.post(CHAT, chat_body()).json["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (bob, alice)
+        ]
+    return [
+        exactly("real model: facts in explain about a prompt of another key", num_facts),
+        exactly("real model: cached_tokens of another key's prompt", cached[0]),
+        Figure("real model: cached_tokens of the own key's prompt (control)", cached[1], at_least=BLOCK),
+    ]
+
+
 def no_channel(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures = visible_channels(gauntlet)
     gauntlet.say("grammars")
     figures += grammar_timing(gauntlet)
     gauntlet.say("KV events and the disk cache")
     figures += events_and_disk(gauntlet)
+    if not gauntlet.is_quick:
+        gauntlet.say("the real model")
+        figures += real_channels(gauntlet)
     return figures
 
 
