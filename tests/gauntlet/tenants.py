@@ -337,7 +337,7 @@ def explained_facts(bob: Server) -> int:
     body = {"messages": chat_body()["messages"]}
     fresh = json.loads(json.dumps(body).replace(CANARIES["prompt"], CANARIES["prompt"][::-1]))
     known, unknown = (bob.post(EXPLAIN, one).json for one in (body, fresh))
-    text = ("message", "stopped_text")  # they quote the asked prompt
+    text = ("message", "stopped_text", "prompt_tokens")  # they describe the asked prompt itself
     return int(sum(known[name] != unknown[name] for name in known if name not in text) + known["matched_tokens"])
 
 
