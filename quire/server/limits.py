@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from quire.core.request import Priority
@@ -18,6 +19,7 @@ MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
 SMALL_BODY_BYTES = 32 << 10
 HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
+HARD_BODY_FACTOR = 2  # the same of bodies, which take more memory
 
 
 class IntakeRate(NamedTuple):
@@ -190,35 +192,99 @@ class TierQueues:
 
 
 class BodyBytes:
-    """Total bytes of the bodies being read: many large slow bodies must not fill the memory."""
+    """Total bytes of the bodies being read: many large slow bodies must not fill the memory.
+
+    Over the limit, a body is refused if its tenant would hold more than an equal part, as in `TierQueue`.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self._held: dict[str, int] = {}  # tenant -> bytes
 
     @contextmanager
-    def __call__(self, max_bytes: int) -> Iterator[BodyBudget]:
-        budget = BodyBudget(self, max_bytes)
+    def __call__(self, max_bytes: int, tenant: str = "") -> Iterator[BodyBudget]:
+        budget = BodyBudget(self, max_bytes, tenant)
         try:
             yield budget
         finally:
-            self.num_bytes -= budget.num_bytes
+            self.hold(tenant, -budget.num_bytes)
+
+    def check(self, tenant: str, num_bytes: int, max_bytes: int) -> None:
+        num_all = self.num_bytes + num_bytes
+        num_tenants = len(self._held) + (tenant not in self._held)
+        is_greedy = (self._held.get(tenant, 0) + num_bytes) * num_tenants > max_bytes
+        if num_all > max_bytes and (is_greedy or num_all > HARD_BODY_FACTOR * max_bytes):
+            text = f"{self.num_bytes} bytes of request bodies are already being read, which is the limit"
+            raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
+
+    def hold(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._held[tenant] = self._held.get(tenant, 0) + num_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
 
 
 class BodyBudget:
     """The bytes of one body. The first `SMALL_BODY_BYTES` are always granted: large bodies keep out no small one."""
 
-    def __init__(self, total: BodyBytes, max_bytes: int) -> None:
+    def __init__(self, total: BodyBytes, max_bytes: int, tenant: str) -> None:
         self._total = total
         self._max_bytes = max_bytes
+        self._tenant = tenant
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         is_small = self.num_bytes + num_bytes <= SMALL_BODY_BYTES
-        if not is_small and self._total.num_bytes + num_bytes > self._max_bytes:
-            text = f"{self._total.num_bytes} bytes of request bodies are already being read, which is the limit"
-            raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
-        self._total.num_bytes += num_bytes
+        if not is_small:
+            self._total.check(self._tenant, num_bytes, self._max_bytes)
+        self._total.hold(self._tenant, num_bytes)
         self.num_bytes += num_bytes
+
+
+class FairSlots:
+    """Lets a number of jobs run at once. Tenants with waiting jobs take turns, so none delays another's by its number.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of tenants that wait, in the order of their turns
+
+    @asynccontextmanager
+    async def __call__(self, tenant: str) -> AsyncIterator[None]:
+        await self._enter(tenant)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, tenant: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # cancelled after its turn came
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Give the slot to the next tenant; that tenant's other jobs wait for the turns of all others."""
+        while self._lines:
+            tenant = next(iter(self._lines))
+            line = self._lines.pop(tenant)
+            while line and line[0].done():  # cancelled
+                line.popleft()
+            if line:
+                line.popleft().set_result(None)
+                if line:
+                    self._lines[tenant] = line
+                return
+        self._num_free += 1
 
 
 class Bucket:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from quire.core.request import Priority
 from quire.engine.model_text import TOO_LONG_HINT, ModelText
@@ -25,7 +26,7 @@ from quire.server.active_request import ActiveRequest, RequestInfo
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
-from quire.server.limits import QueueTicket, Quotas, TierQueues
+from quire.server.limits import FairSlots, QueueTicket, Quotas, TierQueues
 from quire.server.model_client import ModelClient
 from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.metrics import Metrics
@@ -36,6 +37,7 @@ MAX_INLINE_CHARS = (
     4000  # ASCII; about 1,000 tokens, which take 1 to 2 ms. Other characters take up to four times as long
 )
 MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
+T = TypeVar("T")
 Connect = Callable[[Callable[[Stepped], None]], ModelClient]  # its argument is called after each step of the engine
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,9 @@ class ModelService:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._active: set[ActiveRequest] = set()
-        self._encoders = ThreadPoolExecutor(min(MAX_ENCODERS, os.cpu_count() or 1), "quire-encode")
+        num_encoders = min(MAX_ENCODERS, os.cpu_count() or 1)
+        self._encoders = ThreadPoolExecutor(num_encoders, "quire-encode")
+        self._encoder_slots = FairSlots(num_encoders)
 
     @property
     def model(self) -> str:
@@ -206,25 +210,35 @@ class ModelService:
     # Text
 
     async def encode(
-        self, prompt: Prompt, *, add_special: bool = True, is_short: bool | None = None
+        self, prompt: Prompt, owner: str, *, add_special: bool = True, is_short: bool | None = None
     ) -> tuple[int, ...]:
         """Tokenise a prompt: a short text at once, others in a thread, because a long one takes seconds.
 
-        Under load, a thread waits for the interpreter's lock longer than tokenising a short text takes. `is_short`:
-        whether all prompts of the request together are short; None: this is its only prompt.
+        Under load, a thread waits for the interpreter's lock longer than tokenising a short text takes. `owner`: the
+        name of the key; keys take turns. `is_short`: whether all prompts of the request together are short; None: this
+        is its only prompt.
         """
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, str) and (_is_short((prompt,)) if is_short is None else is_short):
             return self.text.encode(prompt, self.max_model_len, add_special=add_special)
-        loop = asyncio.get_running_loop()
+        if isinstance(prompt, str):
+            return await self.in_turn(
+                owner, partial(self.text.encode, prompt, self.max_model_len, add_special=add_special)
+            )
+        return await self.in_turn(owner, partial(self.text.encode_chat, prompt, self.max_model_len))
+
+    async def render(self, chat: ChatRequest, owner: str) -> str:
+        """The prompt of a conversation as text."""
+        return await self.in_turn(owner, partial(self.text.render_chat, chat, self.max_model_len))
+
+    async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
+        """Run work on text in a thread, when it is the turn of this key."""
         self._num_encoding += 1
         self._is_idle.clear()
         try:
-            if isinstance(prompt, str):
-                encode = partial(self.text.encode, prompt, self.max_model_len, add_special=add_special)
-                return await loop.run_in_executor(self._encoders, encode)
-            return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_model_len)
+            async with self._encoder_slots(owner):
+                return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
         finally:
             self._num_encoding -= 1
             self._note_idle()
@@ -240,7 +254,7 @@ class ModelService:
         *,
         is_short: bool,
     ) -> GenerationRequest:
-        tokens = await self.encode(prompt, is_short=is_short)
+        tokens = await self.encode(prompt, owner, is_short=is_short)
         if len(tokens) >= self.max_model_len:
             limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
             raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
@@ -249,7 +263,7 @@ class ModelService:
         built = self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
-            sizes = [await self._prefix_size(prompt, end, tokens) for end in request.breakpoints]
+            sizes = [await self._prefix_size(prompt, end, tokens, owner) for end in request.breakpoints]
             pins += [
                 PinPrefix(_pin_id(owner, salt, "prefix", str(tokens[:size])), size, end.ttl_s)
                 for size, end in zip(sizes, request.breakpoints, strict=True)
@@ -267,7 +281,7 @@ class ModelService:
             return params
         return replace(params, max_tokens=max(limit, params.min_tokens))
 
-    async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
+    async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...], owner: str) -> int:
         """Number of prompt tokens up to a breakpoint: the common prefix of the prompt and the rendering up to there.
 
         A template may need a user turn. One is added after a system message, and the common prefix ends before it.
@@ -278,7 +292,8 @@ class ModelService:
         if last.role is Role.SYSTEM:
             messages.append(Message(Role.USER, (Part("\u2060"),)))
         try:
-            head = await self.encode(replace(chat, messages=messages, add_generation_prompt=False, continue_last=False))
+            head_chat = replace(chat, messages=messages, add_generation_prompt=False, continue_last=False)
+            head = await self.encode(head_chat, owner)
         except TemplateError:
             return 0
         size = 0

@@ -134,7 +134,7 @@ class RequestContext:
     async def body(self, kind: type[T]) -> T:
         """Read and decode the body. Unknown fields are ignored, named in a header and logged once."""
         self.fields = _field_names(kind)
-        with self.models.body_bytes(self._limits.max_all_bytes) as budget:
+        with self.models.body_bytes(self._limits.max_all_bytes, self.key.name) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             self._num_body_bytes = len(data)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +16,7 @@ from quire.server.protocols.openai.parsing import NAMES, protocol_field_names
 from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.request_context import IGNORED, RequestContext
 from quire.text.messages import ChatRequest
+from quire.text.tokenizer import Tokenizer
 
 MAX_IDS = 1 << 20
 
@@ -69,15 +72,21 @@ async def tokenize(context: RequestContext) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt and messages: exactly one of them is needed")
     if body.messages is None:
-        tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+        tokens = await service.encode(
+            body.prompt or "", context.key.name, add_special=body.add_special_tokens is not False
+        )
     else:
         with protocol_field_names(NAMES):
             chat = _conversation(body, body.messages)
-        tokens = await service.encode(chat)
+        tokens = await service.encode(chat, context.key.name)
         unknown = service.text.template.unknown_args(chat.template_args)
         context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
-    names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    names = await service.in_turn(context.key.name, partial(_names, service.text.tokenizer, tokens))
     return context.json(Tokens(list(tokens), len(tokens), service.max_model_len, names))
+
+
+def _names(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    return [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
 
 
 def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured.grammars import Grammars, open_grammars
+from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.grammar_queue import GrammarQueue
 from quire.engine.worker.protocol import Add
@@ -252,6 +253,76 @@ def test_the_grammar_queue_is_bounded(grammars: Grammars, monkeypatch: pytest.Mo
                 waiting.add(add)
     waiting.cancel(1)
     assert len(waiting) == 1
+
+
+def add_of(number: int, pattern: str, tenant: str) -> Add:
+    grammar = regex_grammar(pattern)
+    return Add((number,), PackedPrompt.of((1,)), SamplingParams(), Priority.NORMAL, "", (), grammar, tenant)
+
+
+class ManualGrammars(Grammars):
+    """Jobs end when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[str, Future[Compiled]]] = []
+
+    def find(self, grammar: Grammar, owner: str = "") -> Compiled | None:  # noqa: ARG002
+        return None
+
+    def submit(self, grammar: Grammar, owner: str = "") -> Future[Compiled]:
+        job: Future[Compiled] = Future()
+        self.jobs.append((f"{owner} {grammar.source}", job))
+        return job
+
+    def fail(self, name: str) -> None:
+        dict(self.jobs)[name].set_exception(InvalidRequest(name))
+
+
+def test_tenants_take_turns_in_the_grammar_queue() -> None:
+    grammars = ManualGrammars()
+    waiting = GrammarQueue(grammars, lambda: None)
+    for number in range(6):
+        waiting.add(add_of(number, f"g{number}", "greedy"))
+    waiting.add(add_of(10, "p", "patient"))
+    assert [name for name, _ in grammars.jobs] == ["greedy g0", "greedy g1"]  # one for each thread
+    waiting.cancel(0)
+    waiting.take()
+    assert len(grammars.jobs) == 2  # the thread still compiles the grammar of the cancelled request
+    grammars.fail("greedy g0")
+    assert not waiting.take()
+    grammars.fail("greedy g1")
+    assert [message.request_ids for message, _ in waiting.take()] == [(1,)]
+    assert [name for name, _ in grammars.jobs[2:]] == ["greedy g2", "patient p"]
+    assert len(waiting) == 5
+
+
+def test_a_full_grammar_queue_leaves_room_for_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.grammar_queue.MAX_COMPILING", 4)
+    waiting = GrammarQueue(ManualGrammars(), lambda: None)
+    for number in range(4):
+        waiting.add(add_of(number, f"g{number}", "greedy"))
+    for number in (10, 11):
+        waiting.add(add_of(number, f"p{number}", "patient"))
+    for tenant in ("greedy", "patient"):
+        with pytest.raises(QueueFull, match="6 requests wait"):
+            waiting.add(add_of(20, "x", tenant))
+
+
+def test_owners_share_no_compiled_grammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast answer would reveal that another key has sent the same schema."""
+    monkeypatch.setattr(grammars_module, "MAX_COMPILED", 3)
+    made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
+    try:
+        made.submit(regex_grammar("secret"), "alice").result()
+        assert made.find(regex_grammar("secret"), "alice") is not None
+        assert made.find(regex_grammar("secret"), "bob") is None
+        for number in range(5):
+            made.submit(regex_grammar(f"b{number}"), "bob").result()
+        assert made.find(regex_grammar("secret"), "alice") is not None  # the owner with the most loses its oldest
+        assert made.find(regex_grammar("b3"), "bob") is not None
+        assert made.find(regex_grammar("b2"), "bob") is None
+    finally:
+        made.close()
 
 
 def test_the_engine_imports_without_llguidance() -> None:

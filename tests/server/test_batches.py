@@ -531,3 +531,16 @@ def test_an_upload_that_is_closed_while_a_thread_writes_reserves_nothing(tmp_pat
         await store.close()
 
     asyncio.run(check())
+
+
+def test_uploads_of_one_key_that_do_not_end_leave_room_for_other_keys(server: Server, client: OpenAI) -> None:
+    head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {BOB}\r\ncontent-length: 1000\r\n"
+    head += f"content-type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n"
+    slow = [server.raw() for _ in range(20)]
+    for sock in slow:
+        sock.sendall(head.encode())
+    refused = [sock.recv(100) for sock in slow[8:]]  # eight of the key may run at once
+    assert all(data.startswith(b"HTTP/1.1 429 ") for data in refused), refused
+    assert upload(client, line("a"))
+    for sock in slow:
+        sock.close()

@@ -211,3 +211,24 @@ def test_a_request_must_name_one_host(server: Server) -> None:
         with server.raw() as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\n" + hosts + b"\r\n")
             assert statuses(sock, 1) == [400]
+
+
+def test_silent_connections_do_not_shut_out_other_clients(tiny_model: Path) -> None:
+    """At the limit, silent connections are closed first, then idle ones, then those without a complete body."""
+    options = ("--max-connections", "8", "--device", "5ms", "--api-key", "sk-connections")
+    with serving(str(tiny_model), *FAKE, *options, key="sk-connections") as server:
+        stream = server.begin(LONG)
+        half = server.raw()
+        half.sendall(request(BODY)[:-5])
+        idle = server.raw()
+        idle.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert statuses(idle, 1) == [200]
+        silent = [server.raw() for _ in range(5)]
+        assert server.chat().status == 200
+        assert silent[0].recv(100) == b""
+        running = [server.begin(LONG) for _ in range(7)]
+        assert [sock.recv(100) for sock in (*silent[1:], idle, half)] == [b""] * 6
+        assert stream.recv(100)  # not closed
+        assert server.get("/health").status == 503  # all serve requests
+        for sock in (stream, *running, *silent):
+            sock.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from quire.core.request import Priority
@@ -11,6 +13,7 @@ from quire.server.limits import (
     MAX_RETRY_AFTER_S,
     SMALL_BODY_BYTES,
     BodyBytes,
+    FairSlots,
     IntakeRate,
     QueueTicket,
     Quota,
@@ -154,6 +157,56 @@ def test_large_bodies_do_not_keep_out_small_ones() -> None:
         small.take(1)
         with pytest.raises(ApiError):
             small.take(1)  # no longer small
+
+
+def test_a_tenant_that_fills_the_bodies_does_not_shut_out_the_others() -> None:
+    body_bytes = BodyBytes()
+    with body_bytes(100, "greedy") as one, body_bytes(100, "person") as other, body_bytes(100, "third") as third:
+        one.take(100)
+        other.take(50)  # an equal part for each of two
+        for budget, num_bytes in ((one, 1), (other, 1), (third, 34)):
+            with pytest.raises(ApiError):
+                budget.take(num_bytes)
+        third.take(33)
+    assert body_bytes.num_bytes == 0
+
+
+def test_tenants_take_turns() -> None:
+    order: list[str] = []
+
+    async def job(slots: FairSlots, tenant: str) -> None:
+        async with slots(tenant):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        slots = FairSlots(1)
+        jobs = [asyncio.create_task(job(slots, tenant)) for tenant in ("a", "a", "a", "a", "b", "c", "b")]
+        await asyncio.sleep(0)
+        jobs[2].cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.wait_for(job(slots, "last"), 60)  # no slot is lost
+
+    asyncio.run(work())
+    assert order == ["a", "a", "b", "c", "a", "b", "last"]
+
+
+def test_a_job_that_is_cancelled_when_its_turn_has_come_gives_it_up() -> None:
+    async def work() -> None:
+        slots = FairSlots(1)
+        async with slots("a"):
+            second = asyncio.create_task(_hold(slots))
+            await asyncio.sleep(0)
+        second.cancel()  # its turn has come; it has not run yet
+        await asyncio.gather(second, return_exceptions=True)
+        await asyncio.wait_for(_hold(slots), 60)
+
+    asyncio.run(work())
+
+
+async def _hold(slots: FairSlots) -> None:
+    async with slots("b"):
+        pass
 
 
 def test_requests_per_minute() -> None:

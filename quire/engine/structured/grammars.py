@@ -1,13 +1,13 @@
 """Compiles grammars for one vocabulary with llguidance, which is imported at first use.
 
-Knows nothing of requests and steps. A compiled grammar is cached; every answer gets a copy.
+Knows nothing of requests and steps. A compiled grammar is cached for its owner, an API key; every answer gets a copy.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -44,8 +44,14 @@ SLICES = (
 )
 
 
+_Owned = tuple[str, Grammar]  # owner and grammar
+
+
 class Grammars:
-    """Compiles grammars in threads and caches the results. Thread-safe."""
+    """Compiles grammars in threads and caches the results. Thread-safe.
+
+    Owners share no results: a request that is fast because another owner sent the same schema would reveal it.
+    """
 
     def __init__(self, open_tokenizer: Callable[[], tuple[Tokenizer, tuple[int, ...]]], vocab_size: int) -> None:
         """`open_tokenizer` returns a tokenizer and the model's end-of-text ids. It is called once, at first use."""
@@ -54,32 +60,32 @@ class Grammars:
         self._opening = threading.Lock()
         self._lock = threading.Lock()  # protects the fields below
         self._compiler: _Compiler | None = None
-        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()  # least recently used first
+        self._compiled: OrderedDict[_Owned, Compiled] = OrderedDict()  # least recently used first
         self._num_bytes = 0
-        self._jobs: dict[Grammar, Future[Compiled]] = {}
+        self._jobs: dict[_Owned, Future[Compiled]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def find(self, grammar: Grammar) -> Compiled | None:
+    def find(self, grammar: Grammar, owner: str = "") -> Compiled | None:
         with self._lock:
-            compiled = self._compiled.get(grammar)
+            compiled = self._compiled.get((owner, grammar))
             if compiled is not None:
-                self._compiled.move_to_end(grammar)
+                self._compiled.move_to_end((owner, grammar))
             return compiled
 
-    def submit(self, grammar: Grammar) -> Future[Compiled]:
+    def submit(self, grammar: Grammar, owner: str = "") -> Future[Compiled]:
         """Compile in a thread. The future may raise a QuireError: InvalidRequest if the grammar is at fault."""
         with self._lock:
-            known = self._jobs.get(grammar)
+            known = self._jobs.get((owner, grammar))
             if known is not None:
                 return known
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
             before = threading.stack_size(STACK_BYTES)
             try:
-                job = self._jobs[grammar] = self._pool.submit(self._compile, grammar)
+                job = self._jobs[owner, grammar] = self._pool.submit(self._compile, grammar, owner)
             finally:
                 threading.stack_size(before)
             return job
@@ -94,15 +100,15 @@ class Grammars:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar, owner: str) -> Compiled:
         try:
             compiled = self._make(grammar)
             with self._lock:
-                self._remember(grammar, compiled)
+                self._remember((owner, grammar), compiled)
             return compiled
         finally:
             with self._lock:
-                self._jobs.pop(grammar, None)
+                self._jobs.pop((owner, grammar), None)
 
     def _make(self, grammar: Grammar) -> Compiled:
         if grammar.kind is GrammarKind.TOKENS:
@@ -112,12 +118,16 @@ class Grammars:
                 self._compiler = _Compiler(*self._open_tokenizer(), self._vocab_size)
         return self._compiler.compile(grammar)
 
-    def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
-        self._compiled[grammar] = compiled
+    def _remember(self, owned: _Owned, compiled: Compiled) -> None:
+        self._compiled[owned] = compiled
         self._num_bytes += compiled.num_bytes
         while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
-            _, oldest = self._compiled.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+            self._num_bytes -= self._compiled.pop(self._next_to_drop()).num_bytes
+
+    def _next_to_drop(self) -> _Owned:
+        """The least recently used grammar of the owner with the most, so that no owner displaces those of others."""
+        ((most, _),) = Counter(owner for owner, _ in self._compiled).most_common(1)
+        return next(owned for owned in self._compiled if owned[0] == most)
 
 
 def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:

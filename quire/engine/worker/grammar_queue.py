@@ -1,65 +1,111 @@
-"""Requests that wait for their grammar to be compiled. A slow grammar delays only its own request."""
+"""Requests that wait for their grammar to be compiled. A slow grammar delays only its own request and its tenant's."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from quire.engine.structured.grammars import Compiled, Grammars
+from quire.engine.structured.grammars import NUM_THREADS, Compiled, Grammars
 from quire.engine.worker.protocol import Add
 from quire.errors import QueueFull, QuireError, RequestFailed
 
 MAX_COMPILING = 256  # requests; a new grammar takes milliseconds, a hostile one two seconds
+HARD_FACTOR = 4  # all tenants together may have this many times as many
 SIGN_OF_LIFE_S = 5.0  # interval of messages while the worker only waits for grammars
 
 
-class _Waiting(NamedTuple):
+class _Compiling(NamedTuple):
     message: Add
     job: Future[Compiled]
 
 
 class GrammarQueue:
-    """Used by the thread of the worker's loop. Other threads call `wake` when there is something to `take`."""
+    """Compiles the grammars of waiting requests; tenants (API keys) take turns.
+
+    Used by the thread of the worker's loop. Other threads call `wake` when there is something to `take`.
+    """
 
     def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
-        self._waiting: list[_Waiting] = []
+        self._lines: dict[str, deque[Add]] = {}  # of tenants with waiting requests, in the order of their turns
+        self._compiling: list[_Compiling] = []
+        self._abandoned: list[Future[Compiled]] = []  # of cancelled requests; they still use a thread
         self._last_sign_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._compiling) + sum(map(len, self._lines.values()))
 
     def add(self, message: Add) -> None:
-        """Compile the grammar of a request. Raises QueueFull."""
-        assert message.grammar is not None
-        if len(self._waiting) >= MAX_COMPILING:
-            raise QueueFull(f"{len(self._waiting)} requests wait for their grammars to be compiled, which is the limit")
-        if not self._waiting:
+        """Compile the grammar of a request. Raises QueueFull.
+
+        A full queue refuses a tenant that has more than an equal part of it.
+        """
+        num_all = len(self)
+        compiling = [one.message.tenant for one in self._compiling]
+        num_tenants = len({message.tenant, *self._lines, *compiling})
+        num_own = len(self._lines.get(message.tenant, ())) + compiling.count(message.tenant)
+        is_greedy = (num_own + 1) * num_tenants > MAX_COMPILING
+        if num_all >= MAX_COMPILING and (is_greedy or num_all >= HARD_FACTOR * MAX_COMPILING):
+            raise QueueFull(f"{num_all} requests wait for their grammars to be compiled, which is the limit")
+        if not num_all:
             self._last_sign_s = time.monotonic()
-        job = self._grammars.submit(message.grammar)
-        self._waiting.append(_Waiting(message, job))
-        job.add_done_callback(lambda _: self._wake())
+        self._lines.setdefault(message.tenant, deque()).append(message)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start jobs while threads are free, of one request of each tenant in turn."""
+        self._abandoned = [job for job in self._abandoned if not job.done()]
+        while self._lines and self._num_running() < NUM_THREADS:
+            tenant = next(iter(self._lines))
+            line = self._lines.pop(tenant)
+            message = line.popleft()
+            if line:
+                self._lines[tenant] = line
+            job = self._job(message)
+            self._compiling.append(_Compiling(message, job))
+            job.add_done_callback(lambda _: self._wake())
+
+    def _num_running(self) -> int:
+        return sum(not one.job.done() for one in self._compiling) + len(self._abandoned)
+
+    def _job(self, message: Add) -> Future[Compiled]:
+        assert message.grammar is not None
+        compiled = self._grammars.find(message.grammar, message.tenant)  # an earlier request had the same
+        if compiled is None:
+            return self._grammars.submit(message.grammar, message.tenant)
+        job: Future[Compiled] = Future()
+        job.set_result(compiled)
+        return job
 
     def cancel(self, request_id: int) -> None:
         """Remove a request with all its samples: a client that cancels one cancels all of them."""
-        self._waiting = [one for one in self._waiting if request_id not in one.message.request_ids]
+        self._abandoned += [one.job for one in self._compiling if request_id in one.message.request_ids]
+        self._compiling = [one for one in self._compiling if request_id not in one.message.request_ids]
+        for tenant, line in list(self._lines.items()):
+            kept = deque(message for message in line if request_id not in message.request_ids)
+            if kept:
+                self._lines[tenant] = kept
+            else:
+                del self._lines[tenant]
 
     def take(self) -> Sequence[tuple[Add, Compiled | QuireError]]:
-        """The requests whose grammars are compiled or failed, in order of arrival."""
-        done: list[_Waiting] = []
-        waiting: list[_Waiting] = []
-        for one in self._waiting:
-            (done if one.job.done() else waiting).append(one)
-        self._waiting = waiting
+        """The requests whose grammars are compiled or failed, in the order in which their compilation began."""
+        done: list[_Compiling] = []
+        compiling: list[_Compiling] = []
+        for one in self._compiling:
+            (done if one.job.done() else compiling).append(one)
+        self._compiling = compiling
+        self._begin()
         return [(one.message, _outcome(one.job)) for one in done]
 
     def is_sign_due(self) -> bool:
         """Whether to report to the client that the worker is waiting. True at most once per interval."""
         now_s = time.monotonic()
-        if not self._waiting or now_s - self._last_sign_s < SIGN_OF_LIFE_S:
+        if not len(self) or now_s - self._last_sign_s < SIGN_OF_LIFE_S:
             return False
         self._last_sign_s = now_s
         return True

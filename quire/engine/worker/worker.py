@@ -316,7 +316,7 @@ class Worker:
             if self._grammars is None:
                 raise InvalidRequest("grammar: not supported by this worker")
             self._engine.check(message.prompt, message.sampling)
-            compiled = self._grammars.find(message.grammar)
+            compiled = self._grammars.find(message.grammar, message.tenant)
             if compiled is None:
                 if self._compilations is None:
                     self._channel.expect_wake()

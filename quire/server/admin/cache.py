@@ -243,7 +243,7 @@ def _not_loaded(name: str) -> ApiError:
 async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Return the token ids and the cache salt, checked as for a request to generate."""
     request = to_inference_request(body)
-    tokens = await service.encode(request.prompts[0])
+    tokens = await service.encode(request.prompts[0], context.key.name)
     if len(tokens) > service.max_model_len:
         raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the context of {service.max_model_len}")
     if not tokens:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from starlette.responses import FileResponse, Response
 
 from quire.batch.lines import ENDPOINTS
-from quire.server.batches.service import MAX_UPLOADS, BatchService
+from quire.server.batches.service import BatchService
 from quire.server.batches.store import new_file, storing
 from quire.server.batches.types import (
     COMPLETION_WINDOW,
@@ -50,10 +50,7 @@ async def upload_file(context: RequestContext) -> Response:
         raise ApiError(Kind.INVALID, "content-type is not multipart/form-data: a file is uploaded as a form")
     batches = await _open(context)
     store = batches.store
-    if batches.uploading.locked():
-        text = f"{MAX_UPLOADS} files are being uploaded, which is the limit"
-        raise ApiError(Kind.OVERLOADED, text, retry_after_s=5.0, reason="uploads")
-    async with batches.uploading:
+    with batches.uploading(context.key):
         length = context.request.headers.get("content-length", "0")
         announced = int(length) - FORM_BYTES if length.isdigit() else 0
         with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:

@@ -9,7 +9,7 @@ MAX_SHARED_BYTES = 64 << 20
 
 
 class Waiter(Protocol):
-    """A connection without a request."""
+    """A connection without a complete request."""
 
     def evict(self) -> None: ...
 
@@ -20,21 +20,27 @@ class OpenConnections:
     def __init__(self, max_bytes: int = MAX_SHARED_BYTES) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0  # above FREE_BYTES of each connection
-        # Oldest first. A connection that has sent nothing complete is evicted before one that was served.
+        # Each oldest first, in the order of eviction: without a first request, between requests, in a body.
         self._silent: dict[Waiter, None] = {}
         self._idle: dict[Waiter, None] = {}
+        self._sending: dict[Waiter, None] = {}
 
     def waits(self, connection: Waiter, *, was_served: bool) -> None:
         self.waits_no_more(connection)
         (self._idle if was_served else self._silent)[connection] = None
 
+    def sends(self, connection: Waiter) -> None:
+        """Its headers are complete and its body is not."""
+        self.waits_no_more(connection)
+        self._sending[connection] = None
+
     def waits_no_more(self, connection: Waiter) -> None:
-        self._silent.pop(connection, None)
-        self._idle.pop(connection, None)
+        for waiting in (self._silent, self._idle, self._sending):
+            waiting.pop(connection, None)
 
     def evict_oldest(self, newcomer: Waiter) -> bool:
-        """Close the connection that has waited longest for a request. False: each one has a request."""
-        for waiting in (self._silent, self._idle):
+        """Close the connection that has waited longest for a request. False: each one has a complete request."""
+        for waiting in (self._silent, self._idle, self._sending):
             oldest = next(iter(waiting), newcomer)
             if oldest is not newcomer:
                 del waiting[oldest]

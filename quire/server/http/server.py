@@ -188,7 +188,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError  # its body would be parsed as the next request
         super().on_headers_complete()
         self._cycles[self.cycle] = self._header_bytes + len(self.url)
-        self.others.waits_no_more(self)
+        self.others.sends(self)
         self.cycle.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
         if self.pipeline:
             self._limit_pipeline()
@@ -208,6 +208,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
+        self.others.waits_no_more(self)
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -116,7 +115,7 @@ async def apply_template(context: RequestContext) -> Response:
     (chat,) = (await context.parse(parse_chat, body)).prompts
     assert isinstance(chat, ChatRequest)
     service = await context.use(body.model)
-    text = await asyncio.to_thread(service.text.render_chat, chat, service.max_model_len)
+    text = await service.render(chat, context.key.name)
     return context.json(RenderedPrompt(text))
 
 

@@ -96,7 +96,7 @@ async def count_tokens(context: RequestContext) -> Response:
     context.note_ignored(found.ignored)
     edited = await _edited(context, body, found.chat)
     service = await context.use(_served_name(context, body.model))
-    num_tokens = len(await service.encode(edited.chat))
+    num_tokens = len(await service.encode(edited.chat, context.key.name))
     if body.context_management is None:
         return context.json(TokenCount(num_tokens))
     original = num_tokens if edited.num_original_tokens is None else edited.num_original_tokens
@@ -116,7 +116,7 @@ async def _edited(context: RequestContext, body: CountTokensRequest, chat: Promp
     assert isinstance(chat, ChatRequest)
 
     async def count(chat: ChatRequest) -> int:
-        return len(await (await context.use(_served_name(context, body.model))).encode(chat))
+        return len(await (await context.use(_served_name(context, body.model))).encode(chat, context.key.name))
 
     return await apply(body.context_management, chat, count)
 

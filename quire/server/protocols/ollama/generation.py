@@ -75,7 +75,7 @@ async def generate(context: RequestContext) -> Response:
     if body.context:
         service = await context.use(model.name)
         with protocol_field_names(NAMES):
-            prompt = (*body.context, *await service.encode(request.prompts[0]))
+            prompt = (*body.context, *await service.encode(request.prompts[0], context.key.name))
         request = replace(request, prompts=(prompt,))
     return await _generate(context, body, request, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
 

@@ -1,0 +1,379 @@
+"""R30: what one API key can take from another. One key attacks each shared resource; another key keeps being served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.watch import Base, idle_base, left_over
+from tests.server.rig import Server, serving
+from tests.waiting import eventually
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ATTACKER, VICTIM, ADMIN = "sk-attacker-0001", "sk-victim-00001", "sk-admin-0000003"
+MAX_SEQS = 8
+MAX_QUEUE = 32
+MAX_CONNECTIONS = 192
+STEP_S = 0.005
+MIB = 1 << 20
+WORDS = "The quick brown fox jumps over the lazy dog. "
+Attack = Callable[["Attacker"], AbstractContextManager[None]]
+
+
+@dataclass
+class Attacker:
+    """Opens connections of one key and keeps them open."""
+
+    server: Server
+    num: int  # size of the attack; each uses a multiple of it
+    sockets: list[socket.socket]
+
+    def send(self, body: object, path: str = CHAT) -> socket.socket:
+        sock = self.server.send_request(body, path)
+        self.sockets.append(sock)
+        return sock
+
+    def begin(self, path: str, content_type: str, num_bytes: int, data: bytes = b"") -> None:
+        """Send the headers of a request and a part of its body."""
+        sock = self.server.raw()
+        self.sockets.append(sock)
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {self.server.key}\r\n"
+        sock.sendall(f"{head}content-type: {content_type}\r\ncontent-length: {num_bytes}\r\n\r\n".encode())
+        with contextlib.suppress(OSError):  # it was refused
+            sock.sendall(data)
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+        self.sockets.clear()
+
+
+def chat_of(text: str, num_tokens: int, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+
+
+# The attacks: each is in place when its context is entered
+
+
+@contextmanager
+def queue_places(attacker: Attacker) -> Iterator[None]:
+    for _ in range(4 * MAX_QUEUE):
+        attacker.send(chat_of("Hi", 40))
+    eventually(lambda: attacker.server.stats()["num_waiting"] >= MAX_QUEUE - 1, "the queue is full")
+    yield
+
+
+@contextmanager
+def samples(attacker: Attacker) -> Iterator[None]:
+    for _ in range(8):
+        attacker.send(chat_of("Hi", 40, n=16, temperature=1))
+    eventually(lambda: attacker.server.stats()["num_running"] >= MAX_SEQS, "the samples run")
+    yield
+
+
+@contextmanager
+def long_prompts(attacker: Attacker) -> Iterator[None]:
+    for number in range(MAX_QUEUE):
+        attacker.send({"prompt": [number + 10, *[20] * 3000], "max_tokens": 2}, COMPLETIONS)
+    eventually(lambda: attacker.server.stats()["num_running"] > 0, "a prompt is being computed")
+    yield
+
+
+@contextmanager
+def blocks(attacker: Attacker) -> Iterator[None]:
+    """Answers that grow until the pool is full."""
+    for number in range(2 * MAX_SEQS):
+        attacker.send({"prompt": [number + 10, *[20] * 2000], "max_tokens": 200, "ignore_eos": True}, COMPLETIONS)
+    eventually(lambda: attacker.server.stats()["num_in_use"] > 200, "blocks are held")
+    yield
+
+
+@contextmanager
+def pins(attacker: Attacker) -> Iterator[None]:
+    for number in range(16):
+        text = f"{number} " + WORDS * 60
+        body = chat_of(text, 1, prompt_cache_key=f"pin-{number}", prompt_cache_retention="24h")
+        assert attacker.server.post(CHAT, body).status == 200
+    assert attacker.server.stats()["num_pinned"] > 0
+    yield
+
+
+@contextmanager
+def grammars(attacker: Attacker) -> Iterator[None]:
+    """Grammars that take long to compile, each different."""
+    for number in range(4 * attacker.num):
+        names = [f"n{number}_{index}" for index in range(400)]
+        properties = {name: {"type": "string", "pattern": f"^(a|b|ab|{name}){{1,400}}$"} for name in names}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        attacker.send({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "response_format": wanted})
+    eventually(lambda: attacker.server.get("/v1/requests").json["data"], "grammars are being compiled")
+    yield
+
+
+@contextmanager
+def tokenisation(attacker: Attacker) -> Iterator[None]:
+    """Prompts that are slow to tokenise, and then too long."""
+    text = WORDS * (60_000 // len(WORDS))
+    for number in range(12 * attacker.num):
+        attacker.send({"prompt": f"{number} {text}"}, "/tokenize")
+    yield
+
+
+@contextmanager
+def bodies(attacker: Attacker) -> Iterator[None]:
+    """Bodies that end before their last byte: 256 MiB may be read at once."""
+    data = b" " * (16 * MIB - 100)
+    for _ in range(17):
+        attacker.begin(CHAT, "application/json", 16 * MIB - 10, data)
+    yield
+
+
+@contextmanager
+def half_requests(attacker: Attacker) -> Iterator[None]:
+    for _ in range(MAX_CONNECTIONS):
+        attacker.begin(CHAT, "application/json", 1000, b"{")
+    yield
+
+
+@contextmanager
+def idle_connections(attacker: Attacker) -> Iterator[None]:
+    for _ in range(MAX_CONNECTIONS):
+        sock = attacker.server.raw()
+        attacker.sockets.append(sock)
+        with contextlib.suppress(OSError):
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            sock.recv(1024)
+    yield
+
+
+@contextmanager
+def watchers(attacker: Attacker) -> Iterator[None]:
+    for _ in range(32):
+        sock = attacker.server.raw()
+        attacker.sockets.append(sock)
+        head = f"GET /v1/watch?interval_ms=100 HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ATTACKER}\r\n\r\n"
+        sock.sendall(head.encode())
+    yield
+
+
+@contextmanager
+def uploads(attacker: Attacker) -> Iterator[None]:
+    head = b'--quire\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    for _ in range(32):
+        attacker.begin("/v1/files", "multipart/form-data; boundary=quire", 1 << 20, head)
+    yield
+
+
+@contextmanager
+def batch_jobs(attacker: Attacker) -> Iterator[None]:
+    batch_id = start_batch(attacker.server, 300)
+    server = attacker.server
+    eventually(lambda: server.get(f"/v1/batches/{batch_id}").json["status"] == "in_progress", "the batch runs")
+    yield
+    server.post(f"/v1/batches/{batch_id}/cancel")
+
+
+def start_batch(server: Server, num_lines: int) -> str:
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": chat_of(f"{number}", 20)})
+        for number in range(num_lines)
+    ]
+    file_id = upload(server, "\n".join(lines).encode())
+    about = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    answer = server.post("/v1/batches", about)
+    assert answer.status == 200, answer.body
+    return str(answer.json["id"])
+
+
+def upload(server: Server, data: bytes) -> str:
+    parts = b'--quire\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    parts += (
+        b'--quire\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + data + b"\r\n--quire--\r\n"
+    )
+    form = {"content-type": "multipart/form-data; boundary=quire"}
+    answer = server.ask("POST", "/v1/files", data=parts, headers=form)
+    assert answer.status == 200, answer.body
+    return str(answer.json["id"])
+
+
+# What the victim does meanwhile: raises or returns a status
+
+
+def ask_chat(victim: Server) -> int:
+    return victim.chat("Hello", max_tokens=4).status
+
+
+def ask_schema(victim: Server) -> int:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
+    schema["title"] = f"{time.monotonic_ns()}"  # not compiled before
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "response_format": wanted}
+    return victim.post(CHAT, body).status
+
+
+def ask_long_chat(victim: Server) -> int:
+    return victim.chat(WORDS * 100, max_tokens=2).status
+
+
+def ask_large_body(victim: Server) -> int:
+    return victim.ask("POST", CHAT, data=json.dumps(chat_of("Hi", 2)).encode() + b" " * 200_000).status
+
+
+def ask_watch(victim: Server) -> int:
+    return victim.get("/v1/watch?once=true").status
+
+
+def ask_upload(victim: Server) -> int:
+    try:
+        upload(victim, b"{}")
+    except AssertionError:
+        return 529
+    return 200
+
+
+def ask_pinned(victim: Server) -> int:
+    return victim.chat("Pinned. " + WORDS * 20, max_tokens=1, prompt_cache_key="victim").status
+
+
+def ask_batch(victim: Server) -> int:
+    """A batch of the victim ends before the larger and older one of the attacker."""
+    batch_id = start_batch(victim, 8)
+    attacker = replace(victim, key=ATTACKER)
+
+    def ended() -> bool:
+        return bool(victim.get(f"/v1/batches/{batch_id}").json["status"] == "completed")
+
+    eventually(ended, "the victim's batch has ended")
+    is_running = any(one["status"] == "in_progress" for one in attacker.get("/v1/batches").json["data"])
+    return 200 if is_running else 500
+
+
+ATTACKS: tuple[tuple[str, Attack, Callable[[Server], int]], ...] = (
+    ("queue places", queue_places, ask_chat),
+    ("n", samples, ask_chat),
+    ("long prompts", long_prompts, ask_chat),
+    ("blocks", blocks, ask_chat),
+    ("pins", pins, ask_pinned),
+    ("grammars", grammars, ask_schema),
+    ("tokenisation", tokenisation, ask_long_chat),
+    ("bodies", bodies, ask_large_body),
+    ("half requests", half_requests, ask_chat),
+    ("idle connections", idle_connections, ask_chat),
+    ("watchers", watchers, ask_watch),
+    ("uploads", uploads, ask_upload),
+    ("batch jobs", batch_jobs, ask_chat),
+    ("batch jobs against a batch", batch_jobs, ask_batch),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    num_failed: int
+    seconds: float  # median
+
+
+def timed(ask: Callable[[Server], int], victim: Server, count: int) -> Outcome:
+    times: list[float] = []
+    num_failed = 0
+    for _ in range(count):
+        began_s = time.perf_counter()
+        try:
+            status = ask(victim)
+        except OSError:
+            status = 0
+        times.append(time.perf_counter() - began_s)
+        num_failed += status != 200
+    return Outcome(num_failed, statistics.median(times))
+
+
+def attacked(
+    server: Server, attack: Attack, ask: Callable[[Server], int], count: int, base: Base
+) -> tuple[Outcome, Outcome, list[Figure]]:
+    """The victim's requests in quiet and during the attack, and what is left after it."""
+    victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count, [])
+    quiet = Outcome(0, 0.0)
+    if ask is not ask_batch:
+        quiet = timed(ask, victim, count)
+    try:
+        with attack(attacker):
+            during = timed(ask, victim, 1 if ask is ask_batch else count)
+    finally:
+        attacker.close()
+    server.post("/v1/cache/clear")
+    return quiet, during, left_over(server, base, spare_files=4)
+
+
+def warm_up(server: Server) -> None:
+    """Start every thread of every pool: pools start them as they are needed, and keep them."""
+    with ThreadPoolExecutor(16) as pool:
+        for ask in (ask_schema, ask_long_chat, ask_upload):
+            list(pool.map(ask, [server] * 16))
+    ask_watch(server)
+    attacker = Attacker(server, 1, [])
+    with grammars(attacker):  # slow ones, so that both threads are needed
+        ask_schema(server)
+    attacker.close()
+
+
+@contextmanager
+def contested(gauntlet: Gauntlet, *options: str, model: str | None = None) -> Iterator[Server]:
+    keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
+    limits = ("--max-num-seqs", str(MAX_SEQS), "--max-queue", str(MAX_QUEUE), "--max-connections", str(MAX_CONNECTIONS))
+    with serving(model or str(gauntlet.tiny), *keys, *limits, *options, key=ADMIN) as server:
+        yield server
+
+
+def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
+    fake = ("--backend", "fake", "--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
+    figures = shares_of(gauntlet, ATTACKS, gauntlet.size(10, 1), *fake)
+    if not gauntlet.is_quick:
+        some = [one for one in ATTACKS if one[0] in ("queue places", "n", "tokenisation", "batch jobs")]
+        found = shares_of(gauntlet, some, 3, model=gauntlet.model)
+        figures += [
+            replace(figure, name=f"real model: {figure.name}") for figure in found if "delay" not in figure.name
+        ]
+    return figures
+
+
+def shares_of(
+    gauntlet: Gauntlet,
+    attacks: Sequence[tuple[str, Attack, Callable[[Server], int]]],
+    count: int,
+    *options: str,
+    model: str | None = None,
+) -> list[Figure]:
+    figures: list[Figure] = []
+    left: list[Figure] = []
+    with contested(gauntlet, *options, model=model) as server:
+        warm_up(server)
+        base = idle_base(server)
+        for name, attack, ask in attacks:
+            began_s = time.monotonic()
+            quiet, during, left = attacked(server, attack, ask, count, base)
+            figures.append(exactly(f"{name}: requests of the other key that fail", during.num_failed))
+            if quiet.seconds:
+                ratio = (during.seconds - quiet.seconds) / STEP_S
+                figures.append(Figure(f"{name}: the other key's delay", max(0.0, ratio), "steps"))
+            missed = [
+                replace(figure, name=f"{name}: {figure.name}") for figure in left if not figure.is_held(is_quick=True)
+            ]
+            figures += missed
+            gauntlet.say(
+                f"{name}: {time.monotonic() - began_s:.1f} s, {during.num_failed} failed {missed or ''}".rstrip()
+            )
+        figures += left
+    return figures
+
+
+ROWS = (Row("R30", "A key takes nothing of another's share", shares, 300),)

@@ -1,0 +1,499 @@
+"""R5 and R29: what one API key can learn of another's prompts. Every channel is measured, with a control that leaks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+import stat
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, cast
+
+from quire.core.chain import hash_block_tokens, pack_tokens, root_key
+from quire.server.app import ENDPOINTS, Access
+from quire.server.auth import Key
+from quire.server.model_service import ModelService
+from tests.engine.subscriber import Subscriber, routed
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.watch import idle_base, left_over
+from tests.server.rig import FAKE, Answer, Server, serving
+from tests.tiny import write_tiny_model
+from tests.waiting import HANG_S, eventually
+
+CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
+KEYS = """
+keys:
+  - {key: sk-alice-00000001, name: alicename, tier: high}
+  - {key: sk-bob-000000002, name: bobname, tier: low}
+  - {key: sk-boss-00000003, name: bossname, admin: true}
+"""
+ALICE, BOB, BOSS = "sk-alice-00000001", "sk-bob-000000002", "sk-boss-00000003"
+BLOCK = 32
+NUM_TOKENS = 4096  # of the prompts whose timing is measured
+# Each is in a different part of a request or file of the key that is spied on.
+CANARIES = {
+    part: f"CANARY{number}QX"
+    for number, part in enumerate(
+        ("prompt", "system", "tool", "schema", "metadata", "user", "session", "filename", "batch", "salt", "request")
+    )
+}
+Ask = Callable[[Sequence[int]], Any]
+
+
+def as_key(server: Server, key: str | None) -> Server:
+    """The same server, asked with another key."""
+    return replace(server, key=key)
+
+
+@contextmanager
+def keyed(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) -> Iterator[Server]:
+    """A server with three keys of different tiers. It is asked with the admin key unless `as_key` is used."""
+    gauntlet.folder.mkdir(parents=True, exist_ok=True)
+    path = gauntlet.folder / "keys.yaml"
+    path.write_text(KEYS)
+    with serving(str(model or gauntlet.tiny), *options, "--api-keys-file", str(path), key=BOSS) as server:
+        yield server
+
+
+# R5: no sharing of the cache
+
+
+def same_block_keys(num_pairs: int, chosen: random.Random) -> int:
+    """Number of different (key, salt, tokens) that have the chain key of another one, among `num_pairs`."""
+    secret = chosen.randbytes(16)
+    seen: set[bytes] = set()
+    num_made = 0
+    for number in itertools.count():
+        group = set(near_collisions(number, chosen))
+        for namespace, salt, tokens in group:
+            key = root_key(secret, _salt_for(namespace, salt))
+            for start in range(0, len(tokens), BLOCK):
+                key = hash_block_tokens(key, pack_tokens(tokens[start : start + BLOCK]))
+            seen.add(key)
+        num_made += len(group)
+        if num_made >= num_pairs:
+            return num_made - len(seen)
+    return num_made
+
+
+def near_collisions(number: int, chosen: random.Random) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Namespaces, salts and tokens that differ in as little as possible. No two groups have the same one."""
+    name, salt = f"key:{chosen.getrandbits(24):x}", f"{chosen.getrandbits(24):x}"
+    tokens = (number % 2**31, *(chosen.randrange(50_000) for _ in range(BLOCK - 1)))
+    place = chosen.randrange(1, BLOCK - 1)
+    yield name, salt, tokens
+    yield name, "", tokens
+    yield "", salt, tokens
+    yield "", "", tokens
+    yield salt, name, tokens
+    yield f"{name}:{salt}", "", tokens  # the same text, divided elsewhere
+    yield name[:-1], name[-1] + salt, tokens
+    yield name, f"{salt}\0", tokens
+    yield name, f" {salt}", tokens
+    yield f"{len(name)}:{name}", salt, tokens
+    yield name, salt, (*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :])
+    yield name, salt, (*tokens[:place], tokens[place] ^ 1 << 24, *tokens[place + 1 :])
+    yield name, salt, (tokens[0], *reversed(tokens[1:]))
+    yield name, salt, (*tokens, *tokens)
+    yield name, salt, (*tokens, *[0] * BLOCK)
+    yield name, salt, tokens[:-1]  # as in a partial block
+
+
+def _salt_for(namespace: str, salt: str) -> str:
+    """The server's salt of a key and a `cache_salt`. The method uses nothing of the service."""
+    return ModelService.salt_for(cast("ModelService", None), Key("k", namespace=namespace), salt)
+
+
+class Spy:
+    """Sends prompts of token ids on one connection and measures the time to the first token."""
+
+    def __init__(self, server: Server, key: str) -> None:
+        self._connection = HTTPConnection(*server.address, timeout=HANG_S)
+        self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+
+    def ask(self, tokens: Sequence[int], **fields: Any) -> tuple[float, int]:
+        """Return the time to the first token and the number of cached tokens."""
+        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True, **fields}
+        data = json.dumps(body).encode()
+        began_s = time.perf_counter()
+        self._connection.request("POST", COMPLETIONS, data, self._headers)
+        response = self._connection.getresponse()
+        answer = json.loads(response.read())
+        took_s = time.perf_counter() - began_s
+        if response.status != 200:
+            raise AssertionError(f"{response.status}: {answer}")
+        return took_s, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def random_prompt(chosen: random.Random, num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
+    return tuple(chosen.randrange(10, 250) for _ in range(num_tokens))
+
+
+def guesses(
+    owner: Spy, spy: Spy, count: int, chosen: random.Random, num_tokens: int
+) -> tuple[list[float], list[float], int]:
+    """Times of right and wrong guesses of prompts that `owner` has just sent, and all cached tokens of the spy."""
+    right: list[float] = []
+    wrong: list[float] = []
+    num_cached = 0
+    own: set[tuple[int, ...]] = set()  # first tokens of the spy's prompts, which it may find in its own cache
+    for is_right in chosen.sample([True, False] * count, 2 * count):
+        prompt = random_prompt(chosen, num_tokens)
+        owner.ask(prompt)
+        asked = prompt if is_right else random_prompt(chosen, num_tokens)
+        took_s, cached = spy.ask(asked)
+        (right if is_right else wrong).append(took_s)
+        num_cached += cached if asked[:cached] not in own else 0
+        own |= {asked[:length] for length in range(8)}
+    return right, wrong, num_cached
+
+
+def mann_whitney(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Two-sided p value that both samples have one distribution (normal approximation), and the area under the ROC."""
+    values = sorted([(value, True) for value in ones] + [(value, False) for value in others])
+    rank_sum = ties = 0.0
+    start = 0
+    while start < len(values):
+        end = start
+        while end < len(values) and values[end][0] == values[start][0]:
+            end += 1
+        rank_sum += (start + 1 + end) / 2 * sum(is_one for _, is_one in values[start:end])
+        ties += (end - start) ** 3 - (end - start)
+        start = end
+    num, num_others, num_all = len(ones), len(others), len(values)
+    wins = rank_sum - num * (num + 1) / 2
+    spread = math.sqrt(num * num_others / 12 * (num_all + 1 - ties / (num_all * (num_all - 1))))
+    score = (wins - num * num_others / 2) / spread if spread else 0.0
+    return math.erfc(abs(score) / math.sqrt(2)), wins / (num * num_others)
+
+
+def timing_figures(
+    server: Server, num_guesses: int, num_controls: int, chosen: random.Random, num_tokens: int, label: str
+) -> list[Figure]:
+    owner, spy = Spy(server, ALICE), Spy(server, BOB)
+    try:
+        for _ in range(4):  # the first requests of a connection and a worker are slower
+            owner.ask(random_prompt(chosen, num_tokens))
+            spy.ask([1, *random_prompt(chosen, num_tokens - 1)])
+        right, wrong, num_cached = guesses(owner, spy, num_guesses, chosen, num_tokens)
+        own_right, own_wrong, own_cached = guesses(owner, owner, num_controls, chosen, num_tokens)
+    finally:
+        owner.close()
+        spy.close()
+    chance, area = mann_whitney(right, wrong)
+    _, own_area = mann_whitney(own_wrong, own_right)
+    return [
+        exactly(f"{label}: cached tokens of the second key, {len(right)} prompts of {num_tokens}", num_cached),
+        Figure(f"{label}: p of TTFT, right against wrong guesses by another key", chance, at_least=0.01, is_timed=True),
+        Figure(f"{label}: area under the ROC of that guess (0.5: chance)", area),
+        Figure(f"{label}: cached tokens of the own key (control)", own_cached, at_least=num_controls * num_tokens / 2),
+        Figure(f"{label}: area under the ROC for the own key (control)", own_area, at_least=0.9, is_timed=True),
+        Figure(f"{label}: median TTFT of a wrong guess", 1000 * statistics.median(wrong), "ms"),
+    ]
+
+
+def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
+    chosen = gauntlet.random
+    num_pairs = gauntlet.size(1_000_000, 20_000)
+    gauntlet.say(f"{num_pairs:,} pairs of salts and tokens")
+    figures = [exactly(f"shared block keys of {num_pairs:,} pairs", same_block_keys(num_pairs, chosen))]
+    wide = write_tiny_model(gauntlet.folder / "wide", max_model_len=2 * NUM_TOKENS)
+    # The time of a step and its number of tokens are fixed, so the time to the first token tells how many were cached.
+    fake = ("--backend", "fake", "--num-blocks", "3000", "--device", "1ms", "--max-num-batched-tokens", "512")
+    with keyed(gauntlet, *fake, model=wide) as server:
+        server.chat()
+        base = idle_base(server)
+        num_tokens = gauntlet.size(NUM_TOKENS, NUM_TOKENS)
+        figures += timing_figures(server, gauntlet.size(200, 4), gauntlet.size(20, 2), chosen, num_tokens, "fake")
+        figures += left_over(server, base)
+    if not gauntlet.is_quick:
+        gauntlet.say("the real model")
+        with keyed(gauntlet, model=gauntlet.model) as server:
+            figures += timing_figures(server, 20, 5, chosen, 64, "real model")
+    return figures
+
+
+# R29: every channel
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    """A request with a canary in each part."""
+    tool = {"type": "function", "function": {"name": CANARIES["tool"], "parameters": {"type": "object"}}}
+    long_text = f"{CANARIES['prompt']} " + "The quick brown fox jumps over the lazy dog. " * 12
+    messages = [{"role": "system", "content": CANARIES["system"]}, {"role": "user", "content": long_text}]
+    body = {"messages": messages, "max_tokens": 4, "tools": [tool], "tool_choice": "none", "user": CANARIES["user"]}
+    return {**body, "metadata": {"about": CANARIES["metadata"]}, **fields}
+
+
+class Leaks:
+    """Counts what a key finds of another: canaries, names and ids in anything that it receives."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = list(words)
+        self.found: list[str] = []
+        self.num_answers = 0
+
+    def hide(self, *words: str) -> None:
+        self._words += words
+
+    def look(self, channel: str, text: str | bytes) -> None:
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        self.num_answers += 1
+        self.found += [f"{channel}: {word}" for word in self._words if word in text]
+
+    def answer(self, channel: str, answer: Answer, own: Sequence[str] = ()) -> None:
+        """Look at a response. `own`: words that the asking client sent itself."""
+        text = answer.body.decode("utf-8", "replace") + json.dumps(answer.headers)
+        for word in own:
+            text = text.replace(word, "")
+        self.look(channel, text)
+
+
+def readable_paths() -> list[str]:
+    """All paths of the route table that a client can read without an id."""
+    found = [one for one in ENDPOINTS if one.method == "GET" and one.access is not Access.ADMIN]
+    paths = [one.path for one in found if "{" not in one.path and one.path != "/v1/watch"]
+    return [*paths, "/v1/watch?once=true", *(f"/v1/watch/blocks?first={first}&count=64" for first in range(1, 257, 64))]
+
+
+@contextmanager
+def secrets_of(alice: Server) -> Iterator[dict[str, str]]:
+    """Requests, a file and a batch of one key. Returns the ids that they have; a stream is open meanwhile."""
+    ids = {"request": CANARIES["request"]}
+    assert alice.post(CHAT, chat_body()).status == 200
+    assert alice.post(CHAT, chat_body(cache_salt=CANARIES["salt"])).status == 200
+    schema = {"type": "object", "properties": {CANARIES["schema"]: {"type": "boolean"}}, "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    assert alice.post(CHAT, {"messages": chat_body()["messages"], "response_format": wanted}).status == 200
+    stored = alice.post("/v1/responses", {"input": CANARIES["prompt"], "max_output_tokens": 4}).json
+    ids["response"] = stored["id"]
+    line = {"custom_id": CANARIES["batch"], "method": "POST", "url": CHAT, "body": chat_body(tools=None)}
+    form = {"content-type": "multipart/form-data; boundary=quire"}
+    parts = '--quire\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--quire\r\ncontent-disposition: '
+    parts += f'form-data; name="file"; filename="{CANARIES["filename"]}"\r\n\r\n{json.dumps(line)}\r\n--quire--\r\n'
+    ids["file"] = alice.ask("POST", "/v1/files", data=parts.encode(), headers=form).json["id"]
+    about = {"input_file_id": ids["file"], "endpoint": CHAT, "completion_window": "24h"}
+    ids["batch"] = alice.post("/v1/batches", about).json["id"]
+    ended = eventually(
+        lambda: (batch := alice.get(f"/v1/batches/{ids['batch']}").json)["status"] == "completed" and batch,
+        "the batch has ended",
+    )
+    ids["output"] = ended["output_file_id"]
+    body = chat_body(max_tokens=3000, ignore_eos=True, stream=True, tools=None, tool_choice=None)
+    data = json.dumps(body).encode()
+    with alice.raw() as sock:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALICE}\r\n"
+        head += f"x-request-id: {ids['request']}\r\nx-session-id: {CANARIES['session']}\r\n"
+        sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        sock.recv(4096)
+        yield ids
+
+
+def num_told_apart(bob: Server, ids: dict[str, str], leaks: Leaks) -> int:
+    """Number of answers about ids of another key that differ from those about ids that do not exist."""
+    asked = (
+        *(("GET", f"/v1/files/{ids[kind]}", ids[kind]) for kind in ("file", "output")),
+        *(("GET", f"/v1/files/{ids[kind]}/content", ids[kind]) for kind in ("file", "output")),
+        ("DELETE", f"/v1/files/{ids['file']}", ids["file"]),
+        ("GET", f"/v1/batches/{ids['batch']}", ids["batch"]),
+        ("POST", f"/v1/batches/{ids['batch']}/cancel", ids["batch"]),
+        ("POST", f"/v1/requests/{ids['request']}/cancel", ids["request"]),
+        ("GET", f"/v1/watch/held?id={ids['request']}", ids["request"]),
+        ("GET", f"/v1/files?after={ids['file']}", ids["file"]),
+        ("GET", f"/v1/batches?after={ids['batch']}", ids["batch"]),
+        ("GET", f"/v1/responses/{ids['response']}", ids["response"]),
+    )
+    num_different = 0
+    for method, path, known in asked:
+        unknown = known[:-4] + ("0000" if known[-4:] != "0000" else "1111")
+        for_known, for_unknown = (bob.ask(method, path.replace(known, one)) for one in (known, unknown))
+        leaks.answer(path, for_known, own=[known])
+        texts = [
+            answer.body.replace(one.encode(), b"ID") for answer, one in ((for_known, known), (for_unknown, unknown))
+        ]
+        num_different += (for_known.status, texts[0]) != (for_unknown.status, texts[1])
+    for known in (ids["file"], "file-" + "0" * 24):
+        about = {"input_file_id": known, "endpoint": CHAT, "completion_window": "24h"}
+        num_different += bob.post("/v1/batches", about).status == 200
+    body = {"input": "Hi", "max_output_tokens": 4, "previous_response_id": ids["response"]}
+    refused = bob.post("/v1/responses", body)
+    leaks.answer("previous_response_id", refused, own=[ids["response"]])
+    return num_different + (refused.status == 200)
+
+
+def explained_facts(bob: Server) -> int:
+    """Number of fields of an explanation that differ between a prompt of the other key and one that nobody sent."""
+    body = {"messages": chat_body()["messages"]}
+    fresh = json.loads(json.dumps(body).replace(CANARIES["prompt"], CANARIES["prompt"][::-1]))
+    known, unknown = (bob.post(EXPLAIN, one).json for one in (body, fresh))
+    text = ("message", "stopped_text", "prompt_tokens")  # they describe the asked prompt itself
+    return int(sum(known[name] != unknown[name] for name in known if name not in text) + known["matched_tokens"])
+
+
+def lengths_in_totals(server: Server, count: int, chosen: random.Random) -> int:
+    """Number of prompts whose exact length another key computes from `/v1/cache/stats` on an otherwise idle server."""
+    alice, bob = as_key(server, ALICE), as_key(server, BOB)
+    num_right = 0
+    for _ in range(count):
+        before = bob.stats()["num_queried_tokens"]
+        length = chosen.randrange(40, 200)
+        alice.post(COMPLETIONS, {"prompt": list(random_prompt(chosen, length)), "max_tokens": 1})
+        num_right += abs(bob.stats()["num_queried_tokens"] - before - length) <= 1
+    return num_right
+
+
+def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
+    """HTTP routes, ids, errors, logs and metrics of one server."""
+    device = ("--device", "5ms")  # the stream lasts longer than the look
+    with keyed(gauntlet, *FAKE, *device, "--log-format", "json") as server:
+        alice, bob = as_key(server, ALICE), as_key(server, BOB)
+        with secrets_of(alice):  # starts the processes and threads for grammars and batches
+            pass
+        base = idle_base(server)
+        leaks = Leaks([*CANARIES.values(), ALICE, BOSS])
+        with secrets_of(alice) as ids:
+            leaks.hide(*ids.values(), "alicename", "bossname")
+            num_facts = explained_facts(bob)
+            guess = bob.post(CHAT, chat_body())
+            num_cached = guess.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for path in readable_paths():
+                leaks.answer(path, bob.get(path))
+            num_different = num_told_apart(bob, ids, leaks)
+            seen_by_admin = server.get("/v1/requests").body.decode()
+            num_listed = len(bob.get("/v1/requests").json["data"])
+            is_open = float(ids["request"] in seen_by_admin)
+        num_read = leaks.num_answers
+        logged = Leaks([word for part, word in CANARIES.items() if part not in ("request", "filename")] + [ALICE, BOB])
+        figures = left_over(server, base)
+        logged.look("log", server.log)
+        metrics = server.get("/metrics").body.decode()
+        num_named = len(re.findall(r"alicename|bobname|bossname", metrics))
+        num_lengths = lengths_in_totals(server, 10, gauntlet.random)
+    for one in (*leaks.found, *logged.found):
+        gauntlet.say(f"leaked: {one}")
+    return [
+        exactly(f"secrets of another key in {num_read} answers", len(leaks.found)),
+        exactly("foreign ids told apart from unknown ones", num_different),
+        exactly("requests of another key listed", num_listed),
+        exactly("the admin key sees the open request (control)", is_open, 1),
+        exactly("facts in explain about a prompt of another key", num_facts),
+        exactly("cached_tokens of another key's prompt", num_cached),
+        exactly("secrets in the log", len(logged.found)),
+        exactly("key names in /metrics", num_named),
+        Figure("prompt lengths of 10 that totals (/v1/cache/stats) reveal on an idle server: documented", num_lengths),
+        *figures,
+    ]  # fmt: skip
+
+
+def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
+    """Whether a schema that another key has used is answered sooner than a new one."""
+    count = gauntlet.size(40, 2)
+    times: dict[str, list[float]] = {"known": [], "new": [], "own": []}
+    with keyed(gauntlet, *FAKE) as server:
+        spies = {name: as_key(server, key) for name, key in (("alice", ALICE), ("bob", BOB))}
+
+        def ask(who: str, number: int) -> float:
+            names = [f"field_{number}_{index}" for index in range(40)]
+            properties = {name: {"type": "string", "pattern": f"^[a-z]{{1,20}}{name}$"} for name in names}
+            schema = {"type": "object", "properties": properties, "additionalProperties": False}
+            wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "response_format": wanted}
+            began_s = time.perf_counter()
+            answer = spies[who].post(CHAT, body)
+            assert answer.status == 200, answer.body
+            return time.perf_counter() - began_s
+
+        ask("alice", -1)
+        ask("bob", -2)
+        for number in gauntlet.random.sample(range(2 * count), 2 * count):
+            ask("alice", number if number % 2 else number + 10**6)
+            times["known" if number % 2 else "new"].append(ask("bob", number))
+            times["own"].append(ask("bob", number))
+    chance, area = mann_whitney(times["known"], times["new"])
+    _, own_area = mann_whitney(times["new"], times["own"])
+    return [
+        Figure("p of TTFT, schemas used by another key against new ones", chance, at_least=0.01, is_timed=True),
+        Figure("area under the ROC of that guess (0.5: chance)", area),
+        Figure("area under the ROC for the own key's schemas (control)", own_area, at_least=0.9, is_timed=True),
+    ]
+
+
+def events_and_disk(gauntlet: Gauntlet) -> list[Figure]:
+    """KV events, and the disk cache with another key after a restart."""
+    folder = gauntlet.folder / "kv"
+    fake = ("--backend", "fake", "--device", "100ms", "--num-blocks", "400")
+    events = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    options = (*fake, *events, "--disk-cache", "10M", "--cache-dir", str(folder))
+    prompt, later = ([first, *random_prompt(gauntlet.random, 20 * BLOCK)] for first in (1, 2))
+
+    def cached(server: Server, prompt: Sequence[int]) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+        return int(server.post(COMPLETIONS, body).json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with keyed(gauntlet, *options) as server:
+        alice, bob = as_key(server, ALICE), as_key(server, BOB)
+        cached(alice, prompt)
+        cached(alice, later)
+        eventually(lambda: server.stats()["tiers"][-1]["num_pieces"] >= 40, "both prompts are saved")
+        found = server.get("/version").json["kv_events"]
+        with Subscriber(found["endpoint"], found["replay_endpoint"]) as subscriber:
+            num_announced = routed(subscriber.replay(), BLOCK).num_matched(tuple(prompt))
+        num_before = cached(bob, prompt)
+    with keyed(gauntlet, *options) as server:
+        num_after = cached(as_key(server, BOB), later)
+        num_own = cached(as_key(server, ALICE), later)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    num_open = sum(bool(stat.S_IMODE(path.stat().st_mode) & 0o077) for path in files)
+    packed = pack_tokens(prompt[:BLOCK])
+    return [
+        exactly("tokens of keyed prompts in KV events", num_announced),
+        exactly("cached tokens from another key's disk cache", num_before),
+        exactly("cached tokens from another key's disk cache after a restart", num_after),
+        Figure("cached tokens of the own key after a restart (control)", num_own, at_least=10 * BLOCK),
+        exactly(f"of {len(files)} cache files, readable by other users of the machine", num_open),
+        Figure("cache files that contain token ids: documented", sum(packed in path.read_bytes() for path in files)),
+    ]
+
+
+def real_channels(gauntlet: Gauntlet) -> list[Figure]:
+    with keyed(gauntlet, model=gauntlet.model) as server:
+        alice, bob = as_key(server, ALICE), as_key(server, BOB)
+        assert alice.post(CHAT, chat_body()).status == 200
+        num_facts = explained_facts(bob)
+        cached = [
+            one.post(CHAT, chat_body()).json["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (bob, alice)
+        ]
+    return [
+        exactly("real model: facts in explain about a prompt of another key", num_facts),
+        exactly("real model: cached_tokens of another key's prompt", cached[0]),
+        Figure("real model: cached_tokens of the own key's prompt (control)", cached[1], at_least=BLOCK),
+    ]
+
+
+def no_channel(gauntlet: Gauntlet) -> Sequence[Figure]:
+    figures = visible_channels(gauntlet)
+    gauntlet.say("grammars")
+    figures += grammar_timing(gauntlet)
+    gauntlet.say("KV events and the disk cache")
+    figures += events_and_disk(gauntlet)
+    if not gauntlet.is_quick:
+        gauntlet.say("the real model")
+        figures += real_channels(gauntlet)
+    return figures
+
+
+ROWS = (
+    Row("R5", "Keys and salts share no cached block", no_sharing, 420),
+    Row("R29", "A key learns nothing of another's prompts", no_channel, 240),
+)
