@@ -160,14 +160,14 @@ def test_large_bodies_do_not_keep_out_small_ones() -> None:
 
 
 def test_a_tenant_that_fills_the_bodies_does_not_shut_out_the_others() -> None:
-    body_bytes = BodyBytes()
-    with body_bytes(100, "greedy") as one, body_bytes(100, "person") as other, body_bytes(100, "third") as third:
-        one.take(100)
-        other.take(50)  # an equal part for each of two
-        for budget, num_bytes in ((one, 1), (other, 1), (third, 34)):
+    body_bytes, limit, size = BodyBytes(), 100 * SMALL_BODY_BYTES, SMALL_BODY_BYTES
+    with body_bytes(limit, "greedy") as one, body_bytes(limit, "person") as other, body_bytes(limit, "third") as third:
+        one.take(limit)
+        other.take(50 * size)  # an equal part for each of two
+        for budget, num_bytes in ((one, 1), (other, 1), (third, 34 * size)):
             with pytest.raises(ApiError):
                 budget.take(num_bytes)
-        third.take(33)
+        third.take(33 * size)
     assert body_bytes.num_bytes == 0
 
 
