@@ -133,7 +133,8 @@ def lose_workers(gauntlet: Gauntlet) -> list[Figure]:
             figures += worker_figures(f"worker {SHOWN[fault]}", seen, num_rounds)
         figures += left_over(server, base, prefix="worker: ")
     if not gauntlet.is_quick:
-        with serving(gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "4", "--hang-limit", "10") as server:
+        real = (gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "4", "--hang-limit", "10")
+        with serving(*real, env=env) as server:
             Flood(server, [chat_body(f"{i}", 4) for i in range(16)]).wait()
             base, seen = idle_base(server), Worst()
             for fault in SHOWN:
