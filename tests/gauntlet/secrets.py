@@ -315,7 +315,8 @@ def without_a_key(server: Server, step: int) -> tuple[int, list[str]]:
 def _names_open(target: str, method: str) -> bool:
     """Whether a request target is one of the public pages, written in another way that HTTP allows."""
     path = re.sub(r"^http://localhost", "", target).partition("?")[0].partition("#")[0]
-    return path in OPEN and method in ("GET", "HEAD")
+    is_page = re.fullmatch(r"/page/[^/]+", path) is not None  # a public route: other names than its files are a 404
+    return (path in OPEN or is_page) and method in ("GET", "HEAD")
 
 
 def starts_without_a_key(gauntlet: Gauntlet) -> int:
