@@ -186,7 +186,12 @@ def main() -> int:
     return run_all(choose(options.rows, is_quick=options.quick), options)
 
 
+def _raise_exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _raise_exit)  # the process group of the present row is ended too
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -26,6 +26,9 @@ class Figure:
         False  # depends on the speed of the machine: the quick run, a part of `make test`, does not judge it
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(self.value))  # a bool would not be read back from the report
+
     def is_held(self, *, is_quick: bool) -> bool:
         if is_quick and self.is_timed:
             return True
