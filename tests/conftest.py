@@ -51,6 +51,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # CPU seconds of slow test files, including their child processes. Approximate values are enough.
 SLOW_FILES_S = {
+    "gauntlet/test_first_rows.py": 120,
+    "gauntlet/test_last_rows.py": 120,
+    "gauntlet/test_gauntlet.py": 10,
     "test_drafts.py": 35,
     "test_quantized_equality.py": 150,
     "backends/torch/test_gguf_types.py": 60,

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from tests.gauntlet.figures import Figure, Gauntlet, Result, Row, show
-from tests.gauntlet.rows import ROWS
+from tests.gauntlet.rows import MODULES, all_rows, row
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_REPORT = ROOT / "build" / "gauntlet.json"
@@ -43,36 +43,34 @@ def parse_seconds(text: str) -> float:
 
 def choose(text: str | None, *, is_quick: bool) -> list[Row]:
     if text is None:
-        return [row for row in ROWS if row.is_quick or not is_quick]
-    known = {row.number.lower(): row for row in ROWS}
-    names = [name.strip().lower() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise SystemExit(f"--rows {text!r}: the rows are {', '.join(row.number for row in ROWS)}")
-    return [known[name] for name in names]
+        return [one for one in all_rows() if one.is_quick or not is_quick]
+    names = [name.strip().upper() for name in text.split(",") if name.strip()]
+    if not names or not set(names) <= set(MODULES):
+        raise SystemExit(f"--rows {text!r}: the rows are {', '.join(MODULES)}")
+    return [row(name) for name in names]
 
 
-def measure(row: Row, gauntlet: Gauntlet) -> Result:
+def measure(promise: Row, gauntlet: Gauntlet) -> Result:
     """Run a row in this process."""
     begin = time.monotonic()
     figures: Sequence[Figure] = ()
     problem = ""
     try:
-        figures = row.run(gauntlet)
+        figures = promise.run(gauntlet)
         if not figures:
             problem = "measured nothing"
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}"[:2000] or type(error).__name__
-    return Result(row.number, row.title, tuple(figures), time.monotonic() - begin, problem)
+    return Result(promise.number, promise.title, tuple(figures), time.monotonic() - begin, problem)
 
 
-def run_apart(row: Row, options: argparse.Namespace) -> Result:
+def run_apart(promise: Row, options: argparse.Namespace) -> Result:
     """Run a row in a process group of its own, and end all of it after the row's limit."""
-    limit_s = row.limit_s + options.soak
+    limit_s = promise.limit_s + options.soak
     with tempfile.TemporaryDirectory(prefix="gauntlet-", ignore_cleanup_errors=True) as folder:
         report = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "tests.gauntlet", "--inside", row.number, "--report", str(report)]
+        command = [sys.executable, "-m", "tests.gauntlet", "--inside", promise.number, "--report", str(report)]
         command += ["--soak", f"{options.soak}s", "--model", options.model, *(["--quick"] if options.quick else [])]
         begin = time.monotonic()
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env={**os.environ, "TMPDIR": folder})
@@ -85,7 +83,7 @@ def run_apart(row: Row, options: argparse.Namespace) -> Result:
             _end_group(process)
         if report.exists():
             return msgspec.json.decode(report.read_bytes(), type=Result)
-        return Result(row.number, row.title, (), time.monotonic() - begin, problem)
+        return Result(promise.number, promise.title, (), time.monotonic() - begin, problem)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -134,9 +132,9 @@ def write_report(path: Path, results: Sequence[Result], options: argparse.Namesp
 def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     results: list[Result] = []
     begin = time.monotonic()
-    for row in rows:
-        print(f"{row.number} ({len(results) + 1} of {len(rows)}): {row.title}", flush=True)
-        result = run_apart(row, options)
+    for promise in rows:
+        print(f"{promise.number} ({len(results) + 1} of {len(rows)}): {promise.title}", flush=True)
+        result = run_apart(promise, options)
         results.append(result)
         held = "held" if result.is_held(is_quick=options.quick) else "NOT HELD"
         print(f"  {held} in {result.seconds:.0f} s {result.problem}".rstrip(), flush=True)
@@ -150,15 +148,15 @@ def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def run_inside(row: Row, options: argparse.Namespace) -> int:
-    folder = Path(tempfile.mkdtemp(prefix=f"{row.number}-"))
+def run_inside(promise: Row, options: argparse.Namespace) -> int:
+    folder = Path(tempfile.mkdtemp(prefix=f"{promise.number}-"))
 
     def say(text: str) -> None:
         print(f"  {text}", flush=True)
 
     gauntlet = Gauntlet(folder, is_quick=options.quick, soak_s=options.soak, model=options.model, say=say)
     try:
-        result = measure(row, gauntlet)
+        result = measure(promise, gauntlet)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     options.report.write_bytes(msgspec.json.encode(result))
@@ -178,8 +176,8 @@ def main() -> int:
     if options.soak is None:
         options.soak = 10.0 if options.quick else Gauntlet.soak_s
     if options.list:
-        for row in ROWS:
-            print(f"{row.number:5} {row.title}")
+        for one in all_rows():
+            print(f"{one.number:5} {one.title}")
         return 0
     if options.inside:
         return run_inside(choose(options.inside, is_quick=False)[0], options)

@@ -325,4 +325,4 @@ def _schemathesis(gauntlet: Gauntlet) -> list[Figure]:
         ]
 
 
-ROWS = (Row("R12", "bad bodies and bad HTTP are refused", run, limit_s=600),)
+ROWS = (Row("R12", "Bad bodies and bad HTTP are refused", run, limit_s=600),)

@@ -220,6 +220,6 @@ def _full_house(gauntlet: Gauntlet) -> list[Figure]:
 
 
 ROWS = (
-    Row("R10", "slow and silent clients do not slow the others", run_slow_clients, limit_s=300),
-    Row("R31", "no client exhausts the front end", run_exhaustion, limit_s=240),
+    Row("R10", "Slow and silent clients do not slow the others", run_slow_clients, limit_s=300),
+    Row("R31", "No client exhausts the front end", run_exhaustion, limit_s=240),
 )

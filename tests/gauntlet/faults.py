@@ -203,7 +203,7 @@ def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 ROWS = (
-    Row("R15", "an exception of one request touches no other", run_isolation, 300),
-    Row("R18", "a step that runs out of memory loses no request", run_starvation, 300),
-    Row("R27", "a request that crashes the worker is answered, named and not tried again", run_crash, 300),
+    Row("R15", "An exception of one request touches no other", run_isolation, 300),
+    Row("R18", "A step that runs out of memory loses no request", run_starvation, 300),
+    Row("R27", "A request that crashes the worker is answered, named and not tried again", run_crash, 300),
 )

@@ -218,4 +218,4 @@ async def _ask_each(server: Server, numbers: Sequence[int]) -> Counter[int]:
     return statuses
 
 
-ROWS = (Row("R13", "hostile templates, patterns and schemas harm no other request", run, limit_s=480),)
+ROWS = (Row("R13", "Hostile templates, patterns and schemas harm no other request", run, limit_s=480),)

@@ -259,5 +259,5 @@ def run_second(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 ROWS = (
     Row("R19", "SIGTERM at any moment ends a server cleanly", run_signals, 900),
-    Row("R26", "a second server on the same port is refused", run_second, 240),
+    Row("R26", "A second server on the same port is refused", run_second, 240),
 )

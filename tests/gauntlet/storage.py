@@ -303,6 +303,6 @@ def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 ROWS = (
-    Row("R24", "a full or read-only disk stops no request", run_disks, 480),
-    Row("R25", "a wall clock that jumps loses no request", run_clock, 240),
+    Row("R24", "A full or read-only disk stops no request", run_disks, 480),
+    Row("R25", "A wall clock that jumps loses no request", run_clock, 240),
 )

@@ -1,0 +1,23 @@
+"""A row of the shortened gauntlet as a test: small counts, and figures of time are not judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gauntlet.__main__ import measure
+from tests.gauntlet.figures import Gauntlet
+from tests.gauntlet.rows import MODULES, row
+
+NUMBERS = tuple(MODULES)
+
+
+def check_row(number: str, folder: Path) -> None:
+    promise = row(number)
+    if not promise.is_quick:
+        pytest.skip("only a part of `make gauntlet`")
+    result = measure(promise, Gauntlet(folder, is_quick=True, soak_s=5.0))
+    assert not result.problem, result.problem
+    missed = [figure for figure in result.figures if not figure.is_held(is_quick=True)]
+    assert not missed, missed

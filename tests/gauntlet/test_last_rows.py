@@ -1,0 +1,14 @@
+"""The shortened gauntlet, its last rows. They are two files because files of tests run in parallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gauntlet.quick import NUMBERS, check_row
+
+
+@pytest.mark.parametrize("number", NUMBERS[16:])
+def test_a_row_holds(number: str, tmp_path: Path) -> None:
+    check_row(number, tmp_path)
