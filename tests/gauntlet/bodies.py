@@ -224,7 +224,8 @@ def _flood(gauntlet: Gauntlet, server: Server) -> list[Figure]:
                 crowd.wait_closed(60)
                 num_refused += len(crowd.closed_after_s)
                 refusals = (b" 431 ", b" 400 ", b" 414 ")
-                assert all(any(status in one for status in refusals) for one in crowd.received), crowd.received
+                # A client that still sends when the server closes may lose the answer: the connection is reset.
+                assert all(not one or any(status in one for status in refusals) for one in crowd.received)
     return [
         exactly("floods of headers left open", copies * len(FLOODS) - num_refused),
         Figure("memory in floods of headers", memory.growth_mb, "MB", at_most=64),
