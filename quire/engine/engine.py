@@ -15,7 +15,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.speculation import awaits_tokens
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
-from quire.engine.repetition import failed_step, repeat_step
+from quire.engine.repetition import Sampled, failed_step, last_tokens, repeat_step
 from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
@@ -314,14 +314,18 @@ class Engine:
         except Exception as error:
             log.exception("a step of %d requests failed", len(plan.slices))
             self.runner.abandon()
-            return error
+            error.__context__ = error.__cause__ = None
+            return error.with_traceback(None)  # whose frames would keep the memory of the failed attempt
         return None
 
     def _repeat(self, plan: StepPlan, masks: TokenMasks | None, error: Exception) -> _InFlight:
         """Run a step that failed again. The requests that fail once more end."""
+        sampled: Sampled = {}
         if (earlier := self._in_flight) is not None:  # the runner returns results in order
-            self._in_flight = _InFlight(earlier.plan, self._collect(earlier))
-        result = repeat_step(self.runner, plan, masks, error)
+            before = self._collect(earlier)
+            self._in_flight = _InFlight(earlier.plan, before)
+            sampled = last_tokens(earlier.plan, before)
+        result = repeat_step(self.runner, plan, masks, error, sampled)
         is_failed = len(result.failures) == len(plan.slices)
         self._num_failed_steps = self._num_failed_steps + 1 if is_failed else 0
         return _InFlight(plan, result)

@@ -6,7 +6,7 @@ One request can make the step of a whole batch raise, and a batch can run out of
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.backends.base import Runner, TokenMasks
 from quire.core.step import BlockCopy, SeqSlice, StepPlan, StepResult
@@ -15,15 +15,36 @@ from quire.errors import InvariantViolation
 log = logging.getLogger(__name__)
 
 
-def repeat_step(runner: Runner, plan: StepPlan, masks: TokenMasks | None, error: Exception) -> StepResult:
+Sampled = Mapping[tuple[int, int], int]  # by request and epoch: the token that the step before sampled last
+
+
+def repeat_step(
+    runner: Runner, plan: StepPlan, masks: TokenMasks | None, error: Exception, sampled: Sampled
+) -> StepResult:
     """The result of a plan whose first attempt raised `error`. A slice that raises alone fails.
 
-    The runner must have no other step to be collected.
+    The runner must have no other step to be collected. Its last samples may be those of the failed attempt, so slices
+    that would read them get their tokens: `sampled` has those that are not in the history yet.
     """
+    failed = failed_step(plan, error)
     if not _is_repeatable(plan, error):
-        return failed_step(plan, error)
+        return failed
     log.warning("repeating the step of %d requests in smaller parts", len(plan.slices))
-    return _join([_attempt(runner, part, masks) for part in _parts(plan)])
+    slices = {index: _with_tokens(piece, sampled) for index, piece in enumerate(plan.slices)}
+    known = {index: piece for index, piece in slices.items() if piece is not None}
+    if not known:
+        return failed
+    part = _part(plan, tuple(known.values()))
+    return _spread(_join([_attempt(runner, half, masks) for half in _parts(part)]), tuple(known), failed)
+
+
+def last_tokens(plan: StepPlan, result: StepResult) -> Sampled:
+    """The tokens that the slices of a step sampled last."""
+    return {
+        (piece.request_id, piece.epoch): tokens[-1]
+        for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True))
+        if tokens and index not in result.failures
+    }
 
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:
@@ -42,6 +63,31 @@ def _attempt(runner: Runner, plan: StepPlan, masks: TokenMasks | None) -> StepRe
         if len(plan.slices) == 1:
             return failed_step(plan, error)
     return _join([_attempt(runner, part, masks) for part in _parts(plan)])
+
+
+def _with_tokens(piece: SeqSlice, sampled: Sampled) -> SeqSlice | None:
+    """The slice with its tokens. None: its token was not sampled, because its request failed in the step before."""
+    if piece.tokens:
+        return piece
+    if len(piece.history) > piece.start:
+        return piece._replace(tokens=(piece.history[piece.start],))
+    token = sampled.get((piece.request_id, piece.epoch))
+    return None if token is None else piece._replace(tokens=(token,))
+
+
+def _spread(result: StepResult, places: Sequence[int], whole: StepResult) -> StepResult:
+    """Put the results of some slices into the result of all."""
+    tokens = list(whole.tokens)
+    for index, place in enumerate(places):
+        tokens[place] = result.tokens[index]
+    return StepResult(
+        tuple(tokens),
+        {places[index]: value for index, value in result.logprobs.items()},
+        {places[index]: value for index, value in result.prompt_logprobs.items()},
+        {index: why for index, why in whole.failures.items() if index not in places}
+        | {places[index]: why for index, why in result.failures.items()},
+        result.is_poisoned,
+    )
 
 
 def _is_repeatable(plan: StepPlan, error: Exception) -> bool:

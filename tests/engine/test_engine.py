@@ -33,6 +33,7 @@ class FaultyRunner(FakeRunner):
         super().__init__(capacity)
         self.in_forward: Callable[[StepPlan], None] = lambda _: None
         self.in_sample: Callable[[], None] = lambda: None
+        self.after_sample: Callable[[], None] = lambda: None
         self.change: Callable[[StepPlan, StepResult], StepResult] = lambda _, result: result
         self._plans: list[StepPlan] = []
 
@@ -44,6 +45,12 @@ class FaultyRunner(FakeRunner):
     def sample(self, masks: TokenMasks | None) -> None:
         self.in_sample()
         super().sample(masks)
+        try:
+            self.after_sample()
+        except BaseException:  # as on a GPU, the samples have been stored already, and there is no result
+            self._results.pop()
+            self._plans.pop()
+            raise
 
     def collect(self) -> StepResult:
         return self.change(self._plans.pop(0), super().collect())
@@ -143,7 +150,7 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_over
 
 
 @pytest.mark.parametrize("has_overlap", [False, True])
-@pytest.mark.parametrize("place", ["forward", "sample"])
+@pytest.mark.parametrize("place", ["forward", "sample", "after"])
 @pytest.mark.parametrize("num_requests", [1, 4])
 def test_a_step_that_runs_out_of_memory_once_ends_no_request(num_requests: int, place: str, has_overlap: bool) -> None:
     """Requests share a prefix, so that steps with copies of blocks are repeated too."""
@@ -159,8 +166,10 @@ def test_a_step_that_runs_out_of_memory_once_ends_no_request(num_requests: int, 
         runner, num_calls = FaultyRunner(replace(CAPACITY, has_overlap=has_overlap)), 0
         if place == "forward":
             runner.in_forward = fail
-        else:
+        elif place == "sample":
             runner.in_sample = fail
+        else:
+            runner.after_sample = fail
         engine = make(runner)
         prompts = {i: [1, 2, 3, 4, 5, 6, i] for i in range(num_requests)}
         for request_id, prompt in prompts.items():

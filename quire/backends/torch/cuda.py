@@ -526,6 +526,7 @@ class CudaRunner:
         """Discard a pass that raised, so that the next plan can run."""
         self._forwarded = None
         self._tables.forget()
+        self._sampler.forget()
 
     def close(self) -> None:
         self._forwarded = None

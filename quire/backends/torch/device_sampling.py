@@ -99,6 +99,10 @@ class DeviceSampler:
         self._counts.release(batch_indices)
         self._edits.release(batch_indices)
 
+    def forget(self) -> None:
+        """Count the tokens of all rows again in the next step: an attempt that raised may not have counted them."""
+        self._counts.forget()
+
     def prepare(self, dtype: torch.dtype) -> bool:
         """Compile the kernels for one more kind of request in advance. Returns False if none is left."""
         if not self._unprepared:
@@ -236,6 +240,9 @@ class _TokenCounts:
     def release(self, batch_indices: Sequence[int]) -> None:
         for batch_index in batch_indices:
             self._counted.pop(batch_index, None)
+
+    def forget(self) -> None:
+        self._counted.clear()
 
     def find_new_tokens(self, rows: Sequence[tuple[int, SeqSlice]]) -> _CountUpdate:
         """Return the tokens that were added since these rows were last counted."""
