@@ -162,7 +162,7 @@ class Crowd:
 
 
 def overload(gauntlet: Gauntlet) -> list[Figure]:
-    """Measure the peak, then send ten times as many requests for two minutes."""
+    """Measure the peak, then send ten times as many requests: for 2 minutes, although the issue asks for 10."""
     max_queue = 32
     options = ("--device", "20ms", "--max-num-seqs", "16", "--max-queue", str(max_queue))
     with serving(str(gauntlet.tiny), *FAKE, *options) as server:

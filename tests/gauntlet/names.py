@@ -366,7 +366,7 @@ def changed_models(gauntlet: Gauntlet) -> list[Figure]:
 ROWS: tuple[Row, ...] = (
     Row(
         "R28",
-        "No name leads outside its folder, changed model files stop nothing, and stored files are private",
+        "No name leads outside its folder, changed model files do not stop the server, and stored files are private",
         names_and_files,
         400,
     ),

@@ -95,9 +95,8 @@ async def soak(server: Server, rate: float, seconds: float, chosen: random.Rando
         if due_s > now_s:
             await asyncio.sleep(min(due_s - now_s, 0.05))
             continue
-        due_s = max(
-            due_s + chosen.expovariate(rate), now_s - 1.0
-        )  # after a stall of this process, requests are not sent in a burst
+        # After a stall of this process, it does not send all the missed requests in a burst.
+        due_s = max(due_s + chosen.expovariate(rate), now_s - 1.0)
         task = asyncio.create_task(ask())
         open_tasks.add(task)
         task.add_done_callback(open_tasks.discard)

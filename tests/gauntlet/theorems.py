@@ -161,7 +161,7 @@ def equality(gauntlet: Gauntlet) -> list[Figure]:
         Figure("prompts, each answered alone and in 7 other ways", num_prompts, at_least=gauntlet.size(10_000, 20)),
         Figure("tokens compared", sum(outcome.num_tokens for outcome in outcomes)),
         Figure("prompt tokens found in the cache", sum(outcome.num_cached_tokens for outcome in outcomes), at_least=1),
-        Figure("preemptions of these answers", sum(outcome.num_preemptions for outcome in outcomes), at_least=1),
+        Figure("preemptions during these answers", sum(outcome.num_preemptions for outcome in outcomes), at_least=1),
         Figure("draft tokens accepted", sum(outcome.num_accepted for outcome in outcomes), at_least=1),
         exactly("answers with a differing token", sum(len(one.differences) + len(one.near_ties) for one in outcomes)),
     ]
