@@ -1,4 +1,4 @@
-"""Hides API keys in this process's command line, which every user of the machine can read (`ps`)."""
+"""Hides API keys in the command line of this process, which every user of the machine can read (`ps`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SECRET_OPTIONS = ("--api-key", "--admin-api-key")
-_ARG_START, _ARG_END = 45, 46  # fields of /proc/self/stat after the name of the program: where the arguments are
+_ARG_START, _ARG_END = 45, 46  # fields of /proc/self/stat, counted after the program's name: addresses of the arguments
 
 
 def hide_keys(arguments: Sequence[str] = sys.argv) -> None:
     """Overwrite keys in the memory that the kernel shows as the command line. `sys.argv` keeps them.
 
-    Only Linux has this file; elsewhere, keys belong into the environment or a file. The keys are visible until this
-    runs.
+    Until this runs, the keys are visible. It works only on Linux, which has `/proc`; on other systems, pass keys in
+    the environment or in a file.
     """
     secrets = {secret.encode(errors="surrogateescape") for secret in _secrets(arguments)} - {b""}
     if not secrets:
@@ -25,7 +25,7 @@ def hide_keys(arguments: Sequence[str] = sys.argv) -> None:
     except (OSError, UnicodeDecodeError):
         return
     start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-    if not start or end - start != len(line):  # the kernel does not tell, or another program has changed it
+    if not start or end - start != len(line):  # the kernel hides the addresses, or the command line was changed
         return
     import ctypes  # only with a key: `quire --help` does not need it
 

@@ -1,6 +1,6 @@
-"""Runs a step that raised again, in smaller parts, so that it ends only the requests that fail by themselves.
+"""Repeats a step that raised, in smaller parts, so that only the requests that fail alone end.
 
-One request can make the step of a whole batch raise, and a batch can run out of memory where its halves do not.
+One request can make the step of a whole batch raise. A batch can run out of memory although each of its halves fits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Sampled = Mapping[tuple[int, int], int]  # by request and epoch: the token that 
 def repeat_step(
     runner: Runner, plan: StepPlan, masks: TokenMasks | None, error: Exception, sampled: Sampled
 ) -> StepResult:
-    """The result of a plan whose first attempt raised `error`. A slice that raises alone fails.
+    """Run a plan whose first attempt raised `error` again, in parts. A slice that raises alone fails.
 
-    The runner must have no other step to be collected. Its last samples may be those of the failed attempt, so slices
-    that would read them get their tokens: `sampled` has those that are not in the history yet.
+    The results of all earlier steps must have been collected from the runner. Its last samples may be those of the
+    failed attempt, so slices that would read them get their tokens: `sampled` has those that are not in the history.
     """
     failed = failed_step(plan, error)
     if not _is_repeatable(plan, error):
@@ -48,7 +48,7 @@ def last_tokens(plan: StepPlan, result: StepResult) -> Sampled:
 
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:
-    """The result of a step that raised."""
+    """The result of a step in which every slice failed with `error`."""
     why = f"the step failed: {type(error).__name__}: {error}"
     return StepResult(((),) * len(plan.slices), failures=dict.fromkeys(range(len(plan.slices)), why))
 
@@ -91,15 +91,19 @@ def _spread(result: StepResult, places: Sequence[int], whole: StepResult) -> Ste
 
 
 def _is_repeatable(plan: StepPlan, error: Exception) -> bool:
-    """A recurrent state may have been updated in place already. A plan that is wrong stays wrong in parts."""
+    """Return whether the step may run again.
+
+    Not with recurrent states, which the first attempt may have updated in place. Not if the plan is wrong: its parts
+    would be wrong too.
+    """
     return not isinstance(error, InvariantViolation) and not any(piece.state_target for piece in plan.slices)
 
 
 def _parts(plan: StepPlan) -> list[StepPlan]:
     """Two halves, or the same plan if it has one slice.
 
-    A part has what concerns its own slices: nobody knows how much the failed attempt did, and what a part did must not
-    be undone by the next.
+    It is not known how much of the plan the failed attempt did. A part therefore repeats the block copies and released
+    rows of the plan, except those of the other slices: a later part must not undo the work of an earlier one.
     """
     slices = plan.slices
     middle = len(slices) // 2

@@ -1,4 +1,4 @@
-"""Limits of the queues and of each key, and the estimated time until a refused request would fit. Knows no HTTP."""
+"""Limits of queues, bodies and keys, and the estimated time until a refused request would fit. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
 SMALL_BODY_BYTES = 32 << 10
 HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
-HARD_BODY_FACTOR = 2  # the same of bodies, which take more memory
+HARD_BODY_FACTOR = 2  # the same for bodies, which take more memory
 
 
 class IntakeRate(NamedTuple):
-    """The most that one step starts, and its expected duration, measured before the first request."""
+    """The most work that one step starts, and its expected duration, measured before the first request."""
 
     step_s: float
     num_tokens: int  # of prompts
@@ -36,7 +36,7 @@ class IntakeRate(NamedTuple):
 
 
 class QueueTicket:
-    """A place in the queue. `start` and `leave` give it up and may be repeated; `start` also counts as a start."""
+    """A place in the queue. `start` and `leave` free it and may be repeated; `start` also counts towards the rate."""
 
     def __init__(self, queue: TierQueue, priority: Priority, tenant: str, num_requests: int) -> None:
         self._queue = queue
@@ -65,8 +65,8 @@ class QueueTicket:
 class TierQueue:
     """Requests and tokens that wait in one tier, and the rate at which they start.
 
-    A full queue refuses a request with which its tenant would hold more than an equal part of the queue. A tenant that
-    holds nothing may always add one request until `HARD_FACTOR` times the limit waits: one tenant must not shut out
+    A full queue refuses a request with which its tenant would hold more than an equal part of the queue. A tenant
+    without a waiting request may add one, until `HARD_FACTOR` times the limit is waiting: one tenant must not shut out
     the others.
     """
 
@@ -82,7 +82,7 @@ class TierQueue:
         self._starts: deque[tuple[float, int]] = deque()  # time, number of requests
 
     def check(self, tenant: str, num_requests: int = 1) -> None:
-        """Raise unless all of the requests fit. An empty queue takes any number, or a large request could never run."""
+        """Raise unless all requests fit. An empty queue takes any number: else a large request could never run."""
         held_requests, held_tokens = self._held.get(tenant, (0, 0))
         num_tenants = len(self._held) + (tenant not in self._held)
         is_over = self.num_requests > 0 and self.num_requests + num_requests > self.max_requests
@@ -192,7 +192,7 @@ class TierQueues:
 
 
 class BodyBytes:
-    """Total bytes of the bodies being read: many large slow bodies must not fill the memory.
+    """Total bytes of the bodies that are being read: many large, slow bodies must not fill the memory.
 
     Over the limit, a body is refused if its tenant would hold more than an equal part, as in `TierQueue`.
     """
@@ -225,7 +225,7 @@ class BodyBytes:
 
 
 class BodyBudget:
-    """The bytes of one body. The first `SMALL_BODY_BYTES` are always granted: large bodies keep out no small one."""
+    """The bytes of one body. The first `SMALL_BODY_BYTES` are granted always: large bodies do not block small ones."""
 
     def __init__(self, total: BodyBytes, max_bytes: int, tenant: str) -> None:
         self._total = total
@@ -242,14 +242,14 @@ class BodyBudget:
 
 
 class FairSlots:
-    """Lets a number of jobs run at once. Tenants with waiting jobs take turns, so none delays another's by its number.
+    """Lets a number of jobs run at once. Tenants take turns: many jobs of one do not delay those of another.
 
     Belongs to one event loop.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of tenants that wait, in the order of their turns
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # waiting jobs of each tenant, in the order of turns
 
     @asynccontextmanager
     async def __call__(self, tenant: str) -> AsyncIterator[None]:
@@ -273,7 +273,7 @@ class FairSlots:
             raise
 
     def _leave(self) -> None:
-        """Give the slot to the next tenant; that tenant's other jobs wait for the turns of all others."""
+        """Give the slot to the next tenant. That tenant's other jobs wait until all other tenants had a turn."""
         while self._lines:
             tenant = next(iter(self._lines))
             line = self._lines.pop(tenant)

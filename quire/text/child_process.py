@@ -1,4 +1,4 @@
-"""A script in a child process that can be killed. Requests and answers are JSON lines.
+"""Runs a script in a child process, which can be killed. Requests and answers are JSON lines.
 
 Untrusted input (a chat template, a grammar) may loop forever, exhaust memory or overflow the stack of the process that
 compiles it. A thread cannot be killed and a crash ends the whole process, so the work is done in a child process.
@@ -26,8 +26,8 @@ ENVIRONMENT = (
 )  # fmt: skip
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 END_LIMIT_S = 5.0
-IDLE_LIMIT_S = 5.0  # a process that owes an answer and does nothing for so long was stopped, or hangs
-LOOK_S = 0.5  # interval of looks whether it does something
+IDLE_LIMIT_S = 5.0  # a child that is idle for this long before it answers was stopped, or hangs
+LOOK_S = 0.5  # interval of the checks whether it is idle
 
 
 class NoAnswer(Exception):
@@ -48,14 +48,14 @@ class Died(NoAnswer):
 
 
 class Interrupted(NoAnswer):
-    """The child was stopped or killed, or hangs. Its input may not be to blame: the caller may try once more."""
+    """The child was stopped or killed, or hangs. Its input may not be the cause: the caller may try once more."""
 
 
 class Child:
     """A child process that runs a script. Not safe for concurrent use.
 
-    It costs nothing while idle and ends with its parent. A child that gives no answer is killed and can be started
-    again.
+    It uses no CPU time while it is idle, and ends with its parent. A child that gives no answer is killed and can be
+    started again.
     """
 
     def __init__(self, script: Path) -> None:
@@ -149,7 +149,10 @@ def _send(process: subprocess.Popen[bytes], data: memoryview) -> memoryview:
 
 
 def _work_done(pid: int) -> object:
-    """A value that changes while a process works or waits for a core or a disk. Only Linux tells: else it changes."""
+    """A value that changes while a process works, or waits for a core or a disk.
+
+    Only Linux reports this. On other systems, the value always changes.
+    """
     folder = Path(f"/proc/{pid}/task")
     try:
         stats = [(task / "stat").read_text().rpartition(")")[2].split() for task in folder.iterdir()]
@@ -163,13 +166,13 @@ def _work_done(pid: int) -> object:
 def _died(process: subprocess.Popen[bytes]) -> NoAnswer:
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_LIMIT_S)
-    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # its own limits end it in other ways
+    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # the limits that it sets itself end it in other ways
         return Interrupted("was killed")
     return Died(process.returncode)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Parse an answer without trusting it: code that escaped its sandbox could write anything."""
+    """Parse an answer, which is not trusted: code that escaped its sandbox could write anything."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):

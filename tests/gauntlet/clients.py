@@ -1,7 +1,7 @@
-"""R22: the official clients, as far as they are installed beside the tests, against the default model.
+"""R22: the official clients that are installed with the tests, with the default model.
 
-The steps are those tests of tests/server that need only a client and a server. `make clients` runs further clients in
-environments of their own.
+The steps are those tests of tests/server that need only a client and a server. `make clients` runs more clients, each
+in its own environment.
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
             with CONNECT[package](server) as client:
                 failed = [step.__name__ for step in chosen if not _passes(gauntlet, step, server, client)]
             figures.append(Figure(f"steps with {package} {version(package)}", len(chosen), at_least=1))
-            figures.append(exactly(f"steps failed with {package}", len(failed)))
+            figures.append(exactly(f"failed steps with {package}", len(failed)))
         num_steps = sum(figure.value for figure in figures[::2])
         return [
-            Figure("steps", num_steps, at_least=gauntlet.size(40, 8)),
+            Figure("steps with all clients", num_steps, at_least=gauntlet.size(40, 8)),
             *figures,
-            exactly("workers restarted", int(server.worker_pid != worker_pid)),
+            exactly("restarts of the worker", int(server.worker_pid != worker_pid)),
             *left_over(server, base),
         ]
 
@@ -154,4 +154,4 @@ def _passes(gauntlet: Gauntlet, step: Step, server: Server, client: Any) -> bool
     return True
 
 
-ROWS = (Row("R22", "The official clients work", run, limit_s=420, is_quick=False),)
+ROWS = (Row("R22", "The official clients of OpenAI, Anthropic and Ollama work", run, limit_s=420, is_quick=False),)

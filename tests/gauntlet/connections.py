@@ -1,4 +1,4 @@
-"""R10: slow and silent clients. R31: exhaustion of the front end."""
+"""R10: slow and silent clients. R31: clients that try to exhaust the memory or the connections of the server."""
 
 from __future__ import annotations
 
@@ -40,11 +40,23 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
         before_s += asker.take(gauntlet.size(200, 5))
         asker.finish()
         figures += [
-            Figure("first token p99 without them", percentile(before_s, 99) * 1000, "ms"),
-            Figure("first token p99 beside them", percentile(slow_s, 99) * 1000, "ms"),
-            Figure("others slower, p99", _slower(before_s, slow_s), "%", at_most=MAX_SLOWER, is_timed=True),
-            Figure("others answered", asker.num_answered, at_least=10),
-            exactly("others not answered", len(asker.problems)),
+            Figure(
+                "first token of other clients while there are no slow clients, p99",
+                percentile(before_s, 99) * 1000,
+                "ms",
+            ),
+            Figure(
+                "first token of other clients while there are slow clients, p99", percentile(slow_s, 99) * 1000, "ms"
+            ),
+            Figure(
+                "increase of the time to the first token of other clients, p99",
+                _slower(before_s, slow_s),
+                "%",
+                at_most=MAX_SLOWER,
+                is_timed=True,
+            ),
+            Figure("requests of other clients answered", asker.num_answered, at_least=10),
+            exactly("requests of other clients not answered", len(asker.problems)),
             *left_over(server, base),
         ]
     return figures
@@ -63,13 +75,19 @@ def _slower(before_s: Sequence[float], after_s: Sequence[float]) -> float:
 
 def _closed(crowd: Crowd, what: str) -> list[Figure]:
     return [
-        Figure(f"{what} closed", len(crowd.closed_after_s), at_least=len(crowd.closed_after_s) + len(crowd.sockets)),
-        Figure(f"longest open, {what}", max(crowd.closed_after_s, default=0), "s", at_most=MAX_CLOSE_S, is_timed=True),
+        Figure(
+            f"{what} closed by the server",
+            len(crowd.closed_after_s),
+            at_least=len(crowd.closed_after_s) + len(crowd.sockets),
+        ),
+        Figure(
+            f"{what}: longest time open", max(crowd.closed_after_s, default=0), "s", at_most=MAX_CLOSE_S, is_timed=True
+        ),
     ]
 
 
 def _silent_and_half_headers(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) -> list[Figure]:
-    """Half of the sockets send nothing, half begin a header; every second of those goes on with a byte at a time."""
+    """Half of the sockets begin a header, half send nothing. Then one byte at a time is sent on a quarter of them."""
     asker.take()
     count = gauntlet.size(2000, 100)
     crowd.grow(2 * count, lambda number: HALF_HEADER if number % 2 else b"", per_s=800)
@@ -79,18 +97,18 @@ def _silent_and_half_headers(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) -> 
             crowd.send(sock, b"a")
 
     crowd.wait_closed(HANG_S, dribble)
-    return _closed(crowd, "silent and half-header")
+    return _closed(crowd, "silent and half-header connections")
 
 
 def _slow_writers_and_readers(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) -> list[Figure]:
-    """Bodies of one byte at a time, and clients that ask for pages and do not read them."""
+    """Clients that send their bodies one byte at a time, and clients that request pages and do not read them."""
     asker.take()
     crowd.grow(gauntlet.size(200, 20), lambda _: HALF_BODY, per_s=400)
     writers = list(crowd.sockets)
-    readers = Crowd(crowd.server)  # never looked at before the end, so nothing is read
+    readers = Crowd(crowd.server)  # its `look` is never called, so nothing is read
     for _ in range(gauntlet.size(30, 3)):
         readers.add(PAGE * 16, receive_bytes=4096)  # more than the kernel buffers
-        crowd.look(0.25)  # to make the pages is work, which is not measured here
+        crowd.look(0.25)  # the server needs time to make the pages, which is not measured here
 
     def write() -> None:
         for sock in writers:
@@ -99,44 +117,47 @@ def _slow_writers_and_readers(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) ->
 
     try:
         crowd.wait_closed(HANG_S, write)
-        eventually(lambda: _num_open(readers) == 0, "slow readers are cut")
-        return [*_closed(crowd, "slow writers"), exactly("slow readers left", _num_open(readers))]
+        eventually(lambda: _num_open(readers) == 0, "slow readers are disconnected")
+        return [
+            *_closed(crowd, "connections with slow bodies"),
+            exactly("connections with slow readers left open", _num_open(readers)),
+        ]
     finally:
         readers.leave()
 
 
 def _num_open(crowd: Crowd) -> int:
-    """Connections that the server still has. They are not read, so the kernel is asked."""
+    """Connections that the server still holds. Nothing is read from them, so the kernel is asked."""
     ours = {sock.getsockname() for sock in crowd.sockets}
     held = psutil.Process(crowd.server.process.pid).net_connections("tcp")
     return sum(1 for one in held if one.raddr and tuple(one.raddr) in ours)
 
 
 def _idle_connections(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) -> list[Figure]:
-    """Keep-alive connections that were served once are kept, and cost the others nothing."""
+    """Keep-alive connections that were served once stay open, and do not slow other clients."""
     asker.take()
     count = gauntlet.size(2000, 100)
     crowd.grow(count, lambda _: HEALTH, per_s=800)
-    crowd.look_until(lambda found: found.num_answered >= count, "all were served")
+    crowd.look_until(lambda found: found.num_answered >= count, "all are served")
     asker.take(gauntlet.size(200, 5))
-    return [Figure("idle connections kept", len(crowd.sockets), at_least=count)]
+    return [Figure("idle connections kept open", len(crowd.sockets), at_least=count)]
 
 
 def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
     raise_file_limit(12_000)
     figures: list[Figure] = []
-    # Room for all requests of the attack by pipelining, so that the others do not wait for the model.
+    # Enough room for all requests of the attack by pipelining, so that other clients do not wait for the model.
     options = ("--backend", "fake", "--device", "5ms", "--num-blocks", "10000", "--max-num-seqs", "256")
     with serving(str(gauntlet.tiny), *options) as server:
         base = warm_up(server)
         for attack in (_large_bodies, _pipelined_bytes, _small_headers, _large_headers):
             with crowd_at(server) as crowd, asking(server) as asker, memory_of(server.process.pid) as memory:
                 what, bar_mb, more = attack(gauntlet, crowd)
-                asker.take(3)  # since the attack began, some of them beside all of it
+                asker.take(3)  # since the attack began; the next three run during all of it
                 asker.take(3)
             gauntlet.say(f"{what}: {memory.growth_mb:.0f} MB")
-            figures += [Figure(f"{what}: memory", memory.growth_mb, "MB", at_most=bar_mb), *more]
-            figures.append(exactly(f"{what}: others not answered", len(asker.problems)))
+            figures += [Figure(f"{what}: growth of memory", memory.growth_mb, "MB", at_most=bar_mb), *more]
+            figures.append(exactly(f"{what}: requests of other clients not answered", len(asker.problems)))
             figures += left_over(server, base, prefix=f"{what}: ")
     return [*figures, *_full_house(gauntlet)]
 
@@ -157,14 +178,14 @@ def _large_bodies(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     # The rest of a refused body is read for some seconds before its answer.
     crowd.look_until(num_refused, "some are refused")
     more = [
-        Figure("bodies: sent", num_sent / 1e6, "MB"),
-        Figure("bodies: refused", num_refused(crowd), at_least=1),
+        Figure("unfinished large bodies: sent", num_sent / 1e6, "MB"),
+        Figure("unfinished large bodies: refused", num_refused(crowd), at_least=1),
     ]
-    return "bodies", 400.0, more
+    return "unfinished large bodies", 400.0, more
 
 
 def _pipelined_bytes(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
-    """Requests behind a running one, 2 MiB on each connection. One may hold 1 MiB, all together 64 MiB."""
+    """Pipelined requests, 2 MiB on each connection. A connection may hold 1 MiB, all connections together 64 MiB."""
     endless = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500, "ignore_eos": True, "stream": True}
     waiting = request_bytes(CHAT, {"messages": [], "user": "u" * (60 << 10)}) * 15
     num_sent = 0
@@ -173,33 +194,35 @@ def _pipelined_bytes(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
         crowd.look(0.01)
         num_sent += crowd.push(sock, waiting + HALF_HEADER + b"a" * (60 << 10), 1.0)
     crowd.look(0.5)
-    return "pipelined", 160.0, [Figure("pipelined: sent", num_sent / 1e6, "MB")]
+    return "pipelined requests", 160.0, [Figure("pipelined requests: sent", num_sent / 1e6, "MB")]
 
 
 def _small_headers(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
-    """Headers of one character, 60 KiB of them on each connection."""
+    """Headers with names of one character, 60 KiB on each connection."""
     data = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:\r\n" * (15 << 10)
     count = gauntlet.size(2000, 50)
     num_sent = sum(crowd.push(crowd.add(), data) for _ in range(count))
     crowd.wait_closed(HANG_S)  # the response is lost with data that the server has not read
     more = [
-        Figure("small headers: sent", num_sent / 1e6, "MB"),
-        Figure("small headers: refused", len(crowd.closed_after_s), at_least=count),
-        Figure("small headers: with 431", len([one for one in crowd.received if b" 431 " in one]), at_least=1),
+        Figure("many small headers: sent", num_sent / 1e6, "MB"),
+        Figure("many small headers: connections closed", len(crowd.closed_after_s), at_least=count),
+        Figure(
+            "many small headers: answers with 431", len([one for one in crowd.received if b" 431 " in one]), at_least=1
+        ),
     ]
-    return "small headers", 120.0, more
+    return "many small headers", 120.0, more
 
 
 def _large_headers(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
-    """One header of 60 KiB without an end on each connection. All together may hold 64 MiB."""
+    """One unfinished header of 60 KiB on each connection. All connections together may hold 64 MiB."""
     count = gauntlet.size(3500, 200)
     num_sent = sum(crowd.push(crowd.add(), HALF_HEADER + b"a" * (60 << 10)) for _ in range(count))
     crowd.look(0.5)
-    return "large headers", 160.0, [Figure("large headers: sent", num_sent / 1e6, "MB")]
+    return "unfinished large headers", 160.0, [Figure("unfinished large headers: sent", num_sent / 1e6, "MB")]
 
 
 def _full_house(gauntlet: Gauntlet) -> list[Figure]:
-    """More silent connections than the server has places: the oldest are closed, and new clients are served."""
+    """Open more silent connections than the server allows: the oldest are closed, and new clients are served."""
     cap = gauntlet.size(4096, 64)
     extra = gauntlet.size(1904, 36)
     model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
@@ -211,15 +234,24 @@ def _full_house(gauntlet: Gauntlet) -> list[Figure]:
             asker.take(gauntlet.size(50, 10))
             crowd.look(0.2)
             figures = [
-                Figure("full house: evicted", len(crowd.closed_after_s), at_least=extra),
-                Figure("full house: still open", len(crowd.sockets), at_most=cap),
-                exactly("full house: others not answered", len(asker.problems)),
-                Figure("full house: others answered", asker.num_answered, at_least=10),
+                Figure("more silent connections than the limit: closed", len(crowd.closed_after_s), at_least=extra),
+                Figure("more silent connections than the limit: still open", len(crowd.sockets), at_most=cap),
+                exactly(
+                    "more silent connections than the limit: requests of other clients not answered",
+                    len(asker.problems),
+                ),
+                Figure(
+                    "more silent connections than the limit: requests of other clients answered",
+                    asker.num_answered,
+                    at_least=10,
+                ),
             ]
-        return [*figures, *left_over(server, base, prefix="full house: ")]
+        return [*figures, *left_over(server, base, prefix="more silent connections than the limit: ")]
 
 
 ROWS = (
-    Row("R10", "Slow and silent clients do not slow the others", run_slow_clients, limit_s=300),
-    Row("R31", "No client exhausts the front end", run_exhaustion, limit_s=240),
+    Row(
+        "R10", "Slow and silent clients do not make other clients more than 20 % slower", run_slow_clients, limit_s=300
+    ),
+    Row("R31", "No client exhausts the memory or the connections of the server", run_exhaustion, limit_s=240),
 )

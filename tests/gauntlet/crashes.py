@@ -1,4 +1,4 @@
-"""R16: processes of a server that are killed, stopped, or out of memory, under load."""
+"""R16: processes of a server that are killed, stopped or out of memory while it answers requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.server.rig import Answer, Server, put_away, serving, spawn, wait_read
 from tests.waiting import HANG_S, eventually
 
 FAKE = ("--backend", "fake", "--num-blocks", "2500", "--device", "5ms")
-HANG_LIMIT_S = 8  # of the server here; the default is longer, and only moves the end of the streams
+HANG_LIMIT_S = 8  # of the server; with the default, which is longer, a stopped worker would be noticed later
 ENDLESS = 3900
 SHOWN = {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped", None: "out of memory"}
 Fault = signal.Signals | None  # None: its allocations fail
 
 
 def strike(pid: int, fault: Fault, *, spare: int = -ALLOCATION // 2) -> None:
-    """Kill or stop a process, or let its address space grow no further."""
+    """Kill or stop a process, or limit its address space."""
     if fault is not None:
         os.kill(pid, fault)
         return
@@ -39,7 +39,7 @@ def strike(pid: int, fault: Fault, *, spare: int = -ALLOCATION // 2) -> None:
 
 
 def smallest(pid: int) -> int:
-    """The size of its address space without what it holds for a moment."""
+    """The size of a process's address space without short allocations: the smallest of several readings."""
     process, sizes = psutil.Process(pid), []
     for _ in range(20):
         sizes.append(int(process.memory_info().vms))
@@ -48,14 +48,14 @@ def smallest(pid: int) -> int:
 
 
 def relieve(pid: int) -> None:
-    """Let it grow again. Some processes end instead when they run out of memory."""
+    """Remove the limit of the address space, if the process still runs."""
     with contextlib.suppress(ProcessLookupError):
         _, most = resource.prlimit(pid, resource.RLIMIT_AS)
         resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
 
 
 def faults(gauntlet: Gauntlet) -> Sequence[Fault]:
-    """The quick run only kills: what is stopped or starved is noticed after seconds, and other tests do that."""
+    """All faults; in the quick run only kills, because other faults are noticed only after seconds."""
     return (signal.SIGKILL,) if gauntlet.is_quick else tuple(SHOWN)
 
 
@@ -69,7 +69,7 @@ def zombies(server: Server) -> int:
 
 
 class Worst:
-    """The worst value of each measurement over all rounds, and sums of what went wrong."""
+    """The largest value of each measured time, and the sum of each count of faults, over all rounds."""
 
     def __init__(self) -> None:
         self.worst: dict[str, float] = {}
@@ -83,7 +83,7 @@ class Worst:
 
 
 def timed(prefix: str, seen: Worst, bars: dict[str, float], num_rounds: int) -> list[Figure]:
-    where = f", at worst of {num_rounds}"
+    where = f", longest of {num_rounds}"
     return [
         Figure(f"{prefix}{name}{where}", seen.worst[name], "s", at_most=bar, is_timed=True)
         for name, bar in bars.items()
@@ -96,7 +96,8 @@ def timed(prefix: str, seen: Worst, bars: dict[str, float], num_rounds: int) -> 
 def lose_worker(server: Server, fault: Fault, num_streams: int, seen: Worst) -> None:
     pid = server.worker_pid
     with health_watched(server) as health:
-        lengths = [ENDLESS] * 4 + [60] * (num_streams - 4)  # the first ones run, the others wait for the next worker
+        # The first four requests run. The others wait, and the next worker runs them.
+        lengths = [ENDLESS] * 4 + [60] * (num_streams - 4)
         flood = Flood(server, [chat_body(f"{i}", count, stream=i % 4 < 3) for i, count in enumerate(lengths)])
         flood.wait_flowing(2)
         begin_s = time.monotonic()
@@ -105,18 +106,22 @@ def lose_worker(server: Server, fault: Fault, num_streams: int, seen: Worst) -> 
         eventually(lambda: health.first_s(503, begin_s), "the fault is noticed")
         noticed_s = health.first_s(503, begin_s) or begin_s
         back_s = eventually(lambda: health.first_s(200, noticed_s), "serving again")
-    seen.note("health is 503 after", noticed_s - begin_s)
+    seen.note("time until /health is 503", noticed_s - begin_s)
     # A request that had not begun is run by the next worker. The others end with an error.
     failed_s = [flood.ended_s[index] for index, reply in enumerate(replies) if reply.ending == "error"]
-    seen.note("streams end after that", max([0.0, *(ended_s - noticed_s for ended_s in failed_s)]))
-    seen.note("serving again after that", (back_s or begin_s) - noticed_s)
+    seen.note("time from the 503 until streams end", max([0.0, *(ended_s - noticed_s for ended_s in failed_s)]))
+    seen.note("time from the 503 until requests are served", (back_s or begin_s) - noticed_s)
     seen.add("requests without an answer", sum(reply.ending == "broken" for reply in replies))
-    seen.add("requests refused afterwards", sum(server.chat().status != 200 for _ in range(3)))
-    seen.add("zombies", zombies(server) + psutil.pid_exists(pid))
+    seen.add("failed requests afterwards", sum(server.chat().status != 200 for _ in range(3)))
+    seen.add("zombie processes", zombies(server) + psutil.pid_exists(pid))
 
 
 def worker_figures(what: str, seen: Worst, num_rounds: int) -> list[Figure]:
-    bars = {"health is 503 after": 10.0, "streams end after that": 2.0, "serving again after that": 30.0}
+    bars = {
+        "time until /health is 503": 10.0,
+        "time from the 503 until streams end": 2.0,
+        "time from the 503 until requests are served": 30.0,
+    }
     figures = timed(f"{what}: ", seen, bars, num_rounds)
     return figures + [exactly(f"{what}: {name}", count) for name, count in seen.sums.items()]
 
@@ -159,7 +164,7 @@ def child_of(server: Server, script: str) -> int | None:
 
 
 class Children:
-    """Loses one kind of child while streams run and other requests need it."""
+    """Injects faults into one kind of child while streams run and other requests need the child."""
 
     def __init__(self, server: Server, script: str, make: Callable[[int], dict[str, Any]]) -> None:
         self._server = server
@@ -181,16 +186,19 @@ class Children:
             strike(pid, fault, spare=0)
             asked += [pool.submit(self._ask) for _ in range(2)]
             answers = [one.result() for one in asked]
-        seen.note("requests that need it are answered after", time.monotonic() - begin_s)
-        seen.add("requests beside the one in it that fail", max(0, sum(one.status != 200 for one in answers) - 1))
+        seen.note("time until requests that need it are answered", time.monotonic() - begin_s)
+        seen.add(
+            "failed requests, not counting one that was in the child",
+            max(0, sum(one.status != 200 for one in answers) - 1),
+        )
         if fault is not None:
-            seen.add("requests that fail", sum(one.status != 200 for one in answers))
-        seen.add("streams touched", sum(reply.ending != "done" for reply in flood.wait()))
+            seen.add("failed requests", sum(one.status != 200 for one in answers))
+        seen.add("other streams that failed", sum(reply.ending != "done" for reply in flood.wait()))
         if fault is None:
             relieve(pid)
-        seen.add("requests refused afterwards", self._ask().status != 200)
+        seen.add("failed requests afterwards", self._ask().status != 200)
         seen.add("children not replaced", fault is not None and child_of(server, self._script) in (None, pid))
-        seen.add("zombies", zombies(server))
+        seen.add("zombie processes", zombies(server))
 
     def _ask(self) -> Answer:
         self._number += 1
@@ -224,13 +232,15 @@ def lose_children(gauntlet: Gauntlet) -> list[Figure]:
                     children.lose(fault, gauntlet.random.random() * 0.03, seen)
                 ((kind, worst_s),) = seen.worst.items()
                 which = f"{what} {SHOWN[fault]}: "
-                figures.append(Figure(f"{which}{kind}, at worst", worst_s, "s", at_most=10.0, is_timed=True))
+                figures.append(
+                    Figure(f"{which}{kind}, longest of {num_rounds}", worst_s, "s", at_most=10.0, is_timed=True)
+                )
                 figures += [exactly(f"{which}{kind}", count) for kind, count in seen.sums.items()]
             figures += left_over(server, base, prefix=f"{what}: ")
     return figures
 
 
-# The process that speaks HTTP
+# The process that serves HTTP
 
 
 @contextlib.contextmanager
@@ -250,7 +260,7 @@ def free_port() -> int:
 
 
 def lose_front(gauntlet: Gauntlet) -> list[Figure]:
-    """Kill it, and start the next one on the same port, as an operator's supervisor does."""
+    """Pause the process, kill it, and start the next one on the same port, as an operator's supervisor does."""
     port, seen = free_port(), Worst()
     bodies = [chat_body(f"Stream {i}", 300, seed=i) for i in range(3)]
     killed_s = time.monotonic()
@@ -259,33 +269,33 @@ def lose_front(gauntlet: Gauntlet) -> list[Figure]:
         with front(gauntlet, port) as server:
             expected = [text_of(reply) for reply in Flood(server, bodies).wait()]
             if number:
-                seen.note("serving again after", time.monotonic() - killed_s)
+                seen.note("time until requests are served again", time.monotonic() - killed_s)
             flood = Flood(server, bodies)
             flood.wait_flowing()
             os.kill(server.process.pid, signal.SIGSTOP)
             time.sleep(0.3)
             os.kill(server.process.pid, signal.SIGCONT)
             replies = flood.wait()
-            seen.add("streams touched by a pause", sum(reply.ending != "done" for reply in replies))
+            seen.add("streams that failed because of a pause", sum(reply.ending != "done" for reply in replies))
             seen.add("answers changed by a pause", sum(map(str.__ne__, map(text_of, replies), expected)))
             flood = Flood(server, [chat_body(f"Stream {i}", ENDLESS) for i in range(3)])
             flood.wait_flowing()
             relatives = family(server)[1:]
             killed_s = time.monotonic()
             server.process.kill()
-            seen.add("streams left open", sum(reply.is_whole for reply in flood.wait()))
-            seen.note("streams are closed after", max(flood.ended_s.values()) - killed_s)
+            seen.add("streams that looked complete after the kill", sum(reply.is_whole for reply in flood.wait()))
+            seen.note("time until streams are closed", max(flood.ended_s.values()) - killed_s)
             server.process.wait(HANG_S)
-            seen.add("orphans", len(psutil.wait_procs(relatives, timeout=60)[1]))
-    bars = {"serving again after": 30.0, "streams are closed after": 2.0}
+            seen.add("orphan processes", len(psutil.wait_procs(relatives, timeout=60)[1]))
+    bars = {"time until requests are served again": 30.0, "time until streams are closed": 2.0}
     return [
-        *timed("front killed: ", seen, bars, num_rounds),
-        *(exactly(f"front: {name}", count) for name, count in seen.sums.items()),
+        *timed("HTTP process killed: ", seen, bars, num_rounds),
+        *(exactly(f"HTTP process paused and killed: {name}", count) for name, count in seen.sums.items()),
     ]
 
 
 def starve_front(gauntlet: Gauntlet) -> list[Figure]:
-    """Requests whose bodies do not fit in memory fail; the others, then and later, are answered."""
+    """Requests whose bodies do not fit in memory fail. All other requests, during the fault and later, are answered."""
     seen = Worst()
     large = b'{"messages": [{"role": "user", "content": "' + b"x" * (24 << 20) + b'"}]}'
     with serving(str(gauntlet.tiny), *FAKE) as server:
@@ -299,11 +309,11 @@ def starve_front(gauntlet: Gauntlet) -> list[Figure]:
                 with contextlib.suppress(OSError):
                     answer = server.post("/v1/chat/completions", data=large)
                     seen.add("large requests answered with 200", answer.status == 200)
-            seen.add("streams touched", sum(reply.ending != "done" for reply in flood.wait()))
+            seen.add("other streams that failed", sum(reply.ending != "done" for reply in flood.wait()))
             relieve(server.process.pid)
-            seen.add("requests refused afterwards", server.chat().status != 200)
-        figures = left_over(server, base, prefix="front out of memory: ")
-    return [*(exactly(f"front out of memory: {name}", count) for name, count in seen.sums.items()), *figures]
+            seen.add("failed requests afterwards", server.chat().status != 200)
+        figures = left_over(server, base, prefix="HTTP process out of memory: ")
+    return [*(exactly(f"HTTP process out of memory: {name}", count) for name, count in seen.sums.items()), *figures]
 
 
 def run_crashes(gauntlet: Gauntlet) -> Sequence[Figure]:
@@ -315,4 +325,6 @@ def run_crashes(gauntlet: Gauntlet) -> Sequence[Figure]:
     return figures if gauntlet.is_quick else [*figures, *starve_front(gauntlet)]
 
 
-ROWS = (Row("R16", "Processes that are killed, stopped or out of memory are replaced", run_crashes, 900),)
+ROWS = (
+    Row("R16", "The server recovers after one of its processes is killed, stopped or out of memory", run_crashes, 900),
+)

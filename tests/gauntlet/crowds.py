@@ -1,4 +1,4 @@
-"""Crowds of hostile sockets, and the clients that must be served beside them."""
+"""Many hostile sockets, and ordinary clients that must be served at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def raise_file_limit(num_files: int) -> None:
 
 
 def warm_up(server: Server) -> Base:
-    """Start the server's threads and the process that tries grammars, and return its base."""
+    """Start the server's threads and the child that tries grammars, and return the base of the idle server."""
     pages = [request_bytes("/openapi.json", None, key=server.key, method="GET")] * 40
     chats = [request_bytes(CHAT, {**QUESTION, "user": f"{i}" * 5000}, key=server.key) for i in range(40)]
     shape = {"messages": QUESTION["messages"], "max_tokens": 2}
@@ -54,7 +54,7 @@ def warm_up(server: Server) -> Base:
 
 
 class Asker(threading.Thread):
-    """Asks for short streams one after the other, each on a new connection, and measures their first tokens."""
+    """Requests short streams one after the other, each on a new connection, and measures their first tokens."""
 
     def __init__(self, server: Server, body: dict[str, Any] | None = None) -> None:
         super().__init__(daemon=True)
@@ -89,7 +89,7 @@ class Asker(threading.Thread):
             return first_s
 
     def take(self, num_wanted: int = 1) -> list[float]:
-        """Wait for so many answers since the last call, and return all of them."""
+        """Wait for `num_wanted` answers since the last call, and return the times of all answers since then."""
         eventually(lambda: len(self._first_s) >= num_wanted or self.problems, "others are answered")
         found, self._first_s = self._first_s, []
         return found
@@ -111,7 +111,7 @@ def asking(server: Server, **body: Any) -> Iterator[Asker]:
 
 @dataclass
 class Crowd:
-    """Sockets that are held open. Notes when the server closes each."""
+    """Sockets that are kept open. Records when the server closes each of them."""
 
     server: Server
     sockets: dict[socket.socket, float] = field(default_factory=dict)  # open ones, with the time of their opening
@@ -166,7 +166,7 @@ class Crowd:
         return num_sent
 
     def look(self, for_s: float = 0.0) -> None:
-        """Note what the server sends and closes."""
+        """Receive what the server has sent, and record the connections that it has closed."""
         deadline = time.monotonic() + for_s
         while True:
             for key, _ in self._selector.select(max(0.0, min(0.05, deadline - time.monotonic()))):
@@ -228,7 +228,7 @@ def crowd_at(server: Server) -> Iterator[Crowd]:
 
 
 class Memory(threading.Thread):
-    """The highest memory of processes above that at the beginning."""
+    """Measures the peak of the memory of processes, relative to the beginning."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         super().__init__(daemon=True)

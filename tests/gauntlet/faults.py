@@ -1,4 +1,4 @@
-"""R15, R18, R27: a fault of one request or of one step stays where it is."""
+"""R15, R18, R27: a fault of one request or of one step does not affect other requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 PER_ROUND = 12
 
 
-# R15: one bad request
+# R15: one faulty request
 
 
 def bad_body(kind: str, number: int) -> dict[str, Any]:
@@ -36,12 +36,12 @@ def bad_body(kind: str, number: int) -> dict[str, Any]:
 
 
 def is_error(answer: Answer) -> bool:
-    """Whether the client was told of the failure: by a status, or by an event of a stream that had begun."""
+    """Whether the client got an error: a status, or an event of a stream that had begun."""
     return answer.status >= 400 or b'data: {"error":' in answer.body
 
 
 def strike(server: Server, bodies: Sequence[dict[str, Any]], num_faults: int) -> dict[str, float]:
-    """Run streams, and meanwhile requests with faults, until so many of these have failed."""
+    """Run streams and, at the same time, faulty requests, until `num_faults` of these have failed."""
     texts = [text_of(reply) for reply in Flood(server, bodies).wait()]
     kinds, number = list(KINDS), 0
     found = {"struck": 0.0, "touched": 0.0, "changed": 0.0, "silent": 0.0, "rounds": 0.0}
@@ -62,7 +62,7 @@ def strike(server: Server, bodies: Sequence[dict[str, Any]], num_faults: int) ->
 
 
 def warm_up(server: Server) -> None:
-    """Start what starts with the first load: threads, the child that checks grammars."""
+    """Start the threads, and the child that checks grammars, which start at the first load."""
     assert server.chat(response_format=SHAPE, ignore_eos=False, max_tokens=60).status == 200
     assert all(reply.ending == "done" for reply in Flood(server, [chat_body(f"{i}", 4) for i in range(8)]).wait())
 
@@ -77,9 +77,9 @@ def run_isolation(gauntlet: Gauntlet) -> Sequence[Figure]:
         found = strike(server, bodies, num_faults)
         figures += [
             Figure("exceptions injected", found["struck"], at_least=num_faults),
-            exactly("other streams touched", found["touched"] + found["changed"]),
-            exactly("faulty requests without an error", found["silent"]),
-            exactly("workers replaced", int(server.worker_pid != worker)),
+            exactly("other streams that failed or changed", found["touched"] + found["changed"]),
+            exactly("faulty requests that got no error", found["silent"]),
+            exactly("restarts of the worker", int(server.worker_pid != worker)),
             *left_over(server, base),
         ]
     if not gauntlet.is_quick:
@@ -88,7 +88,7 @@ def run_isolation(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 def _isolation_of_the_real_model(gauntlet: Gauntlet) -> list[Figure]:
-    """Other batches round differently, so that texts are not compared."""
+    """The same with the real model. Texts are not compared, because other batches round differently."""
     env = hooked(gauntlet.folder / "hooks")
     with serving(gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "16", env=env) as server:
         warm_up(server)
@@ -96,9 +96,9 @@ def _isolation_of_the_real_model(gauntlet: Gauntlet) -> list[Figure]:
         found = strike(server, [chat_body(f"Tell me of {i}.", 300) for i in range(4)], PER_ROUND)
         return [
             Figure("real model: exceptions injected", found["struck"], at_least=PER_ROUND),
-            exactly("real model: other streams touched", found["touched"]),
-            exactly("real model: workers replaced", int(server.worker_pid != worker)),
-            exactly("real model: blocks held", server.wait_free()["num_in_use"]),
+            exactly("real model: other streams that failed", found["touched"]),
+            exactly("real model: restarts of the worker", int(server.worker_pid != worker)),
+            exactly("real model: KV blocks held afterwards", server.wait_free()["num_in_use"]),
         ]
 
 
@@ -106,7 +106,7 @@ def _isolation_of_the_real_model(gauntlet: Gauntlet) -> list[Figure]:
 
 
 def starve(server: Server, bodies: Sequence[dict[str, Any]], texts: Sequence[str], num_faults: int) -> dict[str, float]:
-    """Run streams until so many steps ran out of memory. `texts`: what they answer otherwise; empty: not compared."""
+    """Run streams until `num_faults` steps ran out of memory. `texts`: the expected answers; empty: not compared."""
     found = {"asked": 0.0, "lost": 0.0, "changed": 0.0}
     while num_repeated(server) < num_faults:
         replies = Flood(server, bodies).wait()
@@ -132,9 +132,9 @@ def run_starvation(gauntlet: Gauntlet) -> Sequence[Figure]:
         found = starve(server, bodies, texts, num_faults)
         figures = [
             Figure("steps that ran out of memory", num_repeated(server), at_least=num_faults),
-            exactly(f"requests lost of {found['asked']:.0f}", found["lost"]),
+            exactly(f"requests without a complete answer, of {found['asked']:.0f}", found["lost"]),
             exactly("answers changed", found["changed"]),
-            exactly("workers replaced", int(server.worker_pid != worker)),
+            exactly("restarts of the worker", int(server.worker_pid != worker)),
             *left_over(server, base),
         ]
     if not gauntlet.is_quick:
@@ -142,8 +142,8 @@ def run_starvation(gauntlet: Gauntlet) -> Sequence[Figure]:
             found = starve(server, [chat_body(f"Tell me of {i}.", 40) for i in range(8)], (), 10)
             figures += [
                 Figure("real model: steps that ran out of memory", num_repeated(server), at_least=10),
-                exactly(f"real model: requests lost of {found['asked']:.0f}", found["lost"]),
-                exactly("real model: blocks held", server.wait_free()["num_in_use"]),
+                exactly(f"real model: requests without a complete answer, of {found['asked']:.0f}", found["lost"]),
+                exactly("real model: KV blocks held afterwards", server.wait_free()["num_in_use"]),
             ]
     return figures
 
@@ -152,7 +152,7 @@ def run_starvation(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 def crash(server: Server, number: int) -> dict[str, float]:
-    """Send a request that ends the worker, beside two others. Returns what went wrong."""
+    """Send a request that crashes the worker while two others run. Returns the problems."""
     before = server.worker_pid
     bystanders = Flood(server, [chat_body(f"Bystander {number}-{i}", 3000) for i in range(2)])
     bystanders.wait_flowing()
@@ -192,10 +192,15 @@ def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
             faults = [crash(server, number) for number in range(count)]
             num_starts = sum("is ready again" in line for line in list(server.stderr))
             figures += [
-                exactly(f"{prefix}workers that a crashing request ended, of {count} requests", num_starts, count),
-                exactly(f"{prefix}requests without an answer", sum(one["unanswered"] for one in faults)),
-                exactly(f"{prefix}crashes whose request the log does not name", sum(one["unnamed"] for one in faults)),
-                exactly(f"{prefix}crashing requests that may be retried", sum(one["retryable"] for one in faults)),
+                exactly(f"{prefix}restarts of the worker after {count} crashing requests", num_starts, count),
+                exactly(
+                    f"{prefix}crashing and other running requests that got no error",
+                    sum(one["unanswered"] for one in faults),
+                ),
+                exactly(f"{prefix}crashing requests that the log does not name", sum(one["unnamed"] for one in faults)),
+                exactly(
+                    f"{prefix}crashing requests whose answer asks for a retry", sum(one["retryable"] for one in faults)
+                ),
                 exactly(f"{prefix}workers not replaced", sum(one["not replaced"] for one in faults)),
                 *left_over(server, base, prefix=prefix),
             ]
@@ -203,7 +208,12 @@ def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 ROWS = (
-    Row("R15", "An exception of one request touches no other", run_isolation, 300),
-    Row("R18", "A step that runs out of memory loses no request", run_starvation, 300),
-    Row("R27", "A request that crashes the worker is answered, named and not tried again", run_crash, 300),
+    Row("R15", "An exception in one request does not affect other requests", run_isolation, 300),
+    Row("R18", "A step that runs out of memory is repeated and loses no request", run_starvation, 300),
+    Row(
+        "R27",
+        "A request that crashes the worker gets an error, is named in the log and is not run again",
+        run_crash,
+        300,
+    ),
 )

@@ -22,9 +22,7 @@ class Figure:
     unit: str = ""
     at_most: float | None = None
     at_least: float | None = None
-    is_timed: bool = (
-        False  # depends on the speed of the machine: the quick run, a part of `make test`, does not judge it
-    )
+    is_timed: bool = False  # depends on the speed of the machine: the quick run (`make test`) does not judge it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", float(self.value))  # a bool would not be read back from the report
@@ -55,14 +53,14 @@ def show(value: float, unit: str) -> str:
 
 @dataclass
 class Gauntlet:
-    """What a row may use: models, a scratch folder, and the size of the run."""
+    """The settings of a run, which each row gets: models, a scratch folder, and the size of the run."""
 
     folder: Path  # scratch, one per row
     is_quick: bool = False
     soak_s: float = 600.0
     model: str = DEFAULT_MODEL
     seed: int = 28
-    say: Callable[[str], None] = print  # progress of long work, one line
+    say: Callable[[str], None] = print  # prints one line of progress
     begin_s: float = field(default_factory=time.monotonic)
 
     @cached_property
@@ -86,8 +84,8 @@ class Row:
     number: str
     title: str
     run: Callable[[Gauntlet], Sequence[Figure]]
-    limit_s: float  # the row is ended and fails after this time; a full run takes less
-    is_quick: bool = True  # part of the quick run too
+    limit_s: float  # after this time, the row is ended and fails
+    is_quick: bool = True  # is a part of the quick run too
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Hostile files in a process with limits of memory and time: `python -m ... TARGET FIRST_SEED COUNT PROGRESS`.
 
-Prints one JSON line: the outcomes, the slowest mutant and the peak of memory. The target and seed of the mutant in work
-are in the file PROGRESS, so that a signal is attributed to it. Every target is one format, see TARGETS.
+Prints one JSON line: the outcomes, the slowest mutant and the peak of memory. The file PROGRESS holds the seed of the
+current mutant, so that a signal is attributed to it. Each target is one format (TARGETS).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.weights.makers import config, llama_arrays, safetensors_bytes, tiny_g
 
 MEMORY_BYTES = 1 << 30  # beside the interpreter with its modules
 HAND_MADE, EVERY = "hand-made", "every"  # instead of a target: a case for each seed, and all targets in turn
-HANG_S = 60.0  # a mutant that takes so long is an outcome of its own, also on a busy machine
+HANG_S = 60.0  # a mutant that takes longer counts as a fault, also on a busy machine
 REFUSALS = (ModelFileError, TemplateError, DamagedBlock)
 # A model that opens and does not fit the options is refused by the loader with these.
 LOAD_REFUSALS = (InvalidRequest, LoadFailed, ModelNotFound)
@@ -228,7 +228,7 @@ def render(path: Path) -> None:
     renderer.check({"messages": messages, "add_generation_prompt": True, "bos_token": "<s>"})
 
 
-# Adapters, which quire does not read: a folder of one is refused, whatever it holds
+# Adapters, which quire does not read: every folder of an adapter is refused
 
 
 def make_adapter_mutant(rng: random.Random, folder: Path) -> Path:

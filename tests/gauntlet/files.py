@@ -1,4 +1,4 @@
-"""R14: hostile model files are refused or load, with little time and memory, and no process dies of them."""
+"""R14: hostile model files load or are refused, in little time and memory, and end no process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.tiny import write_tiny_model
 from tests.weights.fuzz_child import mutate_bytes, mutate_json
 
 MAX_S, MAX_BYTES = 2.0, 1 << 30
-BATCH = 2_000  # mutants of one process: its start takes as long as some hundred mutants
+BATCH = 2_000  # mutants of one process: the start of a process takes as long as a few hundred mutants
 QUICK_CASES = 40  # those before the templates, which take seconds of CPU time
-MAX_DEATHS = 20  # of processes, then the target is given up
-# These take ten times as long as the others: fewer of them.
+MAX_DEATHS = 20  # of processes; after that, the rest of the mutants are skipped
+# Targets whose mutants take ten times as long as the others. Fewer of them are opened.
 COSTLY = (
     *("gguf of K types", "quantised safetensors", "safetensors of every quantised layout", "chat template"),
     *("KV file of the disk cache", "gguf of experts", "safetensors of a mixture of experts"),
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def open_mutants(name: str, first: int, count: int, folder: Path, found: Outcome) -> None:
-    """Open mutants in a process. If a signal ends it, count the mutant in work and go on after it."""
+    """Open mutants in a process. If a signal ends it, count the current mutant, and continue with the next one."""
     progress = folder / f"{name}-{first}".replace(" ", "-")
     end = first + count
     for _ in range(MAX_DEATHS):
@@ -103,7 +103,7 @@ def _spoil(rng: random.Random, good: Path, folder: Path) -> None:
 
 
 def _load_spoilt(server: Server, good: Path, folder: Path, count: int) -> tuple[Counter[str], int]:
-    """Load damaged models beside one that works. Returns the outcomes, and how often the good one did not answer."""
+    """Load damaged models beside a good one. Returns the outcomes, and the number of wrong answers of the good one."""
     outcomes: Counter[str] = Counter()
     expected = server.chat(model="good", temperature=0).json["choices"]
     num_wrong = 0
@@ -133,13 +133,13 @@ def hostile_in_a_server(gauntlet: Gauntlet) -> list[Figure]:
         base = idle_base(server)
         outcomes, num_wrong = _load_spoilt(server, good, folder, count)
         num_deaths = int(server.process.poll() is not None)
-        left = left_over(server, base, prefix="server: ")
+        left = left_over(server, base, prefix="hostile models in a running server: ")
     gauntlet.say(f"server: {dict(outcomes)}")
     return [
         Figure("hostile models loaded into a running server", sum(outcomes.values()), at_least=count),
-        exactly("server: deaths", num_deaths),
-        exactly("server: answers of the other model that are missing or changed", num_wrong),
-        exactly("server: neither loaded nor refused", outcomes["other"]),
+        exactly("hostile models in a running server: deaths of the server", num_deaths),
+        exactly("hostile models in a running server: missing or changed answers of the other model", num_wrong),
+        exactly("hostile models in a running server: neither loaded nor refused", outcomes["other"]),
         *left,
     ]
 
@@ -151,16 +151,23 @@ def hostile_files(gauntlet: Gauntlet) -> Sequence[Figure]:
     gauntlet.say(f"{dict(found.outcomes)}; slowest: {found.slowest}")
     total = sum(found.outcomes.values())
     return [
-        Figure("mutants and hand-made files", total, at_least=gauntlet.size(50_000, 240)),
-        Figure("of these made by hand", gauntlet.size(len(CASES), QUICK_CASES), at_least=40),
-        Figure("loaded", found.outcomes["loads"], at_least=total // 50),
-        Figure("refused with the product's error", found.outcomes["refused"], at_least=total // 50),
-        exactly("another outcome", found.outcomes["fault"]),
-        exactly("ended by a signal", found.outcomes["signal"]),
-        Figure("slowest file", found.slowest_s, "s", at_most=MAX_S, is_timed=True),
-        Figure("peak memory of a process that opens them", found.peak_bytes / 2**20, "MiB", at_most=MAX_BYTES / 2**20),
+        Figure("hostile files", total, at_least=gauntlet.size(50_000, 240)),
+        Figure("hostile files made by hand", gauntlet.size(len(CASES), QUICK_CASES), at_least=40),
+        Figure("hostile files that load", found.outcomes["loads"], at_least=total // 50),
+        Figure("hostile files refused with an error of quire", found.outcomes["refused"], at_least=total // 50),
+        exactly("hostile files with another outcome", found.outcomes["fault"]),
+        exactly("hostile files that ended a process by a signal", found.outcomes["signal"]),
+        Figure("time of the slowest hostile file", found.slowest_s, "s", at_most=MAX_S, is_timed=True),
+        Figure(
+            "peak memory of a process that opens hostile files",
+            found.peak_bytes / 2**20,
+            "MiB",
+            at_most=MAX_BYTES / 2**20,
+        ),
         *hostile_in_a_server(gauntlet),
     ]
 
 
-ROWS: tuple[Row, ...] = (Row("R14", "Hostile model files are refused, and nothing dies of them", hostile_files, 600),)
+ROWS: tuple[Row, ...] = (
+    Row("R14", "Hostile model files load or are refused within 2 s and 1 GiB, and end no process", hostile_files, 600),
+)

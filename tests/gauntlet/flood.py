@@ -1,4 +1,4 @@
-"""Streams that run in the background while a row does something to their server."""
+"""Streams that run in the background while a row attacks their server."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class HealthLog:
 
 @contextlib.contextmanager
 def health_watched(server: Server) -> Iterator[HealthLog]:
-    """Look at /health all the time. Status 0: no answer."""
+    """Poll /health in the background. Status 0: no answer."""
     log, is_over = HealthLog(), threading.Event()
 
     def look() -> int:
@@ -91,7 +91,7 @@ def health_watched(server: Server) -> Iterator[HealthLog]:
         while not is_over.wait(0.02):
             begin_s, status = time.monotonic(), look()
             if not log.changes or log.changes[-1][1] != status:
-                # A failure is known at the end of the request, and an end of it holds from its beginning.
+                # A failure counts from the end of the request that found it, a recovery from the beginning of one.
                 log.changes.append((begin_s if status == 200 else time.monotonic(), status))
 
     thread = threading.Thread(target=watch)

@@ -76,7 +76,7 @@ ALL_SCHEMAS = {**SCHEMAS, **{name: schema for name, (schema, _) in PRODUCTS.item
 
 
 def _tools() -> Iterator[tuple[str, dict[str, Any]]]:
-    """As parameters of a tool, which are part of the prompt: not on the real model, whose work on it is measured."""
+    """Schemas as parameters of a tool. They are a part of the prompt, so they are not sent to the real model."""
     for name, schema in ALL_SCHEMAS.items():
         yield f"tool {name}", {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
 
@@ -116,16 +116,16 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
             streams.wait(gauntlet.size(1500, 20))
             before_s += streams.take()
         figures += [
-            Figure("memory beside the hostile ones", memory.growth_mb, "MB", at_most=512),
+            Figure("growth of memory during hostile requests", memory.growth_mb, "MB", at_most=512),
             *_slower(streams, before_s, beside_s),
-            exactly("workers restarted", int(server.worker_pid != worker_pid)),
+            exactly("restarts of the worker", int(server.worker_pid != worker_pid)),
             *left_over(server, base),
         ]
     return [*figures, *_unique_schemas(gauntlet)]
 
 
 def _templates(gauntlet: Gauntlet) -> Iterator[Figure]:
-    """Hostile templates as those of a model: each one is refused when it is tried."""
+    """Hostile templates of a model: each is refused when it is tried."""
     times_s, num_passed = [], 0
     for source in list(TEMPLATES.values())[:: gauntlet.size(1, 6)]:
         begin = time.monotonic()
@@ -137,7 +137,9 @@ def _templates(gauntlet: Gauntlet) -> Iterator[Figure]:
                 times_s.append(time.monotonic() - begin)
     yield Figure("hostile model templates refused", len(times_s), at_least=gauntlet.size(20, 4))
     yield exactly("hostile model templates accepted", num_passed)
-    yield Figure("longest trial of a template", max(times_s, default=0), "s", at_most=MAX_ANSWER_S, is_timed=True)
+    yield Figure(
+        "longest trial of a hostile model template", max(times_s, default=0), "s", at_most=MAX_ANSWER_S, is_timed=True
+    )
 
 
 async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
@@ -159,20 +161,28 @@ async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str
     await asyncio.gather(send(), send())
     return [
         Figure("hostile requests", len(requests), at_least=gauntlet.size(60, 12)),
-        Figure("hostile requests refused with 400", statuses["400"] + statuses["413"], at_least=gauntlet.size(50, 5)),
+        Figure(
+            "hostile requests refused with 400 or 413", statuses["400"] + statuses["413"], at_least=gauntlet.size(50, 5)
+        ),
         Figure("hostile requests answered", statuses["200"]),
-        exactly("neither answered nor refused", statuses["other"]),
-        Figure("longest answer", max(times_s), "s", at_most=MAX_ANSWER_S, is_timed=True),
+        exactly("requests neither answered nor refused", statuses["other"]),
+        Figure("longest time to an answer or a refusal", max(times_s), "s", at_most=MAX_ANSWER_S, is_timed=True),
     ]
 
 
 def _slower(streams: Streams, before_s: Sequence[float], beside_s: Sequence[float]) -> list[Figure]:
     before, beside = percentile(before_s, 99), percentile(beside_s, 99)
     return [
-        exactly("other streams broken", len(streams.problems)),
-        Figure("between tokens p99, without them", before * 1000, "ms"),
-        Figure("between tokens p99, beside them", beside * 1000, "ms"),
-        Figure("others slower, p99", 100 * (beside / before - 1), "%", at_most=MAX_SLOWER, is_timed=True),
+        exactly("other streams that failed", len(streams.problems)),
+        Figure("time between tokens of other streams without hostile requests, p99", before * 1000, "ms"),
+        Figure("time between tokens of other streams during hostile requests, p99", beside * 1000, "ms"),
+        Figure(
+            "increase of the time between tokens of other streams, p99",
+            100 * (beside / before - 1),
+            "%",
+            at_most=MAX_SLOWER,
+            is_timed=True,
+        ),
     ]
 
 
@@ -182,10 +192,10 @@ def _schema(number: int) -> dict[str, Any]:
 
 
 def _unique_schemas(gauntlet: Gauntlet) -> list[Figure]:
-    """Schemas that differ: the memory of compiled ones is bounded."""
+    """Send many different schemas: the memory of compiled grammars must be bounded."""
     count = gauntlet.size(10_000, 60)
     with serving(str(gauntlet.tiny), *FAKE) as server:
-        for number in range(5):  # the compiler and the process of trials have started
+        for number in range(5):  # starts the compiler and the child that tries grammars
             assert server.chat(response_format=_format(-1 - number), ignore_eos=False).status == 200
         tools = asyncio.run(_send(gauntlet, server, list(_tools())[:: gauntlet.size(1, 6)]))
         server.wait_free()
@@ -194,9 +204,9 @@ def _unique_schemas(gauntlet: Gauntlet) -> list[Figure]:
         server.wait_free()
         growth = sum(process.memory_info().rss for process in family(server)) - before
         return [
-            *(replace(one, name=f"tools: {one.name}") for one in tools if "hostile" not in one.name),
-            Figure("unique schemas answered", statuses[200], at_least=count),
-            Figure("memory after unique schemas", growth / 1e6, "MB", at_most=MAX_GROWTH_MB),
+            *(replace(one, name=f"hostile schemas in tools: {one.name}") for one in tools if "hostile" not in one.name),
+            Figure("requests with unique schemas answered", statuses[200], at_least=count),
+            Figure("growth of memory after unique schemas", growth / 1e6, "MB", at_most=MAX_GROWTH_MB),
         ]
 
 
@@ -218,4 +228,4 @@ async def _ask_each(server: Server, numbers: Sequence[int]) -> Counter[int]:
     return statuses
 
 
-ROWS = (Row("R13", "Hostile templates, patterns and schemas harm no other request", run, limit_s=480),)
+ROWS = (Row("R13", "Hostile templates, patterns and schemas do not harm other requests", run, limit_s=480),)

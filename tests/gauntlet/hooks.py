@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def _move_clock(file: Path) -> None:
-    """Add to the wall clock what the file says, at every reading."""
+    """Add the offset in the file to every reading of the wall clock."""
     now, now_ns = time.time, time.time_ns
 
     def offset_s() -> float:
@@ -53,7 +53,7 @@ def _move_clock(file: Path) -> None:
 
 
 class _FaultyRunner:
-    """A runner that fails because of single requests, or for lack of memory."""
+    """A runner that raises in steps with faulty requests, or for lack of memory."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""R28: no name leaves its folder, a model file may change on disk while it is served, and private files are private."""
+"""R28: names of files outside, model files that change while they are served, and modes of stored files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def name_requests(name: str) -> Iterator[tuple[str, str, object]]:
 
 
 def ask_for_names(server: Server, outside: Path, step: int) -> tuple[int, list[str]]:
-    """Ask for every name in every place. Returns the number of requests, and those that got more than a refusal."""
+    """Send every name in every place. Returns the number of requests, and those that were not refused."""
     everything = [(*one, name) for name in names(outside) for one in name_requests(name)]
     wrong: list[str] = []
     for method, path, body, name in everything[::step]:
@@ -224,7 +224,7 @@ def change_served(server: Server, good: Path, path: Path) -> Counter[str]:
 
 
 def change_while_loading(server: Server, good: Path, path: Path, count: int) -> Counter[str]:
-    """Empty the file at random moments of a load. The map of a file that shrinks ends its process with SIGBUS."""
+    """Truncate the file at random moments of a load. SIGBUS ends a process that reads the map of a truncated file."""
     found: Counter[str] = Counter()
     rng = random.Random(28)
     server.post("/v1/models/unload", {"model": "changing"})
@@ -264,7 +264,7 @@ def mapped_files(server: Server, path: Path) -> int:
 
 
 def private_files(gauntlet: Gauntlet) -> tuple[int, list[str]]:
-    """Run a server that stores what it can, with an umask of 0. Returns how many files, and those that are open."""
+    """Run a server that stores files, with an umask of 0. Returns the number of files, and those others can access."""
     home = gauntlet.folder / "stored"
     cache, state = home / "cache", home / "state"
     before = os.umask(0)
@@ -315,21 +315,21 @@ def names_and_files(gauntlet: Gauntlet) -> Sequence[Figure]:
         gauntlet.say(line)
     return [
         Figure("requests with hostile names", num_requests, at_least=gauntlet.size(800, 40)),
-        exactly("of these answered", len(wrong)),
-        exactly("files outside that were opened", len(opened)),
-        Figure("folders and paths that lead outside", num_folders, at_least=20),
-        exactly("of these opened", num_opened),
+        exactly("requests with hostile names that were not refused", len(wrong)),
+        exactly("files outside the server's folders that were opened", len(opened)),
+        Figure("model folders and paths that lead outside", num_folders, at_least=20),
+        exactly("model folders and paths that lead outside and were opened", num_opened),
         Figure("archives with hostile members", num_archives, at_least=10),
-        exactly("files written outside or as links", num_written),
+        exactly("files that archives wrote outside or as links", num_written),
         Figure("files and folders that a server stores", num_stored, at_least=8),
-        exactly("of these open to other users", len(public)),
+        exactly("stored files and folders that other users can access", len(public)),
         *left,
         *changed_models(gauntlet),
     ]
 
 
 def changed_models(gauntlet: Gauntlet) -> list[Figure]:
-    """Serve a model beside another one, and change its file. The real model in a full run."""
+    """Change the file of a model while it is served. A full run uses the real model."""
     if gauntlet.is_quick:
         good = gauntlet.tiny / "model.safetensors"
         folder = gauntlet.folder / "changing"
@@ -345,16 +345,18 @@ def changed_models(gauntlet: Gauntlet) -> list[Figure]:
         base = idle_base(server)
         found = change_served(server, good, path)
         loads = change_while_loading(server, good, path, gauntlet.size(20, 1))
-        left = left_over(server, base, prefix="changed: ", spare_files=4)
+        left = left_over(server, base, prefix="changed model file: ", spare_files=4)
     gauntlet.say(f"{dict(found)}; while loading: {dict(loads)}")
     deaths = found.pop("server deaths") + loads["server deaths"]
     return [
         exactly("processes that map the model's file after the load", num_mapped),
-        Figure("changes of a file that is served", found.pop("changes"), at_least=5),
-        exactly("server deaths", deaths),
-        *(exactly(name, found[name]) for name in sorted(found)),
+        Figure("changes of a model file that is served", found.pop("changes"), at_least=5),
+        exactly("changed model file: deaths of the server", deaths),
+        *(exactly(f"changed model file: {name}", found[name]) for name in sorted(found)),
         Figure(
-            "files emptied during a load", sum(loads.values()) - loads["not restored"], at_least=gauntlet.size(20, 1)
+            "model files truncated during a load",
+            sum(loads.values()) - loads["not restored"],
+            at_least=gauntlet.size(20, 1),
         ),
         exactly("models that did not load after their file was restored", loads["not restored"]),
         *left,
@@ -362,5 +364,10 @@ def changed_models(gauntlet: Gauntlet) -> list[Figure]:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("R28", "Names stay in their folders, files may change, private files are private", names_and_files, 400),
+    Row(
+        "R28",
+        "No name leads outside its folder, changed model files do not stop the server, and stored files are private",
+        names_and_files,
+        400,
+    ),
 )

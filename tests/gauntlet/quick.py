@@ -1,4 +1,4 @@
-"""A row of the shortened gauntlet as a test: small counts, and figures of time are not judged."""
+"""A row of the shortened gauntlet as a test: with small counts, and without judging figures of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBERS = tuple(MODULES)
 def check_row(number: str, folder: Path) -> None:
     promise = row(number)
     if not promise.is_quick:
-        pytest.skip("only a part of `make gauntlet`")
+        pytest.skip("only `make gauntlet` runs this row")
     result = measure(promise, Gauntlet(folder, is_quick=True, soak_s=5.0))
     assert not result.problem, result.problem
     missed = [figure for figure in result.figures if not figure.is_held(is_quick=True)]

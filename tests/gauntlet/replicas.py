@@ -1,4 +1,4 @@
-"""The row about a replica that is killed while it answers: with the front alone, and on a real Ray cluster."""
+"""R17: a replica is killed while it answers, with the cluster client alone and on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRONT_CONFIG = replace(CONFIG, device="5ms", max_num_seqs=MAX_SEQS)
 
 @dataclass
 class Story:
-    """One request, and what its client saw."""
+    """One request, and the tokens or the error that its client received."""
 
     generation: Generation
     expected: tuple[int, ...]
@@ -65,12 +65,18 @@ class Tally:
         return [
             Figure(f"kills of one replica of {NUM_REPLICAS}", self.num_kills, at_least=1),
             Figure("streams that failed with an error", self.num_failed, at_least=1),
-            Figure("requests not begun that ran elsewhere", self.num_moved, at_least=1),
+            Figure("waiting requests of that replica that another replica ran", self.num_moved, at_least=1),
             Figure("complete answers", self.num_complete, at_least=1),
             exactly("streams of other replicas that failed", self.num_strangers),
-            exactly("requests not begun that failed", self.num_unbegun),
-            exactly("answers with tokens missing, wrong or twice", self.num_wrong),
-            Figure("kill to the error of a stream, p99", percentile(self.errors_s, 99), "s", at_most=1, is_timed=True),
+            exactly("waiting requests that failed", self.num_unbegun),
+            exactly("answers with missing, wrong or repeated tokens", self.num_wrong),
+            Figure(
+                "time from the kill to the error of a stream, p99",
+                percentile(self.errors_s, 99),
+                "s",
+                at_most=1,
+                is_timed=True,
+            ),
         ]
 
 
@@ -169,13 +175,13 @@ def on_ray(gauntlet: Gauntlet) -> list[Figure]:
                     num_wrong += not text_of_part(whole).startswith(text_of_part(reply))
         held = cluster.wait_free()["num_in_use"]
     figures += [
-        Figure("Ray, kills of one replica of 3", num_kills, at_least=1),
-        Figure("Ray, streams that failed with an error", num_failed, at_least=1),
-        Figure("Ray, complete answers", num_complete, at_least=1),
-        exactly("Ray, streams that failed beyond those that the replica can run", num_extra),
-        exactly("Ray, streams cut without an error", num_broken),
-        exactly("Ray, answers with text missing, wrong or twice", num_wrong),
-        exactly("Ray, blocks held", held),
+        Figure("on Ray: kills of one replica of 3", num_kills, at_least=1),
+        Figure("on Ray: streams that failed with an error", num_failed, at_least=1),
+        Figure("on Ray: complete answers", num_complete, at_least=1),
+        exactly("on Ray: failed streams, more than the replica can run at once", num_extra),
+        exactly("on Ray: streams that ended without an error", num_broken),
+        exactly("on Ray: answers with missing, wrong or repeated text", num_wrong),
+        exactly("on Ray: KV blocks held afterwards", held),
     ]
     return figures
 
@@ -205,4 +211,4 @@ async def _ask(cluster: Cluster, number: int, one: int, begun: set[int]) -> Repl
     return await ask_async(cluster, CHAT, body, on_data=lambda _: begun.add(one))
 
 
-ROWS = (Row("R17", "A replica killed in mid-stream fails only its own streams", kills, 600),)
+ROWS = (Row("R17", "A replica that is killed fails only the streams that it was answering", kills, 600),)

@@ -104,7 +104,7 @@ def process_list(server: Server) -> str:
 
 
 def seen_by_others(server: Server, crash: Callable[[], None]) -> str:
-    """What another key can read while a request with a canary runs, and after the worker crashed below it."""
+    """The reports that another key can read while a request with a canary runs, and after its worker crashed."""
     other = {"authorization": f"Bearer {OTHER_KEY}"}
     body = {"messages": [{"role": "user", "content": f"{PROMPT} tell a long story"}], "max_tokens": 400}
     with server.begin({**body, "stream": True, "ignore_eos": True}):
@@ -149,13 +149,13 @@ def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
     assert "SIGSEGV" in log, "the crash is not in the log"
     return [
         Figure("requests with canaries that were refused", len(errors), at_least=100),
-        exactly("hits in errors", sum(hits(text, (PROMPT, KEY, *ENVIRONMENT.values())) for text in errors)),
-        exactly("hits in logs, with the report of a crash", hits(log)),
-        exactly("hits in metrics", hits(metrics)),
-        exactly("hits in what another key can read", hits(others)),
-        exactly("hits in the process list, keys as options", hits(shown)),
-        exactly("hits in the process list, keys in the environment", hits(from_environment)),
-        exactly("API keys in the environment of worker processes", num_keys + more_keys),
+        exactly("secrets in errors", sum(hits(text, (PROMPT, KEY, *ENVIRONMENT.values())) for text in errors)),
+        exactly("secrets in logs, which include a crash", hits(log)),
+        exactly("secrets in metrics", hits(metrics)),
+        exactly("secrets in reports that another key can read", hits(others)),
+        exactly("secrets in the process list, with keys as options", hits(shown)),
+        exactly("secrets in the process list, with keys in the environment", hits(from_environment)),
+        exactly("API keys in the environment of child processes", num_keys + more_keys),
         *left,
     ]
 
@@ -190,7 +190,7 @@ def audited(folder: Path, outside: Path = Path("/no folder")) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def canary_site() -> Iterator[tuple[str, list[str]]]:
-    """A web server that nothing may ask."""
+    """A web server that must get no request."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -379,16 +379,16 @@ def attack_surface(gauntlet: Gauntlet) -> Sequence[Figure]:
         gauntlet.say(line)
     return [
         Figure("source files searched for unsafe code", len(SOURCES), at_least=100),
-        exactly("uses of pickle, eval, exec, torch.load, shells and code of models", len(uses)),
+        exactly("uses of pickle, eval, exec, torch.load, shells and model code in the source", len(uses)),
         exactly("listening sockets", len(sockets), 1),
-        exactly("of these not on loopback", sum(ip not in ("127.0.0.1", "::1") for ip in sockets)),
+        exactly("listening sockets that are not on loopback", sum(ip not in ("127.0.0.1", "::1") for ip in sockets)),
         exactly("Unix sockets with a path", num_unix),
         Figure("requests without a valid key", num_asked, at_least=gauntlet.size(3_000, 100)),
-        exactly("of these answered", len(passed)),
-        exactly("starts on other addresses without a key", starts_without_a_key(gauntlet)),
-        exactly("pickles that ran", num_pickles),
+        exactly("requests without a valid key that were answered", len(passed)),
+        exactly("servers without a key that start on other addresses than loopback", starts_without_a_key(gauntlet)),
+        exactly("pickles in requests that ran", num_pickles),
         exactly("outgoing connections", len(connections) + len(calls)),
-        exactly("requests to a URL in a request", len(asked)),
+        exactly("requests of the server to URLs that clients send", len(asked)),
         *left,
     ]
 
@@ -399,6 +399,11 @@ def _is_own(line: str) -> bool:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("R20", "No secret in logs, errors, metrics, events or process lists", secrets, 300),
-    Row("R21", "One socket, every route guarded, no unsafe code, no outgoing connection", attack_surface, 300),
+    Row("R20", "Logs, errors, metrics, reports to other keys and process lists contain no secret", secrets, 300),
+    Row(
+        "R21",
+        "The server has one socket, guards every route, uses no unsafe code and opens no connection",
+        attack_surface,
+        300,
+    ),
 )

@@ -1,4 +1,4 @@
-"""R19, R26: a server that is asked to end does so and leaves nothing; a second one on its port does not disturb it."""
+"""R19: a server that gets SIGTERM ends and leaves nothing behind. R26: a second server on the same port."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDLESS = 3900
 
 @dataclass
 class Ending:
-    """What a server that was told to end left behind."""
+    """The end of a server that got SIGTERM, and what it left behind."""
 
     stage: str
     num_signals: int = 0
@@ -150,7 +150,7 @@ class Termination:
 
 
 def terminate(gauntlet: Gauntlet, num_signals: int) -> list[Ending]:
-    """Start servers and end them, two at a time, until they got so many signals."""
+    """Start servers and end them, two at a time, until `num_signals` signals were sent."""
     endings: list[Ending] = []
     lock = threading.Lock()
     seeds = iter(range(10**6))
@@ -180,14 +180,16 @@ def ending_figures(prefix: str, endings: Sequence[Ending]) -> list[Figure]:
         if one.status or one.num_tracebacks:
             print(one.stage, one.status, *one.lines)
     return [
-        Figure(f"{prefix}signals", sum(one.num_signals for one in endings)),
-        Figure(f"{prefix}servers", len(endings)),
-        exactly(f"{prefix}exits with another status than 0", sum(one.status != 0 for one in endings)),
-        Figure(f"{prefix}time beyond the drain time, p50", percentile(late_s, 50), "s"),
-        Figure(f"{prefix}time beyond the drain time, worst", max(late_s), "s", at_most=SPARE_S, is_timed=True),
+        Figure(f"{prefix}SIGTERM signals sent", sum(one.num_signals for one in endings)),
+        Figure(f"{prefix}servers that got SIGTERM", len(endings)),
+        exactly(f"{prefix}servers that exited with another status than 0", sum(one.status != 0 for one in endings)),
+        Figure(f"{prefix}time to the exit beyond the drain time, p50", percentile(late_s, 50), "s"),
+        Figure(
+            f"{prefix}time to the exit beyond the drain time, longest", max(late_s), "s", at_most=SPARE_S, is_timed=True
+        ),
         exactly(f"{prefix}orphan processes", sum(one.num_orphans for one in endings)),
         exactly(f"{prefix}listening sockets left", sum(one.num_sockets for one in endings)),
-        exactly(f"{prefix}shared memory left", sum(one.num_shared for one in endings)),
+        exactly(f"{prefix}files left in shared memory", sum(one.num_shared for one in endings)),
         exactly(f"{prefix}temporary files left", sum(one.num_files for one in endings)),
         exactly(f"{prefix}accepted requests without an answer", sum(one.num_unanswered for one in endings)),
         exactly(f"{prefix}tracebacks in logs", sum(one.num_tracebacks for one in endings)),
@@ -199,7 +201,7 @@ def run_signals(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures = ending_figures("", endings)
     for stage in STAGES:
         count = sum(one.stage == stage for one in endings)
-        figures.append(Figure(f"servers ended at stage {stage}", count, at_least=1))
+        figures.append(Figure(f"servers that got SIGTERM in the stage '{stage}'", count, at_least=1))
     if not gauntlet.is_quick:
         with serving(gauntlet.model, "--num-blocks", "400", "--drain", "1") as server:
             relatives = psutil.Process(server.process.pid).children(recursive=True)
@@ -210,8 +212,10 @@ def run_signals(gauntlet: Gauntlet) -> Sequence[Figure]:
             late_s = time.monotonic() - begin_s - 1
             lost = sum(reply.ending not in ("done", "error") for reply in flood.wait())
             figures += [
-                exactly("real model: exits with another status than 0", int(status != 0)),
-                Figure("real model: time beyond the drain time", late_s, "s", at_most=SPARE_S, is_timed=True),
+                exactly("real model: servers that exited with another status than 0", int(status != 0)),
+                Figure(
+                    "real model: time to the exit beyond the drain time", late_s, "s", at_most=SPARE_S, is_timed=True
+                ),
                 exactly("real model: orphan processes", len(psutil.wait_procs(relatives, timeout=30)[1])),
                 exactly("real model: accepted requests without an answer", lost),
             ]
@@ -247,17 +251,17 @@ def run_second(gauntlet: Gauntlet) -> Sequence[Figure]:
                 if not is_clear:
                     gauntlet.say(other.stderr[-1000:])
             figures += [
-                Figure(f"{prefix}second servers", num_tries, at_least=num_tries),
-                exactly(f"{prefix}second servers that exit with 0", zero),
-                exactly(f"{prefix}errors that are not one line with the port", unclear),
-                exactly(f"{prefix}streams of the first touched", touched),
-                exactly(f"{prefix}requests of the first refused", int(server.chat().status != 200)),
-                exactly(f"{prefix}workers of the first replaced", int(server.worker_pid != worker)),
+                Figure(f"{prefix}second servers started on the port", num_tries, at_least=num_tries),
+                exactly(f"{prefix}second servers that exit with status 0", zero),
+                exactly(f"{prefix}second servers whose error is not one line with the port", unclear),
+                exactly(f"{prefix}streams of the first server that failed", touched),
+                exactly(f"{prefix}failed requests of the first server afterwards", int(server.chat().status != 200)),
+                exactly(f"{prefix}restarts of the first server's worker", int(server.worker_pid != worker)),
             ]
     return figures
 
 
 ROWS = (
-    Row("R19", "SIGTERM at any moment ends a server cleanly", run_signals, 900),
-    Row("R26", "A second server on the same port is refused", run_second, 240),
+    Row("R19", "SIGTERM at any moment ends a server, which leaves nothing behind", run_signals, 900),
+    Row("R26", "A second server on the same port exits with an error and does not disturb the first", run_second, 240),
 )

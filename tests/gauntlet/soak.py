@@ -1,4 +1,4 @@
-"""R6 and R32: hours of mixed traffic and 100,000 requests. Memory, descriptors and threads stay what they were."""
+"""R6: a soak with mixed traffic. R32: 100,000 requests. Memory, open files and threads must not grow."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ async def soak(server: Server, rate: float, seconds: float, chosen: random.Rando
         if due_s > now_s:
             await asyncio.sleep(min(due_s - now_s, 0.05))
             continue
-        due_s = max(due_s + chosen.expovariate(rate), now_s - 1.0)  # a stalled client does not catch up in a burst
+        # After a stall of this process, it does not send all the missed requests in a burst.
+        due_s = max(due_s + chosen.expovariate(rate), now_s - 1.0)
         task = asyncio.create_task(ask())
         open_tasks.add(task)
         task.add_done_callback(open_tasks.discard)
@@ -121,30 +122,35 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
     warm = [one for one in samples if one.at > seconds / 4]
     hourly = slope(warm) * HOUR_S / MB
     is_long = seconds >= JUDGED_S
-    # In a short soak the heap still moves by a few pages, which an hour multiplies: the bound is one of the process.
+    # In a short soak, a change of the heap by a few pages is a large growth per hour: the bar is higher.
     growth = Figure(
-        "growth of resident memory after warm-up" + ("" if is_long else f", from {seconds:.0f} s: loose bound"),
+        "growth of resident memory after warm-up" + ("" if is_long else f", in a soak of {seconds:.0f} s (higher bar)"),
         hourly, "MB/h", at_most=1.0 if is_long else 60.0, is_timed=True,
     )  # fmt: skip
     for what, count in tally.wrong.items():
         gauntlet.say(f"unexpected: {what}, {count} times")
     return [
         growth,
-        Figure("requests", tally.num_ended),
-        Figure("rate of 80 % of the peak", 0.8 * peak, "requests/s"),
+        Figure("requests of the soak", tally.num_ended),
+        Figure("rate of requests, 80 % of the peak", 0.8 * peak, "requests/s"),
         exactly("answers with 5xx", tally.num_failed),
-        exactly("lost answers", tally.num_lost + tally.num_sent - tally.num_ended),
+        exactly("answers lost or incomplete", tally.num_lost + tally.num_sent - tally.num_ended),
         exactly("answers with an unexpected status", sum(tally.wrong.values())),
-        Figure("refused (429)", tally.num_refused),
-        exactly("worker restarts", restarts),
-        # Connections are files: on a machine that slows down, more of them are open at a time.
+        Figure("requests refused with 429", tally.num_refused),
+        exactly("restarts of the worker", restarts),
+        # Connections are open files: if the machine slows down, more of them are open at the same time.
         Figure(
-            "files more in the last third than in the first",
+            "increase of open files from the first to the last third of the soak",
             drift(warm, lambda base: base.num_files),
             at_most=8,
             is_timed=True,
         ),
-        Figure("threads more in the last third", drift(warm, lambda base: base.num_threads), at_most=1, is_timed=True),
+        Figure(
+            "increase of threads from the first to the last third of the soak",
+            drift(warm, lambda base: base.num_threads),
+            at_most=1,
+            is_timed=True,
+        ),
         *left,
     ]
 
@@ -178,7 +184,7 @@ class Address:
 
 
 def memory_of(server: Server) -> dict[str, int]:
-    """Resident bytes of the server and of its worker, each with its helpers."""
+    """Resident bytes of the server process and of its worker."""
     process = psutil.Process(server.process.pid)
     worker = psutil.Process(server.worker_pid)
     return {"server": process.memory_info().rss, "worker": worker.memory_info().rss}
@@ -225,7 +231,7 @@ def bytes_per_request(rounds: Sequence[tuple[int, dict[str, int]]], process: str
 
 
 def swaps(gauntlet: Gauntlet, count: int) -> list[Figure]:
-    """Load and unload models in turn: the server's memory must not grow with each."""
+    """Load and unload two models in turn: the server's memory must not grow."""
     other = write_tiny_model(gauntlet.folder / "other", seed=1)
     sizes: list[int] = []
     with soaked(
@@ -241,7 +247,15 @@ def swaps(gauntlet: Gauntlet, count: int) -> list[Figure]:
         assert admin.post("/v1/models/load", {"model": "tiny"}).status == 200
     half = sizes[len(sizes) // 2 :]
     growth = statistics.linear_regression(range(len(half)), half).slope / 2 if len(half) > 2 else 0.0
-    return [Figure(f"growth for each of {2 * count} model swaps", growth / 1000, "kB", at_most=100, is_timed=True)]
+    return [
+        Figure(
+            f"growth of the server's memory for each of {2 * count} loads and unloads of a model",
+            growth / 1000,
+            "kB",
+            at_most=100,
+            is_timed=True,
+        )
+    ]
 
 
 def no_leak(gauntlet: Gauntlet) -> Sequence[Figure]:
@@ -254,16 +268,16 @@ def no_leak(gauntlet: Gauntlet) -> Sequence[Figure]:
     for what, number in tally.wrong.items():
         gauntlet.say(f"unexpected: {what}, {number} times")
     leaks = [
-        Figure(f"growth of the {process}", bytes_per_request(rounds, process), "bytes/request",
+        Figure(f"growth of the {process}'s memory", bytes_per_request(rounds, process), "bytes/request",
                at_most=BYTES_PER_REQUEST, is_timed=True)
         for process in ("server", "worker")
     ]  # fmt: skip
     gauntlet.say("model swaps")
     return [
-        Figure("requests", tally.num_ended, at_least=count),
+        Figure("requests sent", tally.num_ended, at_least=count),
         *leaks,
         exactly("answers with 5xx", tally.num_failed),
-        exactly("lost answers", tally.num_lost + tally.num_sent - tally.num_ended),
+        exactly("answers lost or incomplete", tally.num_lost + tally.num_sent - tally.num_ended),
         exactly("answers with an unexpected status", sum(tally.wrong.values())),
         *figures,
         *swaps(gauntlet, gauntlet.size(30, 1)),
@@ -271,6 +285,6 @@ def no_leak(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 ROWS = (
-    Row("R6", "A soak at 80 % of the peak leaves everything flat", run_soak, 300),
+    Row("R6", "At 80 % of the peak load, memory, open files and threads do not grow", run_soak, 300),
     Row("R32", "100,000 requests leak no memory", no_leak, 600),
 )

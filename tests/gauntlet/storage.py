@@ -32,7 +32,7 @@ NUM_PROMPTS = 8
 
 
 class Disk:
-    """A folder that can be full or read-only: a small tmpfs, or, without the right to mount, a limit of file sizes."""
+    """A folder that can be full or read-only: a small tmpfs or, if it cannot be mounted, a limit of file sizes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,7 +46,7 @@ class Disk:
                     pass
         elif how == "read-only" and self.is_mounted:
             assert _mount("-o", "remount,ro", str(self.folder))
-        else:  # every write of more than nothing fails
+        else:  # every write fails
             for process in family(server):
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
@@ -82,7 +82,7 @@ def prompt(number: int) -> str:
 
 
 def answers(server: Server, numbers: Sequence[int], num_tokens: int = 8) -> list[str]:
-    """The texts; an error is an empty text, which no answer is."""
+    """The texts of the answers. The text of an error is empty; that of an answer never is."""
     replies = Flood(server, [chat_body(prompt(number), num_tokens, stream=False) for number in numbers]).wait()
     return [text_of(reply) if reply.ending == "done" else "" for reply in replies]
 
@@ -95,7 +95,7 @@ def num_lines(server: Server, pattern: str) -> int:
 
 
 def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """Break the disk under a server, then kill the server and start it again with a good disk."""
+    """Break the disk of a running server, then kill the server and start it again with a good disk."""
     options = (*options, "--disk-cache", "3M", "--cache-dir", str(disk.folder / "kv"))
     old, new = range(NUM_PROMPTS // 2), range(NUM_PROMPTS // 2, NUM_PROMPTS)
     with serving(*options) as server:
@@ -116,11 +116,11 @@ def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence
         is_loaded = server.stats()["tiers"][-1]["num_loads"] > 0
         return {
             "answers lost or changed": sum(map(str.__ne__, found, (*expected, *expected))),
-            "log lines beside one": abs(num_said - 1),
-            "tracebacks": problems,
+            "difference from one log line about the disk": abs(num_said - 1),
+            "tracebacks in the log": problems,
             "answers lost or changed after a restart": sum(map(str.__ne__, later, expected)),
-            "restarts that load nothing": int(not is_loaded),
-            "invariant violations": num_violations(server),
+            "restarts after which nothing is loaded from disk": int(not is_loaded),
+            "broken invariants reported by workers": num_violations(server),
         }
 
 
@@ -134,7 +134,7 @@ def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
         with small_disk(gauntlet, f"disk {how}") as disk:
             what = how if disk.is_mounted else "limit of file sizes"
             found = break_cache(disk, how, options, expected)
-            figures += [exactly(f"KV files, {what}: {name}", count) for name, count in found.items()]
+            figures += [exactly(f"cache files (disk: {what}): {name}", count) for name, count in found.items()]
     return figures
 
 
@@ -142,11 +142,11 @@ def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
 
 
 def break_batches(gauntlet: Gauntlet, how: str) -> list[Figure]:
-    """Upload and run a batch on a broken disk, and again when it is mended and the server was started again."""
+    """Upload and run a batch on a broken disk, then restart the server with the mended disk."""
     lines = [line(f"q-{number}", max_tokens=60) for number in range(gauntlet.size(60, 20))]
     with small_disk(gauntlet, f"batches {how}") as disk:
         env = {"QUIRE_STATE_DIR": str(disk.folder / "state")}
-        what = f"batch files, {how if disk.is_mounted else 'limit of file sizes'}: "
+        what = f"batch files (disk: {how if disk.is_mounted else 'limit of file sizes'}): "
         with serving(str(gauntlet.tiny), *FAKE, env=env) as server, client_of(server) as client:
             batch = submit(client, *lines)
             disk.break_(how, server)
@@ -161,12 +161,12 @@ def break_batches(gauntlet: Gauntlet, how: str) -> list[Figure]:
             answered = results(client, found.output_file_id) if found.output_file_id else {}
             files = [client.files.content(file.id).text for file in client.files.list().data]
     return [
-        exactly(f"{what}uploads accepted", int(not is_refused)),
-        exactly(f"{what}chats refused meanwhile", 5 - num_chats),
-        exactly(f"{what}half files listed", max(0, listed - 2)),  # the input, and possibly the output
-        exactly(f"{what}tracebacks", num_traces),
-        exactly(f"{what}lines of the batch without an answer", len(lines) - len(answered)),
-        exactly(f"{what}files with a half line", sum(map(_is_torn, files))),
+        exactly(f"{what}uploads that were accepted", int(not is_refused)),
+        exactly(f"{what}chats that failed", 5 - num_chats),
+        exactly(f"{what}incomplete files in /v1/files", max(0, listed - 2)),  # the input, and possibly the output
+        exactly(f"{what}tracebacks in the log", num_traces),
+        exactly(f"{what}lines of the batch without a result", len(lines) - len(answered)),
+        exactly(f"{what}files with an incomplete line", sum(map(_is_torn, files))),
     ]
 
 
@@ -189,7 +189,7 @@ def _is_torn(text: str) -> bool:
 
 
 def break_logs(gauntlet: Gauntlet) -> list[Figure]:
-    """Standard error is a full device."""
+    """Start a server whose standard error is a full device, and send requests."""
     command = [sys.executable, "-m", "quire", "serve", str(gauntlet.tiny), *FAKE, "--port", "0"]
     state = tempfile.mkdtemp()
     env = {**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", "QUIRE_STATE_DIR": state}
@@ -205,8 +205,8 @@ def break_logs(gauntlet: Gauntlet) -> list[Figure]:
         num_asked = gauntlet.size(200, 10)
         bad = sum(server.chat(f"{i}", max_tokens=2).status != 200 for i in range(num_asked))
         return [
-            exactly(f"logs on a full device: requests refused of {num_asked}", bad),
-            exactly("logs on a full device: exits with another status than 0", int(server.stop() != 0)),
+            exactly(f"log on a full device: failed requests of {num_asked}", bad),
+            exactly("log on a full device: servers that exited with another status than 0", int(server.stop() != 0)),
         ]
     finally:
         put_away(server)
@@ -222,7 +222,7 @@ def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
 # R25: a wall clock that jumps
 
 JUMPS_S = (3600.0, -3600.0, 864_000.0, -864_000.0, 315_360_000.0, -315_360_000.0, 0.5, -0.5)
-# Modules that tell the time of day: fields of answers, logs and files, ages of files, and the 24 hours of a batch.
+# Modules that need the time of day: fields of answers, logs and files, ages of files, and the 24 hours of a batch.
 WALL_CLOCK = {
     "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/tiers/", "quire/server/active_request.py",
     "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http/server.py",
@@ -234,7 +234,7 @@ READINGS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("dateti
 
 
 def wall_clock_readings() -> list[str]:
-    """Places in the package that read the wall clock, outside of the modules that tell the time of day."""
+    """Places in the package that read the wall clock, outside of the modules that need the time of day."""
     found = []
     for path in sorted((ROOT / "quire").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
@@ -247,7 +247,7 @@ def wall_clock_readings() -> list[str]:
 
 
 def num_negative(server: Server) -> int:
-    """Negative figures in /metrics, in the log, and in what the page shows."""
+    """Number of negative values in /metrics, in the log, and in the data of the web page."""
     text = server.get("/metrics").body.decode()
     samples = [line.rpartition(" ")[2] for line in text.splitlines() if line and not line.startswith("#")]
     fields = re.findall(r" \w+=(-\d[\d.]*)", "".join(one for one in server.stderr if "quire.request" in one))
@@ -275,13 +275,17 @@ def jump(gauntlet: Gauntlet, options: Sequence[str], num_jumps: int, num_tokens:
             lost += sum(reply.ending != "done" for reply in replies)
         seen = int(server.get("/v1/models").headers["date"].split()[3]) - time.gmtime().tm_year
         return [
-            Figure(f"{prefix}jumps", num_jumps, at_least=num_jumps),
-            Figure(f"{prefix}jumps that the server sees", float(num_jumps if _saw(server) else 0), at_least=num_jumps),
-            exactly(f"{prefix}requests lost of {asked}", lost),
-            exactly(f"{prefix}workers replaced", int(server.worker_pid != worker)),
+            Figure(f"{prefix}jumps of the wall clock", num_jumps, at_least=num_jumps),
+            Figure(
+                f"{prefix}jumps of the wall clock that the server sees",
+                float(num_jumps if _saw(server) else 0),
+                at_least=num_jumps,
+            ),
+            exactly(f"{prefix}requests without a complete answer, of {asked}", lost),
+            exactly(f"{prefix}restarts of the worker", int(server.worker_pid != worker)),
             exactly(f"{prefix}times /health was not 200", sum(status != 200 for _, status in health.changes)),
-            exactly(f"{prefix}negative figures", num_negative(server)),
-            Figure(f"{prefix}years that its date is off at the end", abs(seen)),
+            exactly(f"{prefix}negative values in metrics, logs and reports", num_negative(server)),
+            Figure(f"{prefix}years by which the server's date is wrong at the end", abs(seen)),
         ]
 
 
@@ -295,7 +299,7 @@ def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
     if readings:
         gauntlet.say(", ".join(readings))
     options = (str(gauntlet.tiny), *FAKE, "--max-num-seqs", "4")
-    figures = [exactly("readings of the wall clock outside of timestamps", len(readings))]
+    figures = [exactly("readings of the wall clock in modules that do not need the time of day", len(readings))]
     figures += jump(gauntlet, options, gauntlet.size(40, 8), gauntlet.size(150, 60), "")
     if not gauntlet.is_quick:
         figures += jump(gauntlet, (gauntlet.model, "--num-blocks", "400"), 8, 30, "real model: ")
@@ -303,6 +307,6 @@ def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 ROWS = (
-    Row("R24", "A full or read-only disk stops no request", run_disks, 480),
-    Row("R25", "A wall clock that jumps loses no request", run_clock, 240),
+    Row("R24", "A full or read-only disk stops no chat and damages no stored file", run_disks, 480),
+    Row("R25", "Jumps of the wall clock fail no request", run_clock, 240),
 )

@@ -1,4 +1,4 @@
-"""Ordinary streams beside an attack, and the times between their tokens."""
+"""Ordinary streams that run during an attack, and the times between their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BODY: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0,
 
 
 class Streams(threading.Thread):
-    """Keeps so many streams open, each followed by the next, and measures the times between their tokens."""
+    """Keeps `count` streams open, starts a new one after each, and measures the times between their tokens."""
 
     def __init__(self, server: Server, count: int) -> None:
         super().__init__(daemon=True)
@@ -54,7 +54,7 @@ class Streams(threading.Thread):
                 return
 
     def wait(self, count: int) -> None:
-        """Wait for so many tokens more."""
+        """Wait for `count` more tokens."""
         wanted = len(self._gaps_s) + count
         eventually(lambda: len(self._gaps_s) >= wanted or self.problems, "the streams go on")
 

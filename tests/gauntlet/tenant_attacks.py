@@ -1,4 +1,4 @@
-"""R30: what one API key can take from another. One key attacks each shared resource; another key keeps being served."""
+"""R30: one API key attacks each shared resource, and the requests of another key must still be answered."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def chat_of(text: str, num_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, **fields}
 
 
-# The attacks: each is in place when its context is entered
+# The attacks: each has begun when its context is entered
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def tokenisation(attacker: Attacker) -> Iterator[None]:
 
 @contextmanager
 def bodies(attacker: Attacker) -> Iterator[None]:
-    """Bodies that end before their last byte: 256 MiB may be read at once."""
+    """Bodies whose last byte is never sent: 256 MiB may be read at once."""
     data = b" " * (16 * MIB - 100)
     for _ in range(17):
         attacker.begin(CHAT, "application/json", 16 * MIB - 10, data)
@@ -207,7 +207,7 @@ def upload(server: Server, data: bytes) -> str:
     return str(answer.json["id"])
 
 
-# What the victim does meanwhile: raises or returns a status
+# Requests of the victim during an attack. Each returns a status or raises
 
 
 def ask_chat(victim: Server) -> int:
@@ -261,7 +261,7 @@ def ask_batch(victim: Server) -> int:
 
 ATTACKS: tuple[tuple[str, Attack, Callable[[Server], int]], ...] = (
     ("queue places", queue_places, ask_chat),
-    ("n", samples, ask_chat),
+    ("many samples (n)", samples, ask_chat),
     ("long prompts", long_prompts, ask_chat),
     ("blocks", blocks, ask_chat),
     ("pins", pins, ask_pinned),
@@ -300,7 +300,7 @@ def timed(ask: Callable[[Server], int], victim: Server, count: int) -> Outcome:
 def attacked(
     server: Server, attack: Attack, ask: Callable[[Server], int], count: int, base: Base
 ) -> tuple[Outcome, Outcome, list[Figure]]:
-    """The victim's requests in quiet and during the attack, and what is left after it."""
+    """The victim's requests before and during the attack, and the resources that are not released after it."""
     victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count, [])
     quiet = Outcome(0, 0.0)
     if ask is not ask_batch:
@@ -315,7 +315,7 @@ def attacked(
 
 
 def warm_up(server: Server) -> None:
-    """Start every thread of every pool: pools start them as they are needed, and keep them."""
+    """Start every thread of every pool. Pools start threads when they are needed, and keep them."""
     with ThreadPoolExecutor(16) as pool:
         for ask in (ask_schema, ask_long_chat, ask_upload):
             list(pool.map(ask, [server] * 16))
@@ -338,7 +338,7 @@ def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
     fake = ("--backend", "fake", "--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
     figures = shares_of(gauntlet, ATTACKS, gauntlet.size(10, 1), *fake)
     if not gauntlet.is_quick:
-        some = [one for one in ATTACKS if one[0] in ("queue places", "n", "tokenisation", "batch jobs")]
+        some = [one for one in ATTACKS if one[0] in ("queue places", "many samples (n)", "tokenisation", "batch jobs")]
         found = shares_of(gauntlet, some, 3, model=gauntlet.model)
         figures += [
             replace(figure, name=f"real model: {figure.name}") for figure in found if "delay" not in figure.name
@@ -361,10 +361,10 @@ def shares_of(
         for name, attack, ask in attacks:
             began_s = time.monotonic()
             quiet, during, left = attacked(server, attack, ask, count, base)
-            figures.append(exactly(f"{name}: requests of the other key that fail", during.num_failed))
+            figures.append(exactly(f"{name}: requests of the other key that failed", during.num_failed))
             if quiet.seconds:
                 ratio = (during.seconds - quiet.seconds) / STEP_S
-                figures.append(Figure(f"{name}: the other key's delay", max(0.0, ratio), "steps"))
+                figures.append(Figure(f"{name}: delay of the other key's requests", max(0.0, ratio), "steps"))
             missed = [
                 replace(figure, name=f"{name}: {figure.name}") for figure in left if not figure.is_held(is_quick=True)
             ]
@@ -376,4 +376,4 @@ def shares_of(
     return figures
 
 
-ROWS = (Row("R30", "A key takes nothing of another's share", shares, 300),)
+ROWS = (Row("R30", "A key cannot use up the share of another key", shares, 300),)

@@ -1,4 +1,4 @@
-"""R5 and R29: what one API key can learn of another's prompts. Every channel is measured, with a control that leaks."""
+"""R5, R29: what one API key can learn of another key's prompts. Controls show that each measurement detects a leak."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ keys:
 ALICE, BOB, BOSS = "sk-alice-00000001", "sk-bob-000000002", "sk-boss-00000003"
 BLOCK = 32
 NUM_TOKENS = 4096  # of the prompts whose timing is measured
-# Each is in a different part of a request or file of the key that is spied on.
+# Each is in a different part of the requests and files of the key that is attacked.
 CANARIES = {
     part: f"CANARY{number}QX"
     for number, part in enumerate(
@@ -49,13 +49,13 @@ Ask = Callable[[Sequence[int]], Any]
 
 
 def as_key(server: Server, key: str | None) -> Server:
-    """The same server, asked with another key."""
+    """The same server with another key for requests."""
     return replace(server, key=key)
 
 
 @contextmanager
 def keyed(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) -> Iterator[Server]:
-    """A server with three keys of different tiers. It is asked with the admin key unless `as_key` is used."""
+    """A server with three keys of different tiers. Requests use the admin key unless `as_key` is used."""
     gauntlet.folder.mkdir(parents=True, exist_ok=True)
     path = gauntlet.folder / "keys.yaml"
     path.write_text(KEYS)
@@ -67,7 +67,7 @@ def keyed(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) ->
 
 
 def same_block_keys(num_pairs: int, chosen: random.Random) -> int:
-    """Number of different (key, salt, tokens) that have the chain key of another one, among `num_pairs`."""
+    """Number of different (key, salt, tokens) with the same chain key as another one, among `num_pairs`."""
     secret = chosen.randbytes(16)
     seen: set[bytes] = set()
     num_made = 0
@@ -147,7 +147,7 @@ def guesses(
     right: list[float] = []
     wrong: list[float] = []
     num_cached = 0
-    own: set[tuple[int, ...]] = set()  # first tokens of the spy's prompts, which it may find in its own cache
+    own: set[tuple[int, ...]] = set()  # first tokens of the spy's own prompts, which may be cached
     for is_right in chosen.sample([True, False] * count, 2 * count):
         prompt = random_prompt(chosen, num_tokens)
         owner.ask(prompt)
@@ -194,11 +194,17 @@ def timing_figures(
     chance, area = mann_whitney(right, wrong)
     _, own_area = mann_whitney(own_wrong, own_right)
     return [
-        exactly(f"{label}: cached tokens of the second key, {len(right)} prompts of {num_tokens}", num_cached),
-        Figure(f"{label}: p of TTFT, right against wrong guesses by another key", chance, at_least=0.01, is_timed=True),
-        Figure(f"{label}: area under the ROC of that guess (0.5: chance)", area),
-        Figure(f"{label}: cached tokens of the own key (control)", own_cached, at_least=num_controls * num_tokens / 2),
-        Figure(f"{label}: area under the ROC for the own key (control)", own_area, at_least=0.9, is_timed=True),
+        exactly(f"{label}: cached tokens that another key finds, {len(right)} prompts of {num_tokens}", num_cached),
+        Figure(
+            f"{label}: p value, TTFT of right and wrong guesses by another key", chance, at_least=0.01, is_timed=True
+        ),
+        Figure(f"{label}: area under the ROC, guesses by another key (0.5: chance)", area),
+        Figure(
+            f"{label}: cached tokens that the own key finds (control)",
+            own_cached,
+            at_least=num_controls * num_tokens / 2,
+        ),
+        Figure(f"{label}: area under the ROC, guesses by the own key (control)", own_area, at_least=0.9, is_timed=True),
         Figure(f"{label}: median TTFT of a wrong guess", 1000 * statistics.median(wrong), "ms"),
     ]
 
@@ -207,7 +213,11 @@ def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
     chosen = gauntlet.random
     num_pairs = gauntlet.size(1_000_000, 20_000)
     gauntlet.say(f"{num_pairs:,} pairs of salts and tokens")
-    figures = [exactly(f"shared block keys of {num_pairs:,} pairs", same_block_keys(num_pairs, chosen))]
+    figures = [
+        exactly(
+            f"equal block keys of {num_pairs:,} different prompts, keys or salts", same_block_keys(num_pairs, chosen)
+        )
+    ]
     wide = write_tiny_model(gauntlet.folder / "wide", max_model_len=2 * NUM_TOKENS)
     # The time of a step and its number of tokens are fixed, so the time to the first token tells how many were cached.
     fake = ("--backend", "fake", "--num-blocks", "3000", "--device", "1ms", "--max-num-batched-tokens", "512")
@@ -215,7 +225,9 @@ def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
         server.chat()
         base = idle_base(server)
         num_tokens = gauntlet.size(NUM_TOKENS, NUM_TOKENS)
-        figures += timing_figures(server, gauntlet.size(200, 4), gauntlet.size(20, 2), chosen, num_tokens, "fake")
+        figures += timing_figures(
+            server, gauntlet.size(200, 4), gauntlet.size(20, 2), chosen, num_tokens, "fake backend"
+        )
         figures += left_over(server, base)
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
@@ -237,7 +249,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 class Leaks:
-    """Counts what a key finds of another: canaries, names and ids in anything that it receives."""
+    """Finds canaries, names and ids of one key in texts that another key receives."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = list(words)
@@ -269,7 +281,7 @@ def readable_paths() -> list[str]:
 
 @contextmanager
 def secrets_of(alice: Server) -> Iterator[dict[str, str]]:
-    """Requests, a file and a batch of one key. Returns the ids that they have; a stream is open meanwhile."""
+    """Send requests, a file and a batch with one key. Yields their ids while a stream is open."""
     ids = {"request": CANARIES["request"]}
     assert alice.post(CHAT, chat_body()).status == 200
     assert alice.post(CHAT, chat_body(cache_salt=CANARIES["salt"])).status == 200
@@ -333,7 +345,7 @@ def num_told_apart(bob: Server, ids: dict[str, str], leaks: Leaks) -> int:
 
 
 def explained_facts(bob: Server) -> int:
-    """Number of fields of an explanation that differ between a prompt of the other key and one that nobody sent."""
+    """Number of fields of an explanation that differ between a prompt of the other key and a new prompt."""
     body = {"messages": chat_body()["messages"]}
     fresh = json.loads(json.dumps(body).replace(CANARIES["prompt"], CANARIES["prompt"][::-1]))
     known, unknown = (bob.post(EXPLAIN, one).json for one in (body, fresh))
@@ -342,7 +354,7 @@ def explained_facts(bob: Server) -> int:
 
 
 def lengths_in_totals(server: Server, count: int, chosen: random.Random) -> int:
-    """Number of prompts whose exact length another key computes from `/v1/cache/stats` on an otherwise idle server."""
+    """Number of prompts whose length (to one token) another key reads from `/v1/cache/stats` on an idle server."""
     alice, bob = as_key(server, ALICE), as_key(server, BOB)
     num_right = 0
     for _ in range(count):
@@ -355,7 +367,7 @@ def lengths_in_totals(server: Server, count: int, chosen: random.Random) -> int:
 
 def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
     """HTTP routes, ids, errors, logs and metrics of one server."""
-    device = ("--device", "5ms")  # the stream lasts longer than the look
+    device = ("--device", "5ms")  # the stream lasts longer than the measurement
     with keyed(gauntlet, *FAKE, *device, "--log-format", "json") as server:
         alice, bob = as_key(server, ALICE), as_key(server, BOB)
         with secrets_of(alice):  # starts the processes and threads for grammars and batches
@@ -384,20 +396,20 @@ def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
         gauntlet.say(f"leaked: {one}")
     return [
         exactly(f"secrets of another key in {num_read} answers", len(leaks.found)),
-        exactly("foreign ids told apart from unknown ones", num_different),
-        exactly("requests of another key listed", num_listed),
+        exactly("ids of another key whose answers differ from those of unknown ids", num_different),
+        exactly("requests of another key in /v1/requests", num_listed),
         exactly("the admin key sees the open request (control)", is_open, 1),
-        exactly("facts in explain about a prompt of another key", num_facts),
+        exactly("fields of /v1/cache/explain that depend on another key's prompt", num_facts),
         exactly("cached_tokens of another key's prompt", num_cached),
         exactly("secrets in the log", len(logged.found)),
         exactly("key names in /metrics", num_named),
-        Figure("prompt lengths of 10 that totals (/v1/cache/stats) reveal on an idle server: documented", num_lengths),
+        Figure("prompt lengths, of 10, that /v1/cache/stats shows on an idle server (documented)", num_lengths),
         *figures,
     ]  # fmt: skip
 
 
 def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
-    """Whether a schema that another key has used is answered sooner than a new one."""
+    """Measure whether a schema that another key has used is answered sooner than a new schema."""
     count = gauntlet.size(40, 2)
     times: dict[str, list[float]] = {"known": [], "new": [], "own": []}
     with keyed(gauntlet, *FAKE) as server:
@@ -423,9 +435,9 @@ def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
     chance, area = mann_whitney(times["known"], times["new"])
     _, own_area = mann_whitney(times["new"], times["own"])
     return [
-        Figure("p of TTFT, schemas used by another key against new ones", chance, at_least=0.01, is_timed=True),
-        Figure("area under the ROC of that guess (0.5: chance)", area),
-        Figure("area under the ROC for the own key's schemas (control)", own_area, at_least=0.9, is_timed=True),
+        Figure("p value, TTFT of schemas used by another key and of new schemas", chance, at_least=0.01, is_timed=True),
+        Figure("area under the ROC, schemas used by another key (0.5: chance)", area),
+        Figure("area under the ROC, schemas used by the own key (control)", own_area, at_least=0.9, is_timed=True),
     ]
 
 
@@ -457,12 +469,12 @@ def events_and_disk(gauntlet: Gauntlet) -> list[Figure]:
     num_open = sum(bool(stat.S_IMODE(path.stat().st_mode) & 0o077) for path in files)
     packed = pack_tokens(prompt[:BLOCK])
     return [
-        exactly("tokens of keyed prompts in KV events", num_announced),
+        exactly("tokens in KV events of prompts that were sent with a key", num_announced),
         exactly("cached tokens from another key's disk cache", num_before),
         exactly("cached tokens from another key's disk cache after a restart", num_after),
         Figure("cached tokens of the own key after a restart (control)", num_own, at_least=10 * BLOCK),
-        exactly(f"of {len(files)} cache files, readable by other users of the machine", num_open),
-        Figure("cache files that contain token ids: documented", sum(packed in path.read_bytes() for path in files)),
+        exactly(f"cache files, of {len(files)}, that other users of the machine can read", num_open),
+        Figure("cache files that contain token ids (documented)", sum(packed in path.read_bytes() for path in files)),
     ]
 
 
@@ -475,7 +487,7 @@ def real_channels(gauntlet: Gauntlet) -> list[Figure]:
             one.post(CHAT, chat_body()).json["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (bob, alice)
         ]
     return [
-        exactly("real model: facts in explain about a prompt of another key", num_facts),
+        exactly("real model: fields of /v1/cache/explain that depend on another key's prompt", num_facts),
         exactly("real model: cached_tokens of another key's prompt", cached[0]),
         Figure("real model: cached_tokens of the own key's prompt (control)", cached[1], at_least=BLOCK),
     ]
@@ -494,6 +506,6 @@ def no_channel(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 ROWS = (
-    Row("R5", "Keys and salts share no cached block", no_sharing, 420),
-    Row("R29", "A key learns nothing of another's prompts", no_channel, 240),
+    Row("R5", "Requests with different keys or salts share no cached block", no_sharing, 420),
+    Row("R29", "A key learns nothing of the contents of another key's prompts", no_channel, 240),
 )

@@ -1,4 +1,4 @@
-"""The shortened gauntlet, its first rows. They are two files because files of tests run in parallel."""
+"""The first rows of the shortened gauntlet. The rows are divided into two files, which run in parallel."""
 
 from __future__ import annotations
 

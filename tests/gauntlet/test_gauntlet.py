@@ -1,4 +1,4 @@
-"""The frame of the gauntlet."""
+"""Tests of the gauntlet itself: the list of rows, bars, and rows that raise."""
 
 from __future__ import annotations
 

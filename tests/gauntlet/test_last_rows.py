@@ -1,4 +1,4 @@
-"""The shortened gauntlet, its last rows. They are two files because files of tests run in parallel."""
+"""The last rows of the shortened gauntlet. The rows are divided into two files, which run in parallel."""
 
 from __future__ import annotations
 

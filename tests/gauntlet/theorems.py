@@ -1,4 +1,4 @@
-"""Rows about the core and the engine: cancels, worlds, the state machine, equal answers, bounds on waiting."""
+"""R2, R3, R4, R8 and a part of R1: the core and the engine without a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.sim.world import FIRST_DRAFTING, FIRST_HYBRID, FIRST_TIERED, World
 J = TypeVar("J")
 R = TypeVar("R")
 HIGH, NORMAL, LOW = Priority
-MAX_STEPS = 5_000  # of a contest in which no low request starts
+MAX_STEPS = 5_000  # of a contest in which no low-priority request starts
 
 
 def in_parallel(gauntlet: Gauntlet, run: Callable[[J], R], jobs: Sequence[J], what: str) -> Iterator[R]:
@@ -47,7 +47,7 @@ def in_parallel(gauntlet: Gauntlet, run: Callable[[J], R], jobs: Sequence[J], wh
 
 
 def cancel_figures(gauntlet: Gauntlet) -> list[Figure]:
-    """Cancel requests at every moment of their lives, in pools of all kinds."""
+    """Cancel requests in every state, in pools of all kinds."""
     each = gauntlet.size(2_000, 500)
     num_storms = gauntlet.size(500, 4)
     seeds = [number if number % 4 else FIRST_HYBRID + number for number in range(num_storms)]
@@ -63,8 +63,8 @@ def cancel_figures(gauntlet: Gauntlet) -> list[Figure]:
     return [
         Figure("simulated cancels", counts["cancels"], at_least=num_storms * each),
         *(Figure(f"simulated cancels {place}", counts[place], at_least=1) for place in places),
-        exactly("blocks, window blocks and states leaked in the simulator", counts["leaked"]),
-        exactly("simulated runs that failed", len(failures)),
+        exactly("simulated cancels: blocks, window blocks and states leaked", counts["leaked"]),
+        exactly("simulated cancels: runs that failed", len(failures)),
     ]
 
 
@@ -84,11 +84,15 @@ def worlds(gauntlet: Gauntlet) -> list[Figure]:
         else:
             counts.update(outcome)
     return [
-        Figure("events with all invariants checked", counts["events"], at_least=gauntlet.size(2_000_000, 5_000)),
-        Figure("requests in them", counts["requests"]),
-        Figure("preemptions in them", counts["preemptions"], at_least=1),
-        exactly("violations", len(failures)),
-        exactly("failures that do not replay from their seed", num_unfaithful(gauntlet.size(20, 3))),
+        Figure(
+            "simulated events, with all invariants checked after each",
+            counts["events"],
+            at_least=gauntlet.size(2_000_000, 5_000),
+        ),
+        Figure("requests in the simulation", counts["requests"]),
+        Figure("preemptions in the simulation", counts["preemptions"], at_least=1),
+        exactly("simulated worlds that failed", len(failures)),
+        exactly("injected failures that their seed does not replay", num_unfaithful(gauntlet.size(20, 3))),
     ]
 
 
@@ -97,7 +101,7 @@ def num_unfaithful(count: int) -> int:
     whole = World._check_memory
 
     def broken(self: World) -> None:
-        if len(self.seen[""]) > 20:  # a state, not a number of events: it must come about again
+        if len(self.seen[""]) > 20:  # a state, not a number of events: the second run must reach it too
             raise AssertionError(f"{self.num_events} {sorted(self.seen[''])} {self.books}")
         whole(self)
 
@@ -129,9 +133,9 @@ def state_machine(gauntlet: Gauntlet) -> list[Figure]:
             gauntlet.say(failure)
             failures.append(failure)
     return [
-        Figure("examples of up to 100 calls", num_examples, at_least=sum(job[1] for job in jobs)),
-        Figure("calls, with all invariants checked after each", num_rules, at_least=num_examples),
-        exactly("examples that failed", len(failures)),
+        Figure("examples, each of up to 100 engine calls", num_examples, at_least=sum(job[1] for job in jobs)),
+        Figure("engine calls, with all invariants checked after each", num_rules, at_least=num_examples),
+        exactly("examples of engine calls that failed", len(failures)),
     ]
 
 
@@ -156,8 +160,8 @@ def equality(gauntlet: Gauntlet) -> list[Figure]:
     return [
         Figure("prompts, each answered alone and in 7 other ways", num_prompts, at_least=gauntlet.size(10_000, 20)),
         Figure("tokens compared", sum(outcome.num_tokens for outcome in outcomes)),
-        Figure("tokens found in the cache", sum(outcome.num_cached_tokens for outcome in outcomes), at_least=1),
-        Figure("preemptions", sum(outcome.num_preemptions for outcome in outcomes), at_least=1),
+        Figure("prompt tokens found in the cache", sum(outcome.num_cached_tokens for outcome in outcomes), at_least=1),
+        Figure("preemptions during these answers", sum(outcome.num_preemptions for outcome in outcomes), at_least=1),
         Figure("draft tokens accepted", sum(outcome.num_accepted for outcome in outcomes), at_least=1),
         exactly("answers with a differing token", sum(len(one.differences) + len(one.near_ties) for one in outcomes)),
     ]
@@ -204,19 +208,27 @@ def aging(gauntlet: Gauntlet) -> list[Figure]:
     jobs = [(kind, seed) for seed in range(num_runs // 2) for kind in ("fair", "aging")]
     results = list(in_parallel(gauntlet, wait_low, jobs, "contests of priorities"))
     return [
-        Figure("runs with endless requests of high priority", len(results), at_least=num_runs),
-        Figure("low requests in them", sum(result[0] for result in results), at_least=num_runs),
-        exactly("runs in which a low request waited longer than its bound", sum(result[1] > 0 for result in results)),
-        exactly("runs in which no low request started", sum(result[2] == 0 for result in results)),
-        Figure("longest wait", 100 * max(result[3] for result in results), "% of its bound", at_most=100),
+        Figure("runs with endless high-priority requests", len(results), at_least=num_runs),
+        Figure("low-priority requests in these runs", sum(result[0] for result in results), at_least=num_runs),
+        exactly(
+            "runs in which a low-priority request waited longer than its bound",
+            sum(result[1] > 0 for result in results),
+        ),
+        exactly("runs in which no low-priority request started", sum(result[2] == 0 for result in results)),
+        Figure(
+            "longest wait of a low-priority request",
+            100 * max(result[3] for result in results),
+            "% of its bound",
+            at_most=100,
+        ),
     ]
 
 
 def wait_low(job: tuple[str, int]) -> tuple[int, int, int, float]:
-    """Run a contest. Returns the number of low requests, of late ones, of started ones, and the longest wait.
+    """Run a contest. Returns the number of low-priority requests, of late and of started ones, and the longest wait.
 
-    fair: the bound is the tokens computed for all tiers. aging: every request of high priority that starts before a
-    low one arrived at most `overtake_window_s` after it.
+    The wait is a ratio to its bound. fair: the bound is a number of tokens computed for all tiers. aging: a
+    high-priority request that starts before a low-priority one arrived at most `overtake_window_s` after it.
     """
     policy, seed = job
     chance = random.Random(seed)
@@ -234,7 +246,7 @@ def wait_low(job: tuple[str, int]) -> tuple[int, int, int, float]:
 
 
 def _quietly(run: Callable[[Gauntlet], list[Figure]]) -> Callable[[Gauntlet], list[Figure]]:
-    """Without the log of the faults that a row injects."""
+    """Run a row without the log of the faults that it injects."""
 
     def quiet(gauntlet: Gauntlet) -> list[Figure]:
         logging.disable(logging.CRITICAL)
@@ -248,7 +260,7 @@ def _quietly(run: Callable[[Gauntlet], list[Figure]]) -> Callable[[Gauntlet], li
 
 ROWS = (
     Row("R2", "Every invariant holds after every event of the simulator", worlds, 1_200),
-    Row("R3", "Any order of engine calls and backend faults keeps every invariant", _quietly(state_machine), 900),
-    Row("R4", "Cache, chunks, preemption, batches and drafts change no token", equality, 900),
-    Row("R8", "A low request waits at most its bound under endless high load", aging, 300),
+    Row("R3", "Every invariant holds after any order of engine calls and backend faults", _quietly(state_machine), 900),
+    Row("R4", "The cache, chunks, preemption, batches and drafts change no token of an answer", equality, 900),
+    Row("R8", "Under endless high-priority load, a low-priority request waits no longer than its bound", aging, 300),
 )

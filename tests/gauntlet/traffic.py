@@ -1,4 +1,4 @@
-"""Mixed traffic for the soak and for leaks: requests of every kind on keep-alive connections, and their outcomes."""
+"""Mixed traffic for R6 and R32: requests of every kind on keep-alive connections, and their outcomes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ("the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was",
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: the statuses that are right, and whether the client leaves before the end."""
+    """One kind of request: the expected statuses, and whether the client disconnects before the end."""
 
     name: str
     make: Callable[[str], tuple[str, dict[str, Any]]]
@@ -66,13 +66,13 @@ WRONG = (
 
 @dataclass
 class Tally:
-    """What became of all requests."""
+    """The outcomes of all requests."""
 
     num_sent: int = 0
     num_ended: int = 0
     num_failed: int = 0  # 5xx
     num_refused: int = 0  # 429: the server has no room for more
-    num_lost: int = 0  # no complete answer although the client stayed
+    num_lost: int = 0  # no complete answer, although the client did not disconnect
     wrong: Counter[str] = field(default_factory=Counter)  # kind and status
 
     def take(self, kind: Kind, reply: Reply) -> None:

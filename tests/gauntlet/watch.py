@@ -1,4 +1,4 @@
-"""What a server must return to after each fault: no held block, no open file, no thread and no process more."""
+"""Resources that a server must release after each attack or fault: blocks, open files, threads and processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gauntlet.figures import Figure, exactly
 from tests.server.rig import Server
 from tests.waiting import eventually
 
-# Pools start threads when work first overlaps: those for tokenising, parsing, grammars and files have 2 to 6 each.
+# Pools start threads when jobs first overlap. The pools for tokenising, parsing, grammars and files have 2 to 6 each.
 SPARE_THREADS = 8
 
 
@@ -51,7 +51,7 @@ def idle_base(server: Server) -> Base:
 
 
 def num_violations(server: Server) -> float:
-    """Invariants that the worker found broken, of all models."""
+    """Number of broken invariants that the workers of all models have reported."""
     return sum_of(server, "quire:invariant_violations_total")
 
 
@@ -61,9 +61,9 @@ def sum_of(server: Server, metric: str) -> float:
 
 
 def left_over(server: Server, base: Base, *, prefix: str = "", spare_files: int = 2) -> list[Figure]:
-    """Wait until the server is as before, and return what is left: blocks, files, threads, processes, violations.
+    """Wait until the server is idle, and measure the resources that it holds beyond `base`.
 
-    Take the base after some load, which starts most of the pools.
+    Take the base after some load, which starts most of the threads of pools.
     """
     stats = server.wait_free()
 
@@ -71,15 +71,23 @@ def left_over(server: Server, base: Base, *, prefix: str = "", spare_files: int 
         now = base_of(server)
         return now.num_files <= base.num_files + spare_files and now.num_threads <= base.num_threads + SPARE_THREADS
 
-    with contextlib.suppress(AssertionError, psutil.NoSuchProcess):  # the figures say what is left
+    with contextlib.suppress(AssertionError, psutil.NoSuchProcess):  # the figures show the rest
         eventually(is_back, "files and threads are back", 30)
     now = base_of(server)
     return [
-        exactly(f"{prefix}blocks held", stats["num_in_use"]),
-        Figure(f"{prefix}files left open", max(0, now.num_files - base.num_files), at_most=spare_files),
-        Figure(f"{prefix}threads left", max(0, now.num_threads - base.num_threads), at_most=SPARE_THREADS),
-        exactly(f"{prefix}processes left", max(0, now.num_processes - base.num_processes)),
-        exactly(f"{prefix}invariant violations", num_violations(server)),
+        exactly(f"{prefix}KV blocks held afterwards", stats["num_in_use"]),
+        Figure(
+            f"{prefix}open files afterwards, more than before",
+            max(0, now.num_files - base.num_files),
+            at_most=spare_files,
+        ),
+        Figure(
+            f"{prefix}threads afterwards, more than before",
+            max(0, now.num_threads - base.num_threads),
+            at_most=SPARE_THREADS,
+        ),
+        exactly(f"{prefix}processes afterwards, more than before", max(0, now.num_processes - base.num_processes)),
+        exactly(f"{prefix}broken invariants reported by workers", num_violations(server)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar to be compiled. A slow grammar delays only its own request and its tenant's."""
+"""Requests that wait for their grammars to be compiled. A slow grammar delays only requests of its own tenant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.engine.structured.grammars import NUM_THREADS, Compiled, Grammars
 from quire.engine.worker.protocol import Add
 from quire.errors import QueueFull, QuireError, RequestFailed
 
-MAX_COMPILING = 256  # requests; a new grammar takes milliseconds, a hostile one two seconds
-HARD_FACTOR = 4  # all tenants together may have this many times as many
+MAX_COMPILING = 256  # requests; a common grammar takes milliseconds, a hostile one two seconds
+HARD_FACTOR = 4  # requests of all tenants together: at most this many times MAX_COMPILING
 SIGN_OF_LIFE_S = 5.0  # interval of messages while the worker only waits for grammars
 
 
@@ -40,9 +40,9 @@ class GrammarQueue:
         return len(self._compiling) + sum(map(len, self._lines.values()))
 
     def add(self, message: Add) -> None:
-        """Compile the grammar of a request. Raises QueueFull.
+        """Queue the compilation of a request's grammar. Raises QueueFull.
 
-        A full queue refuses a tenant that has more than an equal part of it.
+        A full queue refuses a request with which its tenant would have more than an equal part of the queue.
         """
         num_all = len(self)
         compiling = [one.message.tenant for one in self._compiling]
@@ -57,7 +57,7 @@ class GrammarQueue:
         self._begin()
 
     def _begin(self) -> None:
-        """Start jobs while threads are free, of one request of each tenant in turn."""
+        """Start jobs while threads are free. Tenants take turns, one request each."""
         self._abandoned = [job for job in self._abandoned if not job.done()]
         while self._lines and self._num_running() < NUM_THREADS:
             tenant = next(iter(self._lines))
@@ -74,7 +74,7 @@ class GrammarQueue:
 
     def _job(self, message: Add) -> Future[Compiled]:
         assert message.grammar is not None
-        compiled = self._grammars.find(message.grammar, message.tenant)  # an earlier request had the same
+        compiled = self._grammars.find(message.grammar, message.tenant)  # compiled for an earlier request
         if compiled is None:
             return self._grammars.submit(message.grammar, message.tenant)
         job: Future[Compiled] = Future()
@@ -103,7 +103,7 @@ class GrammarQueue:
         return [(one.message, _outcome(one.job)) for one in done]
 
     def is_sign_due(self) -> bool:
-        """Whether to report to the client that the worker is waiting. True at most once per interval."""
+        """Whether to tell the client that the worker is alive and waiting. True at most once per interval."""
         now_s = time.monotonic()
         if not len(self) or now_s - self._last_sign_s < SIGN_OF_LIFE_S:
             return False

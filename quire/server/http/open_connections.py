@@ -1,10 +1,10 @@
-"""What all open connections share: places, and bytes of headers and of pipelined requests."""
+"""Limits that all open connections share: their number, and the bytes of headers and pipelined requests."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-FREE_BYTES = 8 << 10  # of each connection, outside the shared budget: a client is served while others use it up
+FREE_BYTES = 8 << 10  # of each connection, not counted: small requests are served although others use up the budget
 MAX_SHARED_BYTES = 64 << 20
 
 
@@ -19,8 +19,8 @@ class OpenConnections:
 
     def __init__(self, max_bytes: int = MAX_SHARED_BYTES) -> None:
         self._max_bytes = max_bytes
-        self.num_bytes = 0  # above FREE_BYTES of each connection
-        # Each oldest first, in the order of eviction: without a first request, between requests, in a body.
+        self.num_bytes = 0  # those of each connection beyond FREE_BYTES
+        # Connections before their first request, between requests, and in a body: evicted in this order, oldest first.
         self._silent: dict[Waiter, None] = {}
         self._idle: dict[Waiter, None] = {}
         self._sending: dict[Waiter, None] = {}
@@ -30,7 +30,7 @@ class OpenConnections:
         (self._idle if was_served else self._silent)[connection] = None
 
     def sends(self, connection: Waiter) -> None:
-        """Its headers are complete and its body is not."""
+        """Note that the headers of a request are complete and its body is not."""
         self.waits_no_more(connection)
         self._sending[connection] = None
 
@@ -39,7 +39,7 @@ class OpenConnections:
             waiting.pop(connection, None)
 
     def evict_oldest(self, newcomer: Waiter) -> bool:
-        """Close the connection that has waited longest for a request. False: each one has a complete request."""
+        """Close the oldest connection without a complete request. Returns False if there is none beside `newcomer`."""
         for waiting in (self._silent, self._idle, self._sending):
             oldest = next(iter(waiting), newcomer)
             if oldest is not newcomer:
@@ -49,6 +49,6 @@ class OpenConnections:
         return False
 
     def change(self, num_before: int, num_after: int) -> bool:
-        """Count the bytes that a connection holds. Returns whether they are within the budget."""
+        """Change the number of bytes that one connection holds. Returns whether they are within the budget."""
         self.num_bytes += max(0, num_after - FREE_BYTES) - max(0, num_before - FREE_BYTES)
         return num_after <= FREE_BYTES or self.num_bytes <= self._max_bytes

@@ -1,10 +1,12 @@
 """Matrix products of few rows with packed weights, which are decoded in registers: a step reads fewer bytes.
 
-`_packed_rows` is for one input row, and with 8-bit codes also for two: as `_row_product`, a program reads a few whole
-rows of the matrix, with wide loads. Sixteen neighbouring codes of a row, which one thread loads, are summed before they
-are multiplied by their scale. `_packed_tiles` is for up to 64 rows: it multiplies the codes as bf16 or fp16, in which
-they are exact, with tensor cores. The scale of a group of at least a step's columns multiplies the sum, and that of a
-smaller group the codes. Zeros of fp16 are subtracted and multiplied by the scale in fp32; the weight is rounded once.
+`_packed_rows` is for one input row, and with 8-bit codes also for two. Like `_row_product`, each program reads a few
+whole rows of the matrix with wide loads. One thread loads sixteen neighbouring codes of a row, and sums their products
+with the inputs before it multiplies the sum by their scale.
+
+`_packed_tiles` is for up to 64 rows. Tensor cores multiply the codes as bf16 or fp16, which represent them exactly. If
+a group has at least as many columns as a step, its scale multiplies the sum; the scale of a smaller group multiplies
+the codes. Zeros in fp16 are subtracted, and the difference is scaled, in fp32: the weight is rounded once.
 
 4-bit codes are in blocks of 32 weights: byte j holds weights j and j + 16 (`PackedWeight`). A tile of bytes is
 therefore two tiles of weights, each multiplied by its own tile of inputs.
@@ -346,7 +348,8 @@ def _load_step(
 ):  # fmt: skip
     """Load the scales or zeros [rows, BYTES / 16] of 128 columns, AFTER columns after the first of each chunk.
 
-    Where groups divide the step, those of a row are neighbours: the compiler copies them together, and ahead of time.
+    If the size of groups divides 128, or 128 divides it, the index is written so that the compiler can see that the
+    groups of a row are neighbours: it then copies them together and ahead of time.
     """
     groups: tl.constexpr = IN // GROUP
     chunk = tl.arange(0, BYTES // 16) * (2048 // BYTES) + AFTER
@@ -512,7 +515,10 @@ def row_strip(num_outputs: int, num_bytes: int) -> Strip:
 
 @cache
 def tile_shape(rows: int, type: CodeType, *, is_wide: bool) -> Tile:
-    """Return the tile with enough programs to fill the card: wide products have many. See docs/performance.md."""
+    """Return a tile that leaves enough programs to fill the card. Wide products have many, so their tiles are larger.
+
+    See docs/performance.md.
+    """
     has_nibbles = type in NIBBLES
     if rows > 64:
         return Tile(outputs=128, num_warps=8, num_stages=3)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.randomness import uniform
+from quire.backends.torch import device_sampling
 from quire.backends.torch.device_sampling import (
     NUM_PARAMS,
     DeviceSampler,
@@ -342,7 +343,7 @@ class LateRequest(NamedTuple):
         )  # fmt: skip
 
 
-def test_penalties_follow_the_reference_from_step_to_step() -> None:
+def test_penalties_follow_the_reference_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = 2100
     sampler, penalties = DeviceSampler(vocab_size, MAX_SEQS, torch.device(DEVICE)), Penalties(vocab_size, CPU)
     rng = Random(3)
@@ -372,12 +373,21 @@ def test_penalties_follow_the_reference_from_step_to_step() -> None:
         rows = [one.step(rng.randrange(2)) for one in order]
         last = [[*one.prompt, *one.answer][-1] for one in order]
         wanted = sample(logits.repeat(len(rows), 1), rows, penalties, torch.tensor(last), None).tokens.tolist()
+        if step in (0, 6):  # an attempt that runs out of memory is repeated
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(device_sampling, "count", out_of_memory)
+                run(logits.expand(len(rows), -1), rows, sampler=sampler, last_tokens=last)
+            sampler.forget()
         found = run(logits.expand(len(rows), -1), rows, sampler=sampler, last_tokens=last)
         assert found.tokens == wanted, step
         for one, token in zip(order, wanted, strict=True):
             one.answer.append(token)
             sampled.add(token)
     assert len(sampled) > 5  # the penalties did something
+
+
+def out_of_memory(*_: object) -> None:
+    raise MemoryError
 
 
 def test_logprobs_are_the_models_own() -> None:
