@@ -6,11 +6,14 @@ One request can make the step of a whole batch raise. A batch can run out of mem
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from quire.backends.base import Runner, TokenMasks
 from quire.core.step import BlockCopy, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
+
+MAX_REPEAT_S = 8.0
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +37,8 @@ def repeat_step(
     known = {index: piece for index, piece in slices.items() if piece is not None}
     if not known:
         return failed
-    part = _part(plan, tuple(known.values()))
-    return _spread(_join([_attempt(runner, half, masks) for half in _parts(part)]), tuple(known), failed)
+    part, end_s = _part(plan, tuple(known.values())), time.monotonic() + MAX_REPEAT_S
+    return _spread(_join([_attempt(runner, half, masks, end_s) for half in _parts(part)]), tuple(known), failed)
 
 
 def last_tokens(plan: StepPlan, result: StepResult) -> Sampled:
@@ -53,16 +56,17 @@ def failed_step(plan: StepPlan, error: Exception) -> StepResult:
     return StepResult(((),) * len(plan.slices), failures=dict.fromkeys(range(len(plan.slices)), why))
 
 
-def _attempt(runner: Runner, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
+def _attempt(runner: Runner, plan: StepPlan, masks: TokenMasks | None, end_s: float) -> StepResult:
+    """Run a part. If it raises, run its halves, or fail all of it after `end_s`: a worker that is silent is killed."""
     try:
         runner.forward(plan)
         runner.sample(masks)
         return runner.collect()
     except Exception as error:
         runner.abandon()
-        if len(plan.slices) == 1:
+        if len(plan.slices) == 1 or time.monotonic() > end_s:
             return failed_step(plan, error)
-    return _join([_attempt(runner, part, masks) for part in _parts(plan)])
+    return _join([_attempt(runner, part, masks, end_s) for part in _parts(plan)])
 
 
 def _with_tokens(piece: SeqSlice, sampled: Sampled) -> SeqSlice | None:

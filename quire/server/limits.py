@@ -6,20 +6,25 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeVar
 
 from quire.core.request import Priority
+from quire.errors import Draining
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
 
+NUM_PARSERS = 2  # threads that decode and parse large bodies
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
 SMALL_BODY_BYTES = 32 << 10
 HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
 HARD_BODY_FACTOR = 2  # the same for bodies, which take more memory
+
+T = TypeVar("T")
 
 
 class IntakeRate(NamedTuple):
@@ -251,13 +256,22 @@ class FairSlots:
         self._num_free = num_slots
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # waiting jobs of each tenant, in the order of turns
 
-    @asynccontextmanager
-    async def __call__(self, tenant: str) -> AsyncIterator[None]:
+    async def run(self, tenant: str, pool: Executor, work: Callable[[], T]) -> T:
+        """Run work in a thread of the pool. Its slot is free when the thread is, also if the caller is cancelled."""
         await self._enter(tenant)
+        loop = asyncio.get_running_loop()
+
+        def leave(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._leave)
+
         try:
-            yield
-        finally:
+            job = pool.submit(work)
+        except RuntimeError:  # the pool was closed
             self._leave()
+            raise Draining("the server is shutting down") from None
+        job.add_done_callback(leave)
+        return await asyncio.wrap_future(job)
 
     async def _enter(self, tenant: str) -> None:
         if self._num_free:

@@ -21,7 +21,7 @@ from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
-from quire.errors import ContextTooLong, TemplateError
+from quire.errors import ContextTooLong, RequestFailed, TemplateError
 from quire.server.active_request import ActiveRequest, RequestInfo
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
@@ -237,8 +237,7 @@ class ModelService:
         self._num_encoding += 1
         self._is_idle.clear()
         try:
-            async with self._encoder_slots(owner):
-                return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+            return await self._encoder_slots.run(owner, self._encoders, work)
         finally:
             self._num_encoding -= 1
             self._note_idle()
@@ -294,7 +293,7 @@ class ModelService:
         try:
             head_chat = replace(chat, messages=messages, add_generation_prompt=False, continue_last=False)
             head = await self.encode(head_chat, owner)
-        except TemplateError:
+        except (TemplateError, RequestFailed):
             return 0
         size = 0
         for head_token, token in zip(head, tokens, strict=False):

@@ -33,6 +33,7 @@ from quire.errors import (
     ModelNotFound,
     ModelTooLarge,
     QuireError,
+    RequestFailed,
     TemplateError,
 )
 from quire.server.active_request import ActiveRequest, RequestInfo
@@ -40,7 +41,16 @@ from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, QueueTicket, Quotas, TierQueues
+from quire.server.limits import (
+    MAX_RETRY_AFTER_S,
+    NUM_PARSERS,
+    BodyBytes,
+    FairSlots,
+    IntakeRate,
+    QueueTicket,
+    Quotas,
+    TierQueues,
+)
 from quire.server.model_client import ClientSettings, MakeClient, ModelClient, make_local_client
 from quire.server.model_service import ModelService, ServiceLimits, shutting_down
 from quire.server.observability.metrics import Exposition, Metrics
@@ -312,6 +322,7 @@ class Models:
         self.exposition = shared.exposition
         self._opener = shared.opener
         self.body_bytes = BodyBytes()
+        self.parsing = FairSlots(NUM_PARSERS)
         self.is_draining = False
         self.has_started = False  # the first model has been loaded
         self._num_open = 0
@@ -565,7 +576,7 @@ def _warm_up(text: ModelText) -> None:
     if text.template.exists:
         try:
             text.template.check()
-        except TemplateError as error:
+        except (TemplateError, RequestFailed) as error:
             log.warning("the chat template does not work, only raw prompts do: %s", error)
 
 

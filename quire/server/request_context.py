@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -31,7 +31,7 @@ from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventEncoder, EventStream
 from quire.server.http.unknown_fields import unknown_fields
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import BodyBudget
+from quire.server.limits import NUM_PARSERS, BodyBudget
 from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.observability.logs import LogOnce, log_refusal
@@ -48,10 +48,12 @@ IGNORED = "x-quire-ignored-fields"
 UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # in a body
 MAX_SHOWN_BYTES = 1 << 20  # larger bodies are not searched for the value to show in an error
+MAX_PLAIN_BYTES = 64 << 10  # of a body without a schema; a larger one is decoded and parsed in a thread
 MAX_QUICK_BYTES = 4 << 10  # a larger body is decoded and parsed in a thread: its schemas may take a fifth of a second
 MIB = 1 << 20
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
+SLOW_WORDS = (b'"tools"', b"schema", b"grammar")  # in bodies whose schemas take long to parse
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
 QUIET_S = 0.5
@@ -61,7 +63,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
-_parsers = ThreadPoolExecutor(2, "quire-parse")
+_parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
 log = logging.getLogger(__name__)
 log_once = LogOnce()
 
@@ -105,7 +107,7 @@ class RequestContext:
             "request-id": self.request_id,  # Anthropic's name
         }
         self.fields: frozenset[str] = frozenset()  # field names of the body
-        self._num_body_bytes = 0
+        self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
         self._limits = limits
         self.has_body = _announces_body(self.request.headers)  # an unread body
@@ -137,16 +139,18 @@ class RequestContext:
         with self.models.body_bytes(self._limits.max_all_bytes, self.key.name) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
-            self._num_body_bytes = len(data)
-            if len(data) <= MAX_QUICK_BYTES:
-                return self._decode(data, kind)
-            return await asyncio.get_running_loop().run_in_executor(_parsers, self._decode, data, kind)
+            self._is_slow = is_slow(data)
+            return await self._in_turn(partial(self._decode, data, kind))
 
     async def parse(self, parse: Callable[[T], Parsed], body: T) -> Parsed:
         """Call a codec's parser: for a large body in a thread, so that the streams of others continue."""
-        if self._num_body_bytes <= MAX_QUICK_BYTES:
-            return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(_parsers, parse, body)
+        return await self._in_turn(partial(parse, body))
+
+    async def _in_turn(self, work: Callable[[], Parsed]) -> Parsed:
+        """Do work on the body: at once, or for a slow body in a thread, where keys take turns."""
+        if not self._is_slow:
+            return work()
+        return await self.models.parsing.run(self.key.name, _parsers, work)
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         """Decode a body. The number of values is bounded, because decoding time depends on it."""
@@ -400,6 +404,11 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
 
 
 @cache
+def is_slow(body: bytes) -> bool:
+    """Whether a body takes long to decode and to parse: a large one, or a schema of some size."""
+    return len(body) > MAX_QUICK_BYTES and (len(body) > MAX_PLAIN_BYTES or any(word in body for word in SLOW_WORDS))
+
+
 def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
     """The names of a body's fields. Cached: msgspec evaluates all annotations, which takes milliseconds."""
     return frozenset(known.encode_name for known in msgspec.structs.fields(kind))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import InvalidRequest, TemplateError
+from quire.errors import InvalidRequest, RequestFailed, TemplateError
 from quire.text.boundaries import find_starters
 from quire.text.messages import ChatRequest, Message, Role
 from quire.text.reasoning import SWITCHES, find_reasoning
@@ -122,7 +122,7 @@ class ChatTemplate:
                     lambda messages, add: self._render_with({"messages": messages, "add_generation_prompt": add}),
                     special,
                 )
-            except TemplateError:
+            except (TemplateError, RequestFailed):
                 self._starters = ()
         return self._starters
 

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -323,6 +324,19 @@ def test_owners_share_no_compiled_grammar(tokenizer: Tokenizer, monkeypatch: pyt
         assert made.find(regex_grammar("b2"), "bob") is None
     finally:
         made.close()
+
+
+def test_large_grammars_displace_none_of_an_owner_with_many_small_ones(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_COMPILED_BYTES", 1000)
+    made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
+    sizes = [("small", number, 10) for number in range(20)] + [("large", number, 300) for number in range(9)]
+    for owner, number, num_bytes in sizes * 2:  # the second time, each replaces itself or returns
+        made._remember((owner, regex_grammar(f"{number}")), cast("Compiled", SimpleNamespace(num_bytes=num_bytes)))
+    assert all(made.find(regex_grammar(f"{number}"), "small") is not None for number in range(20))
+    assert made.find(regex_grammar("8"), "large") is not None
+    assert made._num_bytes == 20 * 10 + 2 * 300
 
 
 def test_the_engine_imports_without_llguidance() -> None:

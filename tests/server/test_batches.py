@@ -447,6 +447,28 @@ def test_a_batch_that_is_too_late_expires(tiny_model: Path, tmp_path: Path) -> N
         assert set(errors) == {"a", "b"}
 
 
+def test_a_batch_that_stopped_while_its_results_were_moved_keeps_them(tiny_model: Path, tmp_path: Path) -> None:
+    """It has the ids of its results, and is not finished: a disk that was full, or a crash."""
+    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
+    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
+        batch = submit(client, line("a"), line("b"))
+        wanted = results(client, finished(client, batch.id).output_file_id)
+        assert set(wanted) == {"a", "b"}
+    facts = tmp_path / "state" / "batches" / f"{batch.id}.json"
+    text = facts.read_text()
+    for old, new in (
+        (f'"expires_at":{batch.expires_at}', '"expires_at":1000000000'),
+        ('"status":"completed"', '"status":"in_progress"'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    facts.write_text(text)
+    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
+        found = finished(client, batch.id)
+        assert found.status == "expired"
+        assert results(client, found.output_file_id) == wanted
+
+
 def test_a_batch_of_a_key_that_is_gone_fails(tiny_model: Path, tmp_path: Path) -> None:
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
     with (

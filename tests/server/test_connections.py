@@ -236,6 +236,24 @@ def test_silent_connections_do_not_shut_out_other_clients(tiny_model: Path) -> N
             sock.close()
 
 
+def test_a_connection_with_an_answer_is_not_evicted_for_its_next_request(tiny_model: Path) -> None:
+    """Its next request has no complete body. A connection whose answer came before the end of its body is idle."""
+    options = ("--max-connections", "3", "--device", "5ms")
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        stream = server.begin(LONG)
+        stream.sendall(request(BODY)[:-5])
+        early = server.raw()
+        early.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n")
+        assert statuses(early, 1) == [200]
+        early.sendall(b"ab")
+        second = server.begin(LONG)
+        third = server.begin(LONG)
+        wait_closed(early)
+        assert server.get("/health").status == 503  # all have answers that run
+        for sock in (stream, second, third):
+            sock.close()
+
+
 def wait_closed(sock: socket.socket) -> None:
     """Read until the server has closed the connection. Raises TimeoutError."""
     with suppress(ConnectionError):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from quire.core.request import Priority
+from quire.errors import Draining
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import (
@@ -20,6 +24,7 @@ from quire.server.limits import (
     Quotas,
     TierQueues,
 )
+from tests.waiting import HANG_S
 
 
 class Clock:
@@ -174,39 +179,67 @@ def test_a_tenant_that_fills_the_bodies_does_not_shut_out_the_others() -> None:
 def test_tenants_take_turns() -> None:
     order: list[str] = []
 
-    async def job(slots: FairSlots, tenant: str) -> None:
-        async with slots(tenant):
-            order.append(tenant)
-            await asyncio.sleep(0)
-
     async def work() -> None:
-        slots = FairSlots(1)
-        jobs = [asyncio.create_task(job(slots, tenant)) for tenant in ("a", "a", "a", "a", "b", "c", "b")]
+        slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(4), threading.Event()
+        first = asyncio.create_task(slots.run("a", pool, partial(is_open.wait, HANG_S)))
         await asyncio.sleep(0)
-        jobs[2].cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
-        await asyncio.wait_for(job(slots, "last"), 60)  # no slot is lost
+        names = ("a", "a", "a", "b", "c", "b")
+        jobs = [asyncio.create_task(slots.run(name, pool, partial(order.append, name))) for name in names]
+        await asyncio.sleep(0)
+        jobs[1].cancel()
+        is_open.set()
+        await asyncio.gather(first, *jobs, return_exceptions=True)
+        await asyncio.wait_for(slots.run("last", pool, partial(order.append, "last")), HANG_S)  # no slot is lost
+        pool.shutdown()
+        with pytest.raises(Draining):
+            await slots.run("late", pool, partial(order.append, "late"))
 
     asyncio.run(work())
-    assert order == ["a", "a", "b", "c", "a", "b", "last"]
+    assert order == ["a", "b", "c", "a", "b", "last"]
 
 
 def test_a_job_that_is_cancelled_when_its_turn_has_come_gives_it_up() -> None:
     async def work() -> None:
-        slots = FairSlots(1)
-        async with slots("a"):
-            second = asyncio.create_task(_hold(slots))
-            await asyncio.sleep(0)
-        second.cancel()  # its turn has come; it has not run yet
+        slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()
+        first = asyncio.create_task(slots.run("a", pool, partial(is_open.wait, HANG_S)))
+        second = asyncio.create_task(slots.run("b", pool, int))
+        await asyncio.sleep(0)
+        is_open.set()
+        await first
+        await asyncio.sleep(0)
+        second.cancel()
         await asyncio.gather(second, return_exceptions=True)
-        await asyncio.wait_for(_hold(slots), 60)
+        assert await asyncio.wait_for(slots.run("c", pool, int), HANG_S) == 0
 
     asyncio.run(work())
 
 
-async def _hold(slots: FairSlots) -> None:
-    async with slots("b"):
-        pass
+def test_a_slot_is_used_until_its_thread_ends() -> None:
+    """A client that disconnects does not stop the thread that works for it."""
+    order: list[str] = []
+
+    async def work() -> None:
+        slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()
+
+        has_begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def long() -> None:
+            loop.call_soon_threadsafe(has_begun.set)
+            is_open.wait(HANG_S)
+            order.append("long")
+
+        first = asyncio.create_task(slots.run("a", pool, long))
+        await asyncio.wait_for(has_begun.wait(), HANG_S)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(slots.run("b", pool, partial(order.append, "next")))
+        await asyncio.sleep(0.05)
+        is_open.set()
+        await asyncio.wait_for(second, HANG_S)
+
+    asyncio.run(work())
+    assert order == ["long", "next"]
 
 
 def test_requests_per_minute() -> None:

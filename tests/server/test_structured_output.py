@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from quire.server.request_context import MAX_QUICK_BYTES, RequestContext
+from quire.server.limits import FairSlots
+from quire.server.request_context import MAX_PLAIN_BYTES, MAX_QUICK_BYTES, RequestContext, is_slow
 from tests.server.rig import FAKE, Server, serving
 
 HEADER = "x-quire-unenforced"
@@ -187,13 +189,19 @@ def test_a_grammar_that_fails_during_the_answer_is_the_requests_fault(server: Se
     assert answer.json["error"]["type"] == "invalid_request_error"
 
 
-def test_a_large_body_is_parsed_beside_the_event_loop() -> None:
+def test_a_slow_body_is_parsed_beside_the_event_loop() -> None:
     """Rewriting its schemas takes a fifth of a second, in which no stream would continue."""
-    context = object.__new__(RequestContext)
+    context: Any = object.__new__(RequestContext)
+    context.models = SimpleNamespace(parsing=FairSlots(1))
+    context.key = SimpleNamespace(name="some key")
 
-    def thread_of(num_bytes: int) -> str:
-        context._num_body_bytes = num_bytes
-        return asyncio.run(context.parse(lambda _: threading.current_thread().name, msgspec.Struct()))
+    def thread_of(body: bytes) -> str:
+        context._is_slow = is_slow(body)
+        name: str = asyncio.run(context.parse(lambda _: threading.current_thread().name, msgspec.Struct()))
+        return name
 
-    assert thread_of(MAX_QUICK_BYTES) == threading.current_thread().name
-    assert thread_of(MAX_QUICK_BYTES + 1).startswith("quire-parse")
+    schema = b'{"tools": '
+    for quick in (b"x" * MAX_PLAIN_BYTES, schema + b"x" * (MAX_QUICK_BYTES - len(schema))):
+        assert thread_of(quick) == threading.current_thread().name
+    for slow in (b"x" * (MAX_PLAIN_BYTES + 1), schema + b"x" * MAX_QUICK_BYTES):
+        assert thread_of(slow).startswith("quire-parse")

@@ -119,14 +119,20 @@ class Grammars:
         return self._compiler.compile(grammar)
 
     def _remember(self, owned: _Owned, compiled: Compiled) -> None:
+        if (replaced := self._compiled.pop(owned, None)) is not None:
+            self._num_bytes -= replaced.num_bytes
         self._compiled[owned] = compiled
         self._num_bytes += compiled.num_bytes
         while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
             self._num_bytes -= self._compiled.pop(self._next_to_drop()).num_bytes
 
     def _next_to_drop(self) -> _Owned:
-        """The least recently used grammar of the owner with the most, so that no owner displaces those of others."""
-        ((most, _),) = Counter(owner for owner, _ in self._compiled).most_common(1)
+        """The least recently used grammar of the owner with the most: no owner displaces the grammars of others."""
+        is_number = len(self._compiled) > MAX_COMPILED
+        held: Counter[str] = Counter()
+        for (owner, _), compiled in self._compiled.items():
+            held[owner] += 1 if is_number else compiled.num_bytes
+        ((most, _),) = held.most_common(1)
         return next(owned for owned in self._compiled if owned[0] == most)
 
 

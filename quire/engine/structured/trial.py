@@ -64,7 +64,7 @@ class GrammarTrial:
         try:
             return self._try(source)
         except Interrupted as error:
-            raise RequestFailed(f"grammar: the process that checks grammars {error}") from None
+            raise RequestFailed(f"the process that checks grammars {error}") from None
 
     def _try(self, source: str) -> Mapping[str, Any]:
         self._start()
@@ -82,14 +82,14 @@ class GrammarTrial:
 
     def _start(self) -> None:
         if self._is_closed:
-            raise RequestFailed("grammar: the engine is closed")
+            raise RequestFailed("the engine is closed")
         try:
             if self._child.start():
                 self._child.ask(self._first_order(), WAIT_LIMIT_S)
         except Interrupted:
             raise
         except NoAnswer as error:
-            raise RequestFailed(f"grammar: the process that checks grammars {error}") from None
+            raise RequestFailed(f"the process that checks grammars {error}") from None
 
     def _first_order(self) -> dict[str, Any]:
         return {

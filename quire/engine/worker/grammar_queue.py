@@ -117,4 +117,4 @@ def _outcome(job: Future[Compiled]) -> Compiled | QuireError:
     except QuireError as error:
         return error
     except Exception as error:
-        return RequestFailed(f"grammar: {type(error).__name__}: {error}")
+        return RequestFailed(f"compiling the grammar failed: {type(error).__name__}: {error}")

@@ -235,6 +235,8 @@ class BatchService:
             raise _Failed("the API key that created this batch is no longer in use")
         if batch.status == "finalizing":
             return
+        if batch.output_file_id or batch.error_file_id:  # it expired, and its results were being moved
+            raise TimeoutError
         source = self.store.content(batch.input_file_id)
         if batch.status == "validating":
             await self._validate(stored, source)
@@ -286,7 +288,7 @@ class BatchService:
     async def _finalize(self, stored: StoredBatch, status: Status) -> None:
         """Turn results into files. Each step may be repeated after a crash."""
         batch = stored.batch
-        if status == "expired":
+        if status == "expired" and not batch.output_file_id and not batch.error_file_id:
             await asyncio.to_thread(_expire, self.store, stored)
         paths = {kind: self.store.results(stored, kind) for kind in ("out", "err")}
         ids = {"out": batch.output_file_id, "err": batch.error_file_id}

@@ -124,7 +124,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def evict(self) -> None:
         """Close a connection that waits for a request: its place is needed."""
-        if self.transport.get_write_buffer_size():
+        num_over = len(self.connections) - self.max_connections
+        if self.transport.get_write_buffer_size() and num_over <= SPARE_FILES // 4:
             self.transport.close()  # after the last bytes of its response
             self._linger()
         else:
@@ -188,7 +189,8 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError  # its body would be parsed as the next request
         super().on_headers_complete()
         self._cycles[self.cycle] = self._header_bytes + len(self.url)
-        self.others.sends(self)
+        if not self.pipeline:  # else the connection has a request that is being answered
+            self.others.sends(self)
         self.cycle.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
         if self.pipeline:
             self._limit_pipeline()
@@ -208,7 +210,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
-        self.others.waits_no_more(self)
+        if self.cycle.response_complete:  # a refusal came before the end of the body
+            self.others.waits(self, was_served=True)
+        else:
+            self.others.waits_no_more(self)
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -233,8 +238,12 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._forget_answered()
         self._count_held()
-        if not self._cycles and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if not self._cycles:
             self.others.waits(self, was_served=True)
+        elif self._is_in_body and len(self._cycles) == 1:  # the pipelined request has its turn and no complete body
+            self.others.sends(self)
 
     # Output
 
