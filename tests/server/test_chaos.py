@@ -596,7 +596,7 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
     strict.wait_free()
 
 
-def test_too_many_connections_are_refused_and_open_ones_stay(patient: Server) -> None:
+def test_silent_connections_make_room_for_new_ones_and_answers_stay(patient: Server) -> None:
     async def crowd() -> tuple[list[bytes], Reply]:
         flowing = asyncio.Event()
         stream = asyncio.create_task(
@@ -624,7 +624,7 @@ def test_too_many_connections_are_refused_and_open_ones_stay(patient: Server) ->
 
     answers, stream = asyncio.run(asyncio.wait_for(crowd(), HANG_S))
     assert len(answers) == 101
-    assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
+    assert set(answers) <= {b"", b"reset"}
     assert stream.ending == "done"
     eventually(lambda: is_healthy(patient), "there is room again")
     assert patient.chat().status == 200
