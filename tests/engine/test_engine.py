@@ -17,6 +17,7 @@ from quire.core.policy import Fcfs
 from quire.core.request import FinishReason, PackedPrompt, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.engine import repetition
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
 from quire.engine.params import PinPrefix
@@ -198,6 +199,23 @@ def test_a_request_that_makes_its_step_raise_ends_alone(has_overlap: bool) -> No
     assert tokens(outputs[bad]) == alone([bad + 1] * 5)[:3]
     for request_id in {0, 1, 3}:
         assert tokens(outputs[request_id]) == alone([request_id + 1] * 5)
+
+
+def test_a_repetition_that_takes_long_ends_the_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that sends nothing for long is killed, with all requests."""
+    monkeypatch.setattr(repetition, "MAX_REPEAT_S", -1.0)
+    runner = FaultyRunner()
+    engine = make(runner)
+
+    def fail(plan: StepPlan) -> None:
+        if any(piece.request_id == 2 and piece.start >= 7 for piece in plan.slices):
+            raise RuntimeError("no such row")
+
+    runner.in_forward = fail
+    for request_id in range(4):
+        engine.add(request_id, [request_id + 1] * 5, GREEDY)
+    outputs = drain(engine)
+    assert [outputs[request_id][-1].error is None for request_id in range(4)] == [True, True, False, False]
 
 
 def test_one_failed_row_ends_one_request() -> None:
