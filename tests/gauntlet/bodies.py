@@ -206,9 +206,9 @@ def _is_smuggled(server: Server, tally: Tally, name: str, data: bytes) -> bool:
     answer = b""
     begin = time.monotonic()
     with server.raw() as sock, contextlib.suppress(ConnectionError):
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the server may close while this sends
             sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
+            sock.shutdown(socket.SHUT_WR)
         while piece := sock.recv(1 << 16):
             answer += piece
     found = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", answer)]

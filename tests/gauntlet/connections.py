@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 
 import psutil  # type: ignore[import-untyped]
 
+from quire.server.http.open_connections import GRACE_S
 from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import Base, left_over, percentile
@@ -228,11 +230,15 @@ def _full_house(gauntlet: Gauntlet) -> list[Figure]:
     model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
     with serving(*model, "--max-connections", str(cap)) as server:
         base = warm_up(server)
-        with crowd_at(server) as crowd, asking(server) as asker:
-            crowd.grow(cap + extra, lambda number: HALF_HEADER if number % 2 else b"", per_s=1500)
-            asker.take()
-            asker.take(gauntlet.size(50, 10))
-            crowd.look(0.2)
+        with crowd_at(server) as crowd:
+            crowd.grow(cap, lambda number: HALF_HEADER if number % 2 else b"", per_s=1500)
+            time.sleep(GRACE_S)
+            with asking(server) as asker:  # fewer connections arrive in GRACE_S than the server allows
+                per_s = gauntlet.size(1500, 50)
+                crowd.grow(extra, lambda number: HALF_HEADER if number % 2 else b"", per_s=per_s)
+                asker.take()
+                asker.take(gauntlet.size(50, 10))
+                crowd.look(0.2)
             figures = [
                 Figure("more silent connections than the limit: closed", len(crowd.closed_after_s), at_least=extra),
                 Figure("more silent connections than the limit: still open", len(crowd.sockets), at_most=cap),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.server.http.open_connections import GRACE_S
 from tests.server.rig import FAKE, Server, serving
 from tests.waiting import HANG_S
 
@@ -225,6 +226,7 @@ def test_silent_connections_do_not_shut_out_other_clients(tiny_model: Path) -> N
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert statuses(idle, 1) == [200]
         silent = [server.raw() for _ in range(5)]
+        time.sleep(GRACE_S)
         assert server.chat().status == 200
         wait_closed(silent[0])
         running = [server.begin(LONG) for _ in range(7)]
@@ -246,6 +248,7 @@ def test_a_connection_with_an_answer_is_not_evicted_for_its_next_request(tiny_mo
         early.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n")
         assert statuses(early, 1) == [200]
         early.sendall(b"ab")
+        time.sleep(2 * GRACE_S)
         second = server.begin(LONG)
         third = server.begin(LONG)
         wait_closed(early)

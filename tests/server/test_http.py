@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from quire.engine.outputs import Delta
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.http import open_connections
 from quire.server.http.event_stream import EventStream
 from quire.server.http.open_connections import FREE_BYTES, OpenConnections
 from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, make_config, raise_file_limit
@@ -151,6 +152,7 @@ def test_at_the_limit_the_oldest_silent_connection_is_evicted(
     others: OpenConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del others
+    monkeypatch.setattr(open_connections, "GRACE_S", 0.0)
     monkeypatch.setattr(HttpProtocol, "max_connections", 2)
     state = ServerState()
     served = Connection(state)

@@ -324,12 +324,13 @@ def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_file_that_cannot_be_mapped_leaves_nothing(tmp_path: Path) -> None:
+    gc.collect()  # also files of earlier tests
     num_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     (tmp_path / "empty.gguf").write_bytes(b"")
     with pytest.raises(ModelFileError, match="is empty"):
         map_file(tmp_path / "empty.gguf")
     gc.collect()
-    assert num_files == (len(os.listdir("/proc/self/fd")) if num_files else 0)
+    assert num_files >= (len(os.listdir("/proc/self/fd")) if num_files else 0)
 
 
 def test_paths_that_are_not_files_are_refused(tmp_path: Path) -> None:

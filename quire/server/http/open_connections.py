@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 FREE_BYTES = 8 << 10  # of each connection, not counted: small requests are served although others use up the budget
 MAX_SHARED_BYTES = 64 << 20
+GRACE_S = 0.5  # a connection is not evicted in this time: its request may have arrived and not been read yet
 
 
 class Waiter(Protocol):
@@ -21,28 +23,29 @@ class OpenConnections:
         self._max_bytes = max_bytes
         self.num_bytes = 0  # those of each connection beyond FREE_BYTES
         # Connections before their first request, between requests, and in a body: evicted in this order, oldest first.
-        self._silent: dict[Waiter, None] = {}
-        self._idle: dict[Waiter, None] = {}
-        self._sending: dict[Waiter, None] = {}
+        self._silent: dict[Waiter, float] = {}
+        self._idle: dict[Waiter, float] = {}
+        self._sending: dict[Waiter, float] = {}
 
     def waits(self, connection: Waiter, *, was_served: bool) -> None:
         self.waits_no_more(connection)
-        (self._idle if was_served else self._silent)[connection] = None
+        (self._idle if was_served else self._silent)[connection] = time.monotonic()
 
     def sends(self, connection: Waiter) -> None:
         """Note that the headers of a request are complete and its body is not."""
         self.waits_no_more(connection)
-        self._sending[connection] = None
+        self._sending[connection] = time.monotonic()
 
     def waits_no_more(self, connection: Waiter) -> None:
         for waiting in (self._silent, self._idle, self._sending):
             waiting.pop(connection, None)
 
     def evict_oldest(self, newcomer: Waiter) -> bool:
-        """Close the oldest connection without a complete request. Returns False if there is none beside `newcomer`."""
+        """Close the connection that has waited longest for a request. False: each has a request, or is new."""
+        latest_s = time.monotonic() - GRACE_S
         for waiting in (self._silent, self._idle, self._sending):
-            oldest = next(iter(waiting), newcomer)
-            if oldest is not newcomer:
+            oldest, since_s = next(iter(waiting.items()), (newcomer, 0.0))
+            if oldest is not newcomer and since_s <= latest_s:
                 del waiting[oldest]
                 oldest.evict()
                 return True
