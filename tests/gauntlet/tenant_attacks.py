@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.server.http.open_connections import GRACE_S
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import Base, idle_base, left_over
 from tests.server.rig import Server, serving
@@ -143,6 +144,7 @@ def bodies(attacker: Attacker) -> Iterator[None]:
 def half_requests(attacker: Attacker) -> Iterator[None]:
     for _ in range(MAX_CONNECTIONS):
         attacker.begin(CHAT, "application/json", 1000, b"{")
+    time.sleep(GRACE_S)  # younger ones are kept, and new clients refused
     yield
 
 
@@ -154,6 +156,7 @@ def idle_connections(attacker: Attacker) -> Iterator[None]:
         with contextlib.suppress(OSError):
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             sock.recv(1024)
+    time.sleep(GRACE_S)
     yield
 
 
