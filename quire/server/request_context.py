@@ -49,14 +49,14 @@ UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # in a body
 MAX_SHOWN_BYTES = 1 << 20  # larger bodies are not searched for the value to show in an error
 MAX_PLAIN_BYTES = 64 << 10  # of a body without a schema; a larger one is decoded and parsed in a thread
-MAX_QUICK_BYTES = 4 << 10  # a larger body is decoded and parsed in a thread: its schemas may take a fifth of a second
+MAX_QUICK_BYTES = 4 << 10  # the same of a body with one of SLOW_WORDS: its schemas may take a fifth of a second
+SLOW_WORDS = (b'"tools"', b"schema", b"grammar")  # in bodies whose schemas take long to parse
 MIB = 1 << 20
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
-SLOW_WORDS = (b'"tools"', b"schema", b"grammar")  # in bodies whose schemas take long to parse
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
-QUIET_S = 0.5
+QUIET_S = 0.5  # a client that sends nothing for so long waits for the response
 MAX_DISCARDED_BYTES = 64 * MIB
 _TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -347,7 +347,7 @@ class RequestContext:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + DISCARD_S
         with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(QUIET_S) as limit:  # a client that has stopped sending waits for the response
+            async with asyncio.timeout(QUIET_S) as limit:
                 async for chunk in self.request.stream():
                     limit.reschedule(min(end_s, loop.time() + QUIET_S))
                     size += len(chunk)
