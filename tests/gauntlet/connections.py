@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 
 import psutil  # type: ignore[import-untyped]
 
-from quire.server.http.open_connections import GRACE_S
 from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import Base, left_over, percentile
+from tests.gauntlet.watch import Base, left_over, percentile, wait_for_a_place
 from tests.server.rig import FAKE, Server, request_bytes, serving
 from tests.waiting import HANG_S, eventually
 
@@ -232,8 +230,8 @@ def _full_house(gauntlet: Gauntlet) -> list[Figure]:
         base = warm_up(server)
         with crowd_at(server) as crowd:
             crowd.grow(cap, lambda number: HALF_HEADER if number % 2 else b"", per_s=1500)
-            time.sleep(GRACE_S)
-            with asking(server) as asker:  # fewer connections arrive in GRACE_S than the server allows
+            wait_for_a_place(server)
+            with asking(server) as asker:  # fewer connections arrive in the time of grace than the server allows
                 per_s = gauntlet.size(1500, 50)
                 crowd.grow(extra, lambda number: HALF_HEADER if number % 2 else b"", per_s=per_s)
                 asker.take()

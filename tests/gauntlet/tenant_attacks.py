@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.server.http.open_connections import GRACE_S
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import Base, idle_base, left_over
+from tests.gauntlet.watch import Base, idle_base, left_over, wait_for_a_place
 from tests.server.rig import Server, serving
 from tests.waiting import eventually
 
@@ -144,7 +143,7 @@ def bodies(attacker: Attacker) -> Iterator[None]:
 def half_requests(attacker: Attacker) -> Iterator[None]:
     for _ in range(MAX_CONNECTIONS):
         attacker.begin(CHAT, "application/json", 1000, b"{")
-    time.sleep(GRACE_S)  # younger ones are kept, and new clients refused
+    wait_for_a_place(attacker.server)
     yield
 
 
@@ -156,7 +155,7 @@ def idle_connections(attacker: Attacker) -> Iterator[None]:
         with contextlib.suppress(OSError):
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             sock.recv(1024)
-    time.sleep(GRACE_S)
+    wait_for_a_place(attacker.server)
     yield
 
 

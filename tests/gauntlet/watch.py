@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 
 import psutil  # type: ignore[import-untyped]
 
@@ -48,6 +49,17 @@ def idle_base(server: Server) -> Base:
     """The base of a server that holds no request."""
     server.wait_free()
     return base_of(server)
+
+
+def wait_for_a_place(server: Server) -> None:
+    """Wait until the server closes a connection that waits to accept a new one: it does so after `GRACE_S`."""
+
+    def is_served() -> bool:
+        with contextlib.suppress(OSError, HTTPException):
+            return server.get("/health").status == 200
+        return False
+
+    eventually(is_served, "a connection gives way")
 
 
 def num_violations(server: Server) -> float:

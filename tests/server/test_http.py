@@ -15,7 +15,7 @@ from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http import open_connections
 from quire.server.http.event_stream import EventStream
-from quire.server.http.open_connections import FREE_BYTES, OpenConnections
+from quire.server.http.open_connections import FREE_BYTES, GRACE_S, OpenConnections
 from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, make_config, raise_file_limit
 from quire.server.protocols.openai.errors import OPENAI
 
@@ -146,6 +146,37 @@ def test_all_connections_share_a_budget_of_header_bytes(others: OpenConnections)
     for connection in (first, second, third, small):
         connection.close()
     assert others.num_bytes == 0
+
+
+class Waiting:
+    def __init__(self, name: str, evicted: list[str]) -> None:
+        self._name, self._evicted = name, evicted
+
+    def evict(self) -> None:
+        self._evicted.append(self._name)
+
+
+def test_the_order_of_eviction() -> None:
+    """Silent connections, then idle ones, then those without a complete body; none in its time of grace."""
+    now_s = 0.0
+    connections = OpenConnections(clock=lambda: now_s)
+    evicted: list[str] = []
+    half, idle, first, second, late, newcomer = (
+        Waiting(name, evicted) for name in ("half", "idle", "first", "second", "late", "newcomer")
+    )
+    connections.sends(half)
+    connections.waits(idle, was_served=True)
+    connections.waits(first, was_served=False)
+    connections.waits(second, was_served=False)
+    assert not connections.evict_oldest(newcomer)
+    now_s = GRACE_S
+    connections.waits(late, was_served=False)
+    while connections.evict_oldest(newcomer):
+        pass
+    assert evicted == ["first", "second", "idle", "half"]
+    now_s = 2 * GRACE_S
+    assert connections.evict_oldest(newcomer)
+    assert evicted[-1] == "late"
 
 
 def test_at_the_limit_the_oldest_silent_connection_is_evicted(
