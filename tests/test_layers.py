@@ -118,6 +118,24 @@ def test_unsafe_code_is_found(text: str, tmp_path: Path) -> None:
     assert len(unsafe_uses(tmp_path / "x.py")) == 1
 
 
+def unbounded_caches(path: Path) -> list[str]:
+    """Functions that keep every text or body that they were called with."""
+    found = []
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+        kinds = {ast.unparse(one.annotation) for one in node.args.args if one.annotation is not None}
+        if decorators & {"cache", "functools.cache"} and kinds & {"str", "bytes", "Any", "object"}:
+            found.append(node.name)
+    return found
+
+
+def test_no_unbounded_cache_keeps_texts_of_requests() -> None:
+    """`format_patterns` is called for the known names of formats only."""
+    assert [name for path in SOURCES for name in unbounded_caches(path)] == ["format_patterns"]
+
+
 def test_no_test_measures_time() -> None:
     """Tests must not fail on a busy machine. `tests/waiting.py` waits for events; CPU time may be limited."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):

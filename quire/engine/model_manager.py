@@ -332,8 +332,11 @@ class ModelManager:
                 waiter.set_exception(error)
 
     async def _back_off(self, managed: ManagedModel) -> None:
-        """Wait before a retry, longer after each failure in a row. Other models can load meanwhile."""
-        if managed.num_failed_in_a_row >= 2:
+        """Wait before a retry, longer after each failure in a row. Other models can load meanwhile.
+
+        A load that was asked for (`POST /v1/models/load`) begins at once: an administrator may have mended the model.
+        """
+        if managed.num_failed_in_a_row >= 2 and not managed.is_load_requested:
             delay_s = min(2.0 ** min(managed.num_failed_in_a_row - 2, 10), MAX_BACKOFF_S)
             log.warning("%s failed %d times in a row: waiting %g s", managed.name, managed.num_failed_in_a_row, delay_s)
             await asyncio.sleep(delay_s)

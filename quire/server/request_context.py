@@ -403,12 +403,12 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
     return context.error(error)
 
 
-@cache
 def is_slow(body: bytes) -> bool:
     """Whether a body takes long to decode and to parse: a large one, or a schema of some size."""
     return len(body) > MAX_QUICK_BYTES and (len(body) > MAX_PLAIN_BYTES or any(word in body for word in SLOW_WORDS))
 
 
+@cache
 def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
     """The names of a body's fields. Cached: msgspec evaluates all annotations, which takes milliseconds."""
     return frozenset(known.encode_name for known in msgspec.structs.fields(kind))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -20,12 +18,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 
-from tests.gauntlet.figures import Figure, Gauntlet, Result, Row, show
+from tests.gauntlet.figures import Figure, Gauntlet, Result, Row
+from tests.gauntlet.report import machine, read_report, table, total, write_report
 from tests.gauntlet.rows import MODULES, all_rows, row
 
 ROOT = Path(__file__).parents[2]
@@ -92,60 +90,27 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait(60)
 
 
-def table(results: Sequence[Result], *, is_quick: bool) -> str:
-    lines = ["| row | promise | figure | bar | measured | held |", "| --- | --- | --- | --- | --- | --- |"]
-    for result in results:
-        title = result.title
-        if result.problem:
-            lines.append(f"| {result.number} | {title} | not measured: {_cell(result.problem)} | | | **no** |")
-            title = ""
-        for figure in result.figures:
-            is_held = figure.is_held(is_quick=is_quick)
-            held = "" if not figure.bar else ("not judged" if is_quick and figure.is_timed else "yes")
-            cells = (result.number, title, figure.name, figure.bar, show(figure.value, figure.unit))
-            lines.append(f"| {' | '.join(cells)} | {held if is_held else '**no**'} |")
-            title = ""
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())[:200]
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{platform.machine()}, {os.cpu_count()} cores{', ' + names[0] if names else ''}"
-
-
-def write_report(path: Path, results: Sequence[Result], options: argparse.Namespace) -> None:
-    rows = [
-        {**asdict(result), "is_held": result.is_held(is_quick=options.quick)}
-        | {"figures": [asdict(f) | {"is_held": f.is_held(is_quick=options.quick)} for f in result.figures]}
-        for result in results
-    ]
-    about = {"machine": machine(), "python": platform.python_version(), "is_quick": options.quick}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "soak_s": options.soak, "rows": rows}, indent=1) + "\n")
-
-
 def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     results: list[Result] = []
-    begin = time.monotonic()
     for promise in rows:
         print(f"{promise.number} ({len(results) + 1} of {len(rows)}): {promise.title}", flush=True)
         result = run_apart(promise, options)
         results.append(result)
         held = "held" if result.is_held(is_quick=options.quick) else "NOT HELD"
         print(f"  {held} in {result.seconds:.0f} s {result.problem}".rstrip(), flush=True)
-        write_report(options.report, results, options)  # a run that is interrupted leaves what it measured
-    failed = [result.number for result in results if not result.is_held(is_quick=options.quick)]
+        # A run that is interrupted leaves what it measured.
+        write_report(options.report, results, is_quick=options.quick, soak_s=options.soak)
     print(f"\n{machine()}\n\n{table(results, is_quick=options.quick)}\n")
-    verdict = f"not held: {', '.join(failed)}" if failed else "all rows hold"
-    print(
-        f"{len(results)} rows in {(time.monotonic() - begin) / 60:.0f} minutes, {verdict}; written to {options.report}"
-    )
-    return 1 if failed else 0
+    print(f"{total(results, is_quick=options.quick)}; written to {options.report}")
+    return 0 if all(result.is_held(is_quick=options.quick) for result in results) else 1
+
+
+def show_reports(paths: Sequence[Path], *, is_quick: bool) -> int:
+    """Print the table of one or several reports. If a row is in several, the last one counts."""
+    found = {result.number: result for path in paths for result in read_report(path)}
+    results = [found[number] for number in MODULES if number in found]
+    print(f"{table(results, is_quick=is_quick)}\n\n{total(results, is_quick=is_quick)}")
+    return 0
 
 
 def run_inside(promise: Row, options: argparse.Namespace) -> int:
@@ -171,6 +136,7 @@ def main() -> int:
     parser.add_argument("--model", default=Gauntlet.model, help="the real model")
     parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the JSON file to write")
     parser.add_argument("--list", action="store_true", help="print the rows and exit")
+    parser.add_argument("--show", type=Path, nargs="+", help="print the table of these reports and exit")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # the row that this process runs
     options = parser.parse_args()
     if options.soak is None:
@@ -179,6 +145,8 @@ def main() -> int:
         for one in all_rows():
             print(f"{one.number:5} {one.title}")
         return 0
+    if options.show:
+        return show_reports(options.show, is_quick=options.quick)
     if options.inside:
         return run_inside(choose(options.inside, is_quick=False)[0], options)
     return run_all(choose(options.rows, is_quick=options.quick), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
 import psutil  # type: ignore[import-untyped]
@@ -29,7 +30,12 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
     limits = [f"--{name}-timeout={limits_s}" for name in ("header", "body", "slow-client")]
     model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
     figures: list[Figure] = []
-    with serving(*model, *limits) as server, serving_others(server) as (base, asker):
+    with (
+        serving(*model, *limits) as server,
+        serving_others(server, is_apart=not gauntlet.is_quick) as (base, asker),
+    ):
+        if not gauntlet.is_quick:
+            os.nice(19)  # real attackers do not use the CPU of the server
         before_s = asker.take(gauntlet.size(200, 5))
         slow_s: list[float] = []
         for attack in (_silent_and_half_headers, _slow_writers_and_readers, _idle_connections):
@@ -63,9 +69,9 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 @contextlib.contextmanager
-def serving_others(server: Server) -> Iterator[tuple[Base, Asker]]:
+def serving_others(server: Server, *, is_apart: bool) -> Iterator[tuple[Base, Asker]]:
     base = warm_up(server)
-    with asking(server) as asker:
+    with asking(server, is_apart=is_apart) as asker:
         yield base, asker
 
 
@@ -148,9 +154,10 @@ def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures: list[Figure] = []
     # Enough room for all requests of the attack by pipelining, so that other clients do not wait for the model.
     options = ("--backend", "fake", "--device", "5ms", "--num-blocks", "10000", "--max-num-seqs", "256")
-    with serving(str(gauntlet.tiny), *options) as server:
-        base = warm_up(server)
-        for attack in (_large_bodies, _pipelined_bytes, _small_headers, _large_headers):
+    for attack in (_large_bodies, _pipelined_bytes, _small_headers, _large_headers):
+        # A new server each time: memory that an attack leaves in the heap would hide the growth by the next one.
+        with serving(str(gauntlet.tiny), *options) as server:
+            base = warm_up(server)
             with crowd_at(server) as crowd, asking(server) as asker, memory_of(server.process.pid) as memory:
                 what, bar_mb, more = attack(gauntlet, crowd)
                 asker.take(3)  # since the attack began; the next three run during all of it

@@ -141,7 +141,7 @@ def lose_workers(gauntlet: Gauntlet) -> list[Figure]:
             figures += worker_figures(f"worker {SHOWN[fault]}", seen, num_rounds)
         figures += left_over(server, base, prefix="worker: ")
     if not gauntlet.is_quick:
-        real = (gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "4", "--hang-limit", "10")
+        real = (gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "4", "--hang-limit", str(HANG_LIMIT_S))
         with serving(*real, env=env) as server:
             Flood(server, [chat_body(f"{i}", 4) for i in range(16)]).wait()
             base, seen = idle_base(server), Worst()

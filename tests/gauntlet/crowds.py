@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -53,40 +55,64 @@ def warm_up(server: Server) -> Base:
     return idle_base(server)
 
 
-class Asker(threading.Thread):
-    """Requests short streams one after the other, each on a new connection, and measures their first tokens."""
+def first_token_s(address: tuple[str, int], request: bytes) -> float:
+    """Send the request of a stream on a new connection, read all of it, and return the time to its first token."""
+    begin_s = time.perf_counter()
+    with socket.create_connection(address, timeout=HANG_S) as sock:
+        sock.sendall(request)
+        data, first_s = b"", 0.0
+        while b"data: [DONE]" not in data:
+            piece = sock.recv(1 << 16)
+            data += piece
+            assert piece, data[-300:]
+            if not first_s and b"data: " in data:
+                first_s = time.perf_counter() - begin_s
+        assert data.startswith(b"HTTP/1.1 200"), data[:300]
+        return first_s
 
-    def __init__(self, server: Server, body: dict[str, Any] | None = None) -> None:
-        super().__init__(daemon=True)
-        self._server = server
-        self._body = {**QUESTION, **(body or {}), "stream": True}
+
+def ask_for_ever(address: tuple[str, int], request: bytes, found: Connection) -> None:
+    """Request streams one after the other. Sends the time to each first token, or the text of an error."""
+    while True:
+        try:
+            outcome: float | str = first_token_s(address, request)
+        except (OSError, AssertionError) as error:
+            outcome = repr(error)[:300]
+        try:
+            found.send(outcome)
+        except OSError:  # the reader has finished
+            return
+
+
+class Asker:
+    """Requests short streams one after the other and measures their first tokens.
+
+    In a process of its own if `is_apart`: threads of the process that attacks the server would wait for each other.
+    """
+
+    def __init__(self, server: Server, body: dict[str, Any], *, is_apart: bool) -> None:
+        request = request_bytes(CHAT, {**QUESTION, **body, "stream": True}, key=server.key)
+        self._found, there = Pipe(duplex=False)
         self._is_over = threading.Event()
+        start = get_context("spawn").Process if is_apart else threading.Thread
+        self._client = start(target=ask_for_ever, args=(server.address, request, there), daemon=True)
+        self._client.start()
+        if is_apart:
+            there.close()  # the other process has a copy
         self._first_s: list[float] = []
         self.num_answered = 0
         self.problems: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def run(self) -> None:
+    def _read(self) -> None:
         while not self._is_over.is_set():
-            try:
-                self._first_s.append(self._ask())
+            outcome = self._found.recv()
+            if isinstance(outcome, str):
+                self.problems.append(outcome)
+            else:
+                self._first_s.append(outcome)
                 self.num_answered += 1
-            except (OSError, AssertionError) as error:
-                self.problems.append(repr(error)[:300])
-
-    def _ask(self) -> float:
-        """Seconds from the connection to the first token."""
-        begin_s = time.perf_counter()
-        with socket.create_connection(self._server.address, timeout=HANG_S) as sock:
-            self._server.send_request(self._body, sock=sock)
-            data, first_s = b"", 0.0
-            while b"data: [DONE]" not in data:
-                piece = sock.recv(1 << 16)
-                data += piece
-                assert piece, data[-300:]
-                if not first_s and b"data: " in data:
-                    first_s = time.perf_counter() - begin_s
-            assert data.startswith(b"HTTP/1.1 200"), data[:300]
-            return first_s
 
     def take(self, num_wanted: int = 1) -> list[float]:
         """Wait for `num_wanted` answers since the last call, and return the times of all answers since then."""
@@ -95,14 +121,16 @@ class Asker(threading.Thread):
         return found
 
     def finish(self) -> None:
+        """Wait for the present answer, and for the next one, after which the client ends."""
         self._is_over.set()
-        self.join(HANG_S)
+        self._reader.join(HANG_S)
+        self._found.close()
+        self._client.join(HANG_S)
 
 
 @contextlib.contextmanager
-def asking(server: Server, **body: Any) -> Iterator[Asker]:
-    asker = Asker(server, body)
-    asker.start()
+def asking(server: Server, *, is_apart: bool = False, **body: Any) -> Iterator[Asker]:
+    asker = Asker(server, body, is_apart=is_apart)
     try:
         yield asker
     finally:

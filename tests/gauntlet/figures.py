@@ -23,6 +23,7 @@ class Figure:
     at_most: float | None = None
     at_least: float | None = None
     is_timed: bool = False  # depends on the speed of the machine: the quick run (`make test`) does not judge it
+    is_left_over: bool = False  # a resource that the server held after an attack, compared with before
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", float(self.value))  # a bool would not be read back from the report

@@ -24,6 +24,7 @@ MAX_SEQS = 8
 MAX_QUEUE = 32
 MAX_CONNECTIONS = 192
 STEP_S = 0.005
+MAX_DELAY = 100  # steps, half a second: the attacker's whole queue would take longer
 MIB = 1 << 20
 WORDS = "The quick brown fox jumps over the lazy dog. "
 Attack = Callable[["Attacker"], AbstractContextManager[None]]
@@ -366,7 +367,14 @@ def shares_of(
             figures.append(exactly(f"{name}: requests of the other key that failed", during.num_failed))
             if quiet.seconds:
                 ratio = (during.seconds - quiet.seconds) / STEP_S
-                figures.append(Figure(f"{name}: delay of the other key's requests", max(0.0, ratio), "steps"))
+                delay = Figure(
+                    f"{name}: delay of the other key's requests",
+                    max(0.0, ratio),
+                    "steps",
+                    at_most=MAX_DELAY,
+                    is_timed=True,
+                )
+                figures.append(delay)
             missed = [
                 replace(figure, name=f"{name}: {figure.name}") for figure in left if not figure.is_held(is_quick=True)
             ]

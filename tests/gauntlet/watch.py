@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 
 import psutil  # type: ignore[import-untyped]
@@ -86,7 +86,7 @@ def left_over(server: Server, base: Base, *, prefix: str = "", spare_files: int 
     with contextlib.suppress(AssertionError, psutil.NoSuchProcess):  # the figures show the rest
         eventually(is_back, "files and threads are back", 30)
     now = base_of(server)
-    return [
+    figures = [
         exactly(f"{prefix}KV blocks held afterwards", stats["num_in_use"]),
         Figure(
             f"{prefix}open files afterwards, more than before",
@@ -101,6 +101,7 @@ def left_over(server: Server, base: Base, *, prefix: str = "", spare_files: int 
         exactly(f"{prefix}processes afterwards, more than before", max(0, now.num_processes - base.num_processes)),
         exactly(f"{prefix}broken invariants reported by workers", num_violations(server)),
     ]
+    return [replace(figure, is_left_over=True) for figure in figures]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from quire.server.limits import FairSlots
-from quire.server.request_context import MAX_PLAIN_BYTES, MAX_QUICK_BYTES, RequestContext, is_slow
+from quire.server.protocols.openai.types import ChatCompletionRequest
+from quire.server.request_context import MAX_PLAIN_BYTES, MAX_QUICK_BYTES, RequestContext, _field_names, is_slow
 from tests.server.rig import FAKE, Server, serving
 
 HEADER = "x-quire-unenforced"
@@ -205,3 +206,8 @@ def test_a_slow_body_is_parsed_beside_the_event_loop() -> None:
         assert thread_of(quick) == threading.current_thread().name
     for slow in (b"x" * (MAX_PLAIN_BYTES + 1), schema + b"x" * MAX_QUICK_BYTES):
         assert thread_of(slow).startswith("quire-parse")
+
+
+def test_field_names_are_read_once_and_bodies_are_not_kept() -> None:
+    assert _field_names(ChatCompletionRequest) is _field_names(ChatCompletionRequest)
+    assert not hasattr(is_slow, "cache_info")
