@@ -108,6 +108,17 @@ def test_resuming_the_write_stops_the_timer() -> None:
     assert all(timer.is_cancelled for timer in connection.loop.timers if timer.delay_s == SLOW_S)
 
 
+def test_a_lost_connection_has_no_timers() -> None:
+    """Else the loop keeps the connection, and clients that reset their connections would use up the memory."""
+    for error in (None, ConnectionResetError()):
+        connection = Connection()
+        connection.protocol.on_response_complete()  # starts the timer between two requests
+        connection.transport.num_unread = 100_000
+        connection.protocol.pause_writing()
+        connection.protocol.connection_lost(error)
+        assert [timer.delay_s for timer in connection.loop.timers if not timer.is_cancelled] == []
+
+
 def test_a_connection_without_headers_gets_408_and_is_closed() -> None:
     connection = Connection()
     connection.protocol.data_received(b"GET /health HTTP/1.1\r\nhost: local")

@@ -111,6 +111,7 @@ class HttpProtocol(HttpToolsProtocol):
         for timer in (self._header_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
+        self._unset_keepalive_if_required()  # uvicorn keeps the timer, and with it the connection, after a reset
         for cycle in self._cycles:  # also the running one, when a pipelined request follows it
             if not cycle.response_complete:
                 cycle.disconnected = True
