@@ -45,7 +45,8 @@ class Disk:
                 while file.write(bytes(4096)):
                     pass
         elif how == "read-only" and self.is_mounted:
-            assert _mount("-o", "remount,ro", str(self.folder))
+            # Refused while a file is open for writing.
+            eventually(lambda: _mount("-o", "remount,ro", str(self.folder)), "the disk is read-only")
         else:  # every write fails
             for process in family(server):
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
