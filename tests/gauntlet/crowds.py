@@ -232,10 +232,10 @@ class Crowd:
         return len(self.answered)
 
     def wait_closed(self, limit_s: float, each: Callable[[], object] | None = None) -> None:
-        """Wait until the server has closed all of them, or until the limit."""
+        """Wait until the server has closed all of them, or until the limit. Calls `each` every 50 ms."""
         deadline = time.monotonic() + limit_s
         while self.sockets and time.monotonic() < deadline:
-            self.look(0.5)
+            self.look(0.05)
             if each is not None:
                 each()
 

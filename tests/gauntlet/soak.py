@@ -261,7 +261,7 @@ def swaps(gauntlet: Gauntlet, count: int) -> list[Figure]:
 def no_leak(gauntlet: Gauntlet) -> Sequence[Figure]:
     count = gauntlet.size(100_000, 320)
     with soaked(gauntlet, "--backend", "fake", "--num-blocks", "400", "--max-queue", "4096") as server:
-        send_many(server, gauntlet.size(2000, 80), 1)
+        send_many(server, gauntlet.size(25_000, 80), 1)
         base = idle_base(server)
         tally, rounds = mass(gauntlet, server, count)
         figures = left_over(server, base, spare_files=8)

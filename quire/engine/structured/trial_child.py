@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ import llguidance
 
 MAX_MEMORY_BYTES = 1 << 30  # of address space
 STACK_BYTES = 1 << 20  # a fraction of the worker's, so that the worker has enough
+NICENESS = 10  # about a tenth of a core beside one busy thread
 
 
 class VocabularyAdapter:
@@ -87,8 +89,15 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def lower_priority() -> None:
+    """Let the steps of the model run first, on machines whose cores they all use."""
+    with suppress(AttributeError, OSError):  # not available on every platform
+        os.nice(NICENESS)
+
+
 def main() -> None:
     limit_memory()
+    lower_priority()
     trial: Trial | None = None
     for line in sys.stdin.buffer:
         order = json.loads(line)
