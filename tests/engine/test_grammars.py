@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -512,3 +513,15 @@ def test_the_vocabulary_of_a_gguf_is_opened_from_its_file(default_model: Path) -
     matcher = made.compile(json_object_grammar()).matcher()
     assert not matcher.consume(min(allowed(matcher.mask())))
     made.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_grammars_are_compiled_at_a_low_priority(grammars: Grammars) -> None:
+    grammars.compile(regex_grammar("priority[ab]{3}"))
+    me = psutil.Process()
+    expected = max(me.nice(), 10)
+    assert grammars._pool is not None
+    threads = [thread.native_id for thread in grammars._pool._threads]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads if thread is not None} == {expected}
+    children = [child for child in me.children() if any(part.endswith("trial_child.py") for part in child.cmdline())]
+    assert {child.nice() for child in children} == {expected}

@@ -58,7 +58,7 @@ class Gauntlet:
 
     folder: Path  # scratch, one per row
     is_quick: bool = False
-    soak_s: float = 600.0
+    soak_s: float = 300.0
     model: str = DEFAULT_MODEL
     seed: int = 28
     say: Callable[[str], None] = print  # prints one line of progress

@@ -6,10 +6,13 @@ Knows nothing of requests and steps. A compiled grammar is cached for its owner,
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
 NUM_THREADS = 2
+NICENESS = 10  # of these threads: about a tenth of a core beside one busy thread
 STACK_BYTES = 16 << 20  # stack of each thread: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # a state takes one to two kB
@@ -82,7 +86,7 @@ class Grammars:
             if known is not None:
                 return known
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar", initializer=_lower_priority)
             before = threading.stack_size(STACK_BYTES)
             try:
                 job = self._jobs[owner, grammar] = self._pool.submit(self._compile, grammar, owner)
@@ -134,6 +138,14 @@ class Grammars:
             held[owner] += 1 if is_number else compiled.num_bytes
         ((most, _),) = held.most_common(1)
         return next(owned for owned in self._compiled if owned[0] == most)
+
+
+def _lower_priority() -> None:
+    """Let the steps of the model run first. On Linux a thread has its own priority."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):  # forbidden
+            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS))
 
 
 def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:

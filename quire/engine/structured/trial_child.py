@@ -92,7 +92,8 @@ def limit_memory() -> None:
 def lower_priority() -> None:
     """Let the steps of the model run first, on machines whose cores they all use."""
     with suppress(AttributeError, OSError):  # not available on every platform
-        os.nice(NICENESS)
+        # Not nice(), which adds: the thread that started this process has a low priority already.
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICENESS))
 
 
 def main() -> None:
