@@ -102,6 +102,8 @@ class Client:
     async def send(self, kind: Kind) -> Reply:
         path, body = kind.make(sentence(self._random))
         self._tally.num_sent += 1
+        if self._streams is not None and self._streams[0].at_eof():
+            self.close()  # the server has closed a connection that was idle for long
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._server.address, limit=1 << 22)
         reader, writer = self._streams
