@@ -46,7 +46,7 @@ class Disk:
                     pass
         elif how == "read-only" and self.is_mounted:
             # Refused while a file is open for writing.
-            eventually(lambda: _mount("-o", "remount,ro", str(self.folder)), "the disk is read-only")
+            eventually(lambda: _mount("-o", "remount,ro", str(self.folder)), "the disk is read-only", 30.0)
         else:  # every write fails
             for process in family(server):
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -215,7 +215,8 @@ def break_logs(gauntlet: Gauntlet) -> list[Figure]:
 
 def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures = cache_figures(gauntlet)
-    for how in ("full",) if gauntlet.is_quick else ("full", "read-only", "limit of file sizes"):
+    # Not read-only: the server keeps a file of its state open, and the kernel refuses to make such a disk read-only.
+    for how in ("full",) if gauntlet.is_quick else ("full", "limit of file sizes"):
         figures += break_batches(gauntlet, how)
     return figures + break_logs(gauntlet)
 
