@@ -149,9 +149,10 @@ def guesses(
     num_cached = 0
     own: set[tuple[int, ...]] = set()  # first tokens of the spy's own prompts, which may be cached
     for is_right in chosen.sample([True, False] * count, 2 * count):
-        prompt = random_prompt(chosen, num_tokens)
+        # Both are made before the owner's request, so that the pause between the two requests is the same.
+        prompt, other = random_prompt(chosen, num_tokens), random_prompt(chosen, num_tokens)
+        asked = prompt if is_right else other
         owner.ask(prompt)
-        asked = prompt if is_right else random_prompt(chosen, num_tokens)
         took_s, cached = spy.ask(asked)
         (right if is_right else wrong).append(took_s)
         num_cached += cached if asked[:cached] not in own else 0
