@@ -20,10 +20,6 @@ from quire.core.running import RunningSet
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvariantViolation
 
-# A resumed request that lost its blocks cannot be preempted until it has computed this many new tokens. Otherwise it
-# could spend all of its tier's share on recomputing the same prompt.
-MAX_SPARED_TOKENS = 32
-
 
 class Outcome(Enum):
     """What became of a waiting request that was next."""
@@ -31,6 +27,7 @@ class Outcome(Enum):
     ADMITTED = auto()
     PARKED = auto()  # it waits for a load from a lower tier
     BLOCKED = auto()  # it does not fit
+    UNCOVERED = auto()  # the credit of its tier does not cover what it has to compute again
 
 
 class _PreemptionPlan(NamedTuple):
@@ -193,16 +190,21 @@ class Admission:
 
     # Starting a request
 
-    def try_admit(self, step: StepDraft, request: Request) -> Outcome:
+    def try_admit(self, step: StepDraft, request: Request, *, is_owed: bool) -> Outcome:
         """Start a waiting request, or let it wait for a load. If it does not fit, change nothing.
 
         The request gets blocks for its whole known context at once. One block per running request is left free: running
         requests grow, and without free blocks they would soon preempt the new one. Missing blocks are taken from
         requests that it may preempt. A request that may not preempt leaves a batch row and a block free for each prefix
         waiter. Otherwise all later requests would overtake the waiters.
+
+        `is_owed`: it is the turn of a tier with credit. A request that was preempted then starts only if the credit
+        covers what it has to compute again. In other turns it starts anyway, and may be preempted at any time.
         """
         if not all(self._may_preempt(request, victim, step) for victim in step.victims):
             return Outcome.BLOCKED  # only a request that may preempt every victim of this step can still start
+        if is_owed and request.num_preemptions and not self._is_covered(request, step):
+            return Outcome.UNCOVERED
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
         num_kept = 0
         if not is_entitled:
@@ -214,35 +216,33 @@ class Admission:
             victims = [
                 running
                 for running in self._running
-                if self._may_preempt(request, running, step)
-                and not running.is_spared
-                and running.request_id not in step.admitted
+                if self._may_preempt(request, running, step) and running.request_id not in step.admitted
             ]
             has_free_seq = may_take_free and self._running.num_free_seqs > num_kept
             if not victims and step.budget < 1:
                 return Outcome.BLOCKED
             if not has_free_seq and not any(self._may_lose_row(victim) for victim in victims):
-                return Outcome.BLOCKED
+                return self._refuse(step, request, num_kept, victims)
             found = self._find_hit(request, step)
-            hit, missing = self._find_room(request, found, num_kept)
-            num_windows = 0  # window blocks that are missing
-            if self._cache.hybrid is not None:
-                num_windows = self._cache.hybrid.start_shortage(request, hit, self._running.requests)
+            hit, missing, num_windows = self._find_room(request, found, num_kept)
             if missing <= 0 and num_windows <= 0 and has_free_seq:
                 # A request for which others were preempted starts at once. If there is no room to copy the tail of its
                 # hit, there is none to load it either.
                 return self._start(step, request, hit, num_kept, may_load=not has_preempted and hit is found)
             if not victims and self._running and not self._needs_pins(request, hit):
-                return Outcome.BLOCKED
+                return self._refuse(step, request, num_kept, victims)
             plan = self._plan_preemption(
                 request, hit, missing, victims, has_free_seq=has_free_seq, num_windows=num_windows
             )
             if plan is None:
                 if not self._running and not step.has_in_flight and not self.loads.has_any:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
-                return Outcome.BLOCKED  # preempting all candidates would not free enough: preempt none
+                # Preempting all candidates would not free enough: preempt none.
+                return self._refuse(step, request, num_kept, victims)
+            if step.budget < 1 and not plan.victims:
+                return Outcome.BLOCKED  # no tokens are left in this step, and no victim gives any back
             for _ in range(plan.num_pins):
-                self._cache.pins.yield_oldest()
+                self._cache.pins.yield_oldest(request.request_id)
             for victim in plan.victims:
                 self.preempt(step, victim, request)
             may_take_free = may_take_free or bool(plan.victims)
@@ -257,6 +257,27 @@ class Admission:
         self._admit(step, request, hit)
         return Outcome.ADMITTED
 
+    def _refuse(self, step: StepDraft, request: Request, num_kept: int, victims: list[Request]) -> Outcome:
+        """Record whether a request that does not fit would, if spared requests of lower tiers could be preempted."""
+        spared = [one for one in self._running if one.is_spared and one.priority > request.priority]
+        if spared:
+            candidates = [one for one in self._running if one in victims or one in spared]
+            hit, missing, num_windows = self._find_room(request, self._find_hit(request, step), num_kept)
+            has_free_seq = step.closed_from is None and self._running.num_free_seqs > num_kept
+            freed = _FreedBlocks(self._cache, hit, missing, num_windows)
+            if self._choose_victims(freed, candidates, has_free_seq=has_free_seq) is not None:
+                step.awaiting = request.priority if step.awaiting is None else min(step.awaiting, request.priority)
+        return Outcome.BLOCKED
+
+    def caught_up_at(self, request: Request) -> int:
+        """Number of computed tokens at which a preempted request has made progress: a block more than before."""
+        return min(max(request.num_preempted_at, 0) + self._cache.block_size, request.token_limit - 1)
+
+    def _is_covered(self, request: Request, step: StepDraft) -> bool:
+        """Whether the credit of its tier lets a preempted request make progress."""
+        hit = self._cache.without_tail(request, self._find_hit(request, step))  # there may be no room to copy the tail
+        return self._policy.ledger.covers(request.priority, self.caught_up_at(request) - hit.start)
+
     def _may_lose_row(self, victim: Request) -> bool:
         """Whether the victim's tier holds more batch rows than its guaranteed number."""
         num_kept = self._policy.num_seqs_kept(victim.priority, self._running.max_num_seqs)
@@ -265,8 +286,8 @@ class Admission:
     def _may_preempt(self, request: Request, running: Request, step: StepDraft) -> bool:
         return self._policy.may_preempt(request, running, step.now_ns)
 
-    def _find_room(self, request: Request, hit: PrefixHit, num_kept: int) -> tuple[PrefixHit, int]:
-        """The part of a hit to use, and the number of blocks that are then missing."""
+    def _find_room(self, request: Request, hit: PrefixHit, num_kept: int) -> tuple[PrefixHit, int, int]:
+        """The part of a hit to use, and the number of blocks and of window blocks that are then missing."""
         upto = len(request.tokens)
         missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
         if missing > 0 and hit.tail is not None:
@@ -274,18 +295,20 @@ class Admission:
                 request, hit
             )  # the source of a tail copy occupies one more block while the step is in flight
             missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
-        return hit, missing
+        hybrid = self._cache.hybrid
+        num_windows = 0 if hybrid is None else hybrid.start_shortage(request, hit, self._running.requests)
+        return hit, missing, num_windows
 
     def _num_spare(self, request: Request, hit: PrefixHit) -> int:
         """Number of blocks to leave free: one per running request, or more for a resumed request.
 
-        A resumed request cannot be preempted until it has recomputed its tokens, so a running request without a free
-        block would have to wait for it.
+        Running requests that need a block while a resumed request computes its context again would preempt it, and all
+        of that work would be lost.
         """
-        num_steps = 0
-        if request.num_preemptions:
-            num_steps = (len(request.tokens) - hit.start) // self._max_chunk_tokens
-        return len(self._running) * (1 + num_steps // self._cache.block_size)
+        if not request.num_preemptions:
+            return len(self._running)
+        num_steps = (len(request.tokens) - hit.start) // self._max_chunk_tokens
+        return len(self._running) * (1 + num_steps // self._cache.block_size) + (len(self._running) > 0)
 
     def _needs_pins(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request could not start on an otherwise empty pool because of the pinned blocks."""
@@ -315,6 +338,14 @@ class Admission:
         if attempt == self._failed_attempt and is_known:
             return None
         freed = _FreedBlocks(self._cache, hit, missing, num_windows)
+        plan = self._choose_victims(freed, victims, has_free_seq=has_free_seq)
+        if plan is None:
+            self._failed_attempt, self._failed_missing = attempt, (missing, num_windows)
+        return plan
+
+    def _choose_victims(
+        self, freed: _FreedBlocks, victims: list[Request], *, has_free_seq: bool
+    ) -> _PreemptionPlan | None:
         chosen: list[Request] = []
         candidates = victims[::-1]
         if not has_free_seq and (last := next(filter(self._may_lose_row, candidates), None)) is not None:
@@ -334,7 +365,6 @@ class Admission:
             chosen.append(victim)
         if freed.is_enough and (has_free_seq or chosen):
             return _PreemptionPlan(num_pins, chosen)
-        self._failed_attempt, self._failed_missing = attempt, (missing, num_windows)
         return None
 
     def _find_hit(self, request: Request, step: StepDraft) -> PrefixHit:
@@ -351,8 +381,8 @@ class Admission:
         self.loads.note_start(request, hit)
         is_resumed = request.num_preemptions > 0
         if is_resumed:
-            num_lost = len(request.tokens) - hit.start  # tokens to recompute
-            request.num_spared_until = request.num_preempted_at + min(num_lost, MAX_SPARED_TOKENS)
+            request.num_caught_up_at = self.caught_up_at(request)
+            self._policy.ledger.set_aside(request, request.num_caught_up_at - hit.start)
         else:
             request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit, is_started=True)
@@ -376,6 +406,10 @@ class Admission:
         It keeps its age, and its computed blocks stay in the cache.
         """
         self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
+        ledger = self._policy.ledger
+        ledger.give_back(victim)
+        num_given = step.allotted.pop(victim.request_id, 0)
+        ledger.refund(victim, num_given)  # this step does not compute them
         victim.num_preempted_at = max(victim.num_preempted_at, victim.num_computed)
         self._running.vacate(victim)
         victim.num_preemptions += 1
@@ -384,4 +418,4 @@ class Admission:
         victim.state = RequestState.WAITING
         self._waiting.push(victim)
         step.victims.append(victim)
-        step.budget += max(step.allotted.pop(victim.request_id, 1), 1)
+        step.budget += max(num_given, 1)

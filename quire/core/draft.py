@@ -14,16 +14,19 @@ class StepDraft:
     __slots__ = (
         "admitted",
         "allotted",
+        "awaiting",
         "budget",
         "closed_from",
         "copies",
         "decodes",
         "has_in_flight",
         "left_out",
+        "needs",
         "now_ns",
         "num_drafts",
         "pending",
         "rationed",
+        "saving",
         "short",
         "slices",
         "victims",
@@ -50,6 +53,9 @@ class StepDraft:
         self.window_copies: list[BlockCopy] = []
         self.admitted: set[int] = set()  # ids of requests admitted in this step
         self.victims: list[Request] = []  # preempted in this step
+        self.needs: dict[Priority, int] = {}  # tokens of the first waiting request of a tier, with a block of new ones
+        self.saving: set[Priority] = set()  # tiers with a request that was preempted and has not caught up
+        self.awaiting: Priority | None = None  # a request of this tier needs memory of one that is spared
         # Block number -> chain key of a block that running requests compute next -> those requests
         self.pending: dict[int, dict[bytes, list[Request]]] = {}
 

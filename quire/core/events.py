@@ -87,6 +87,7 @@ class PinYielded:
 
     pin_id: str
     block_ids: tuple[int, ...]
+    by_request_id: int | None = None  # None: a newer pin
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,14 @@
 A ledger divides the planning of a step into turns. The planner processes the turns in order, gives tokens to the
 requests of each, and charges the tokens to the ledger.
 
-`FairLedger` implements three rules:
+`FairLedger` implements four rules:
 
 - **Guaranteed shares.** A lower tier that wants more than it gets earns credit: its share of all computed tokens, minus
-  its own tokens. A tier with credit is *owed*: it has the first turn, up to its credit, and cannot be preempted.
+  its own tokens. A tier with credit is *owed*: it has the first turn, up to its credit, and no waiting request preempts
+  it. Credit does not protect from running requests that need memory.
+- **Progress by credit.** A request that was preempted computes its context again. It is admitted as owed only when the
+  credit of its tier covers that and a block of new tokens. This credit is set aside for the request, which no waiting
+  request preempts until it has used it up. The limit of the credit rises accordingly.
 - **Precedence above the shares.** All other tokens go to the tiers in order: HIGH, NORMAL, LOW.
 - **Tenants.** Within a tier, the tenant that has been served least is first (`TenantClock`).
 
@@ -16,7 +20,8 @@ see `StepCost`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from quire.core.request import TIERS, Priority, Request
@@ -33,6 +38,7 @@ SPARE_NUMERATOR, SPARE_DENOMINATOR = 1, 3
 # Longest step of LOW work alone: a request of a higher tier has to wait for its end.
 LOW_STEP_NS = 50_000_000
 LOW_STEP_BASES = 4  # or this many times the fixed cost of a step, if longer: otherwise steps would be mostly fixed cost
+NO_NEEDS: Mapping[Priority, int] = MappingProxyType({})
 
 
 class StepCost(NamedTuple):
@@ -58,6 +64,7 @@ class Turn(NamedTuple):
     max_tokens: int | None = None
     max_ns: int | None = None
     is_owed: bool = False  # the turn of a tier with credit, which gives at least one token
+    is_prepaid: bool = False  # only for requests for which credit was set aside
 
 
 ALL_TIERS = Turn(TIERS)
@@ -81,11 +88,11 @@ class Ledger(Protocol):
     def leave(self, request: Request) -> None:
         """Record that a request ended."""
 
-    def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None:
+    def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
         """Start a step. `work`: work of each tier, HIGH first.
 
-        `is_stalled`: a running request waits for the memory of a request that cannot be preempted yet. No tier is
-        rationed then, so that this request makes progress soon.
+        `is_awaited`: a waiting request needs the memory of a request for which credit was set aside. Such requests are
+        not rationed then.
         """
 
     @property
@@ -103,11 +110,36 @@ class Ledger(Protocol):
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge tokens that a turn gave to a request."""
 
+    def refund(self, request: Request, num_tokens: int) -> None:
+        """Take back the charge of tokens that are not in the plan of this step after all."""
+
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
         """Charge tokens that no turn gave: one for each decode of a tenant."""
 
-    def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None:
-        """End a step. `short`: tiers that wanted more tokens than they got."""
+    def covers(self, priority: Priority, num_tokens: int) -> bool:
+        """Whether the credit of a tier pays for this many tokens."""
+
+    def set_aside(self, request: Request, num_tokens: int) -> None:
+        """Set credit aside for the next tokens of a request, if the credit of its tier covers them."""
+
+    def use_prepaid(self, request: Request, num_tokens: int) -> None:
+        """Use up credit that was set aside: these tokens are in the plan of this step."""
+
+    def give_back(self, request: Request) -> None:
+        """Return unused credit of a request that ends or is preempted to its tier."""
+
+    def end_step(
+        self,
+        short: Collection[Priority],
+        max_num_batched_tokens: int,
+        needs: Mapping[Priority, int] = NO_NEEDS,
+        saving: Collection[Priority] = (),
+    ) -> None:
+        """End a step. `short`: tiers that wanted more tokens than they got.
+
+        `needs`: tokens of the first waiting request of a tier, for which the tier may save credit. `saving`: tiers with
+        a request that was preempted and has not caught up: they do not lose their credit meanwhile.
+        """
 
 
 class OpenLedger:
@@ -120,7 +152,7 @@ class OpenLedger:
 
     def leave(self, request: Request) -> None: ...
 
-    def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None: ...
+    def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None: ...
 
     @property
     def rationed(self) -> Collection[Priority]:
@@ -137,9 +169,26 @@ class OpenLedger:
 
     def charge(self, request: Request, num_tokens: int) -> None: ...
 
+    def refund(self, request: Request, num_tokens: int) -> None: ...
+
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None: ...
 
-    def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None: ...
+    def covers(self, priority: Priority, num_tokens: int) -> bool:  # noqa: ARG002
+        return False
+
+    def set_aside(self, request: Request, num_tokens: int) -> None: ...
+
+    def use_prepaid(self, request: Request, num_tokens: int) -> None: ...
+
+    def give_back(self, request: Request) -> None: ...
+
+    def end_step(
+        self,
+        short: Collection[Priority],
+        max_num_batched_tokens: int,
+        needs: Mapping[Priority, int] = NO_NEEDS,
+        saving: Collection[Priority] = (),
+    ) -> None: ...
 
 
 class FairLedger:
@@ -153,12 +202,16 @@ class FairLedger:
             raise InvalidRequest(f"{normal_share = } and {low_share = } together are more than {MAX_GUARANTEED}")
         self.shares = {Priority.NORMAL: round(normal_share * UNITS), Priority.LOW: round(low_share * UNITS)}
         self.credits = dict.fromkeys(self.shares, 0)  # UNITS per token
+        self.prepaid = dict.fromkeys(self.shares, 0)  # tokens for which credit was set aside, not planned yet
         self.clocks = {priority: TenantClock() for priority in TIERS}
         self.cost: StepCost | None = None
         self._work: Sequence[TierWork] = ()
         self._rationed: frozenset[Priority] = frozenset()
         self._decodes = dict.fromkeys(TIERS, 0)  # requests whose token of this step needs no turn
         self._served = dict.fromkeys(TIERS, 0)  # tokens charged in this step
+        self._num_prepaid = dict.fromkeys(self.shares, 0)  # of these, tokens paid by credit that was set aside
+        self._is_awaited = False
+        self._max_step_tokens = UNITS  # unknown before the end of the first step
         self._spent_ns = dict.fromkeys(TIERS, 0)  # cost of the tokens that turns gave in this step
         self._last_ns = 0  # estimated duration of the last step
         self._spare_ns = 0  # unused time by which lower tiers may still lengthen steps
@@ -193,9 +246,10 @@ class FairLedger:
     def leave(self, request: Request) -> None:
         self.clocks[request.priority].leave(request.tenant)
 
-    def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None:
+    def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
         self._work = work
-        self._rationed = frozenset() if self.cost is None or is_stalled else self._find_rationed()
+        self._rationed = frozenset() if self.cost is None else self._find_rationed()
+        self._is_awaited = is_awaited
         self._deferred_ns = 0
         for priority in TIERS:
             self._served[priority] = self._spent_ns[priority] = 0
@@ -207,11 +261,25 @@ class FairLedger:
         return frozenset(tier for tier in TIERS if tier > highest or tier is Priority.LOW)
 
     def turns(self) -> Iterator[Turn]:
+        for priority, num_tokens in self.prepaid.items():
+            if num_tokens:
+                limits = num_tokens, None
+                if not self._is_awaited:
+                    limits = min(num_tokens, -(-self._max_owed(priority) // UNITS)), self._owed_ns(priority)
+                yield Turn((priority,), *limits, is_owed=True, is_prepaid=True)
         owed = [priority for priority in self.credits if self.is_owed(priority)]
         for priority in sorted(owed, key=lambda tier: -self.credits[tier] * UNITS // self.shares[tier]):
-            yield Turn((priority,), -(-self.credits[priority] // UNITS), self._owed_ns(priority), is_owed=True)
+            num_tokens = min(self.credits[priority], self._max_owed(priority))
+            yield Turn((priority,), -(-num_tokens // UNITS), self._owed_ns(priority), is_owed=True)
         for priority in TIERS:
             yield Turn((priority,), max_ns=self._limit_ns(priority))
+
+    def _max_owed(self, priority: Priority) -> int:
+        """Most credit that a tier uses in its first turn of a step: twice its share of the tokens of a step.
+
+        The rest is left for higher tiers, so that they do not wait while it catches up.
+        """
+        return 2 * self.shares[priority] * self._max_step_tokens
 
     def _owed_ns(self, priority: Priority) -> int | None:
         """Time that an owed tier may add to the step.
@@ -271,31 +339,73 @@ class FairLedger:
         self._spent_ns[request.priority] += num_tokens * self.price_ns(request)
         self.clocks[request.priority].charge(request.tenant, num_tokens)
 
+    def refund(self, request: Request, num_tokens: int) -> None:
+        self._served[request.priority] -= num_tokens
+        self._spent_ns[request.priority] -= num_tokens * self.price_ns(request)
+        self.clocks[request.priority].refund(request.tenant, num_tokens)
+
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
         self._served[priority] += num_tokens
         self.clocks[priority].charge(tenant, num_tokens)
 
-    def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None:
+    def covers(self, priority: Priority, num_tokens: int) -> bool:
+        return self.credits.get(priority, 0) >= num_tokens * UNITS
+
+    def set_aside(self, request: Request, num_tokens: int) -> None:
+        request.is_covered = self.covers(request.priority, num_tokens)
+        if request.is_covered:
+            request.num_prepaid = num_tokens
+            self.prepaid[request.priority] += num_tokens
+            self.credits[request.priority] -= num_tokens * UNITS
+
+    def use_prepaid(self, request: Request, num_tokens: int) -> None:
+        num_used = min(num_tokens, request.num_prepaid)
+        request.num_prepaid -= num_used
+        self.prepaid[request.priority] -= num_used
+        self._num_prepaid[request.priority] += num_used
+
+    def give_back(self, request: Request) -> None:
+        if request.num_prepaid:
+            self.prepaid[request.priority] -= request.num_prepaid
+            self.credits[request.priority] += request.num_prepaid * UNITS
+            request.num_prepaid = 0
+        request.is_covered = False
+
+    def end_step(
+        self,
+        short: Collection[Priority],
+        max_num_batched_tokens: int,
+        needs: Mapping[Priority, int] = NO_NEEDS,
+        saving: Collection[Priority] = (),
+    ) -> None:
         self._keep_spare()
+        self._max_step_tokens = max_num_batched_tokens
         total = sum(self._served.values())
-        for priority in self.credits:
-            credit = self.credits[priority]
-            if not credit and not short:
-                continue  # no tier is short, and there is no credit to reset
-            gain = total * self.shares[priority]
-            has_rivals = any(any(self._work[tier]) or self._served[tier] for tier in TIERS if tier is not priority)
-            if has_rivals:
-                changed = credit + gain - self._served[priority] * UNITS
-                if not any(tier is not priority for tier in short):
-                    changed = max(changed, min(credit, 0))  # no other tier was short: the tier gets no debt
-            else:
-                changed = min(credit + gain, 0)
-            if priority not in short:
-                changed = min(changed, 0)
-            most = max_num_batched_tokens * UNITS
-            self.credits[priority] = max(-most, min(changed, most))
+        for priority, credit in self.credits.items():
+            if credit or short:  # otherwise no tier is short, and there is no credit to reset
+                changed = self._credit_after(priority, total, short, is_saving=priority in saving)
+                most = max_num_batched_tokens + 2 * needs.get(priority, 0) - self.prepaid[priority]
+                self.credits[priority] = max(-max_num_batched_tokens * UNITS, min(changed, max(most, 0) * UNITS))
+            self._num_prepaid[priority] = 0
         for priority, clock in self.clocks.items():
             clock.end_step(is_short=priority in short)
+
+    def _credit_after(self, priority: Priority, total: int, short: Collection[Priority], *, is_saving: bool) -> int:
+        """Credit of a tier after a step of `total` tokens.
+
+        `is_saving`: one of its requests was preempted and has to compute its context again. The tier then keeps credit
+        that it does not need at the moment. Otherwise a request that is preempted before it catches up, in every pause
+        of a higher tier, would not make progress.
+        """
+        credit = self.credits[priority]
+        kept = credit if is_saving else min(credit, 0)
+        gain = total * self.shares[priority]
+        if not any(any(self._work[tier]) or self._served[tier] for tier in TIERS if tier is not priority):
+            return max(min(credit + gain, 0), kept)  # it has no rivals
+        changed = credit + gain - (self._served[priority] - self._num_prepaid[priority]) * UNITS
+        if not any(tier is not priority for tier in short):
+            changed = max(changed, kept)  # no other tier was short: the tier gets no debt
+        return changed if priority in short or is_saving else min(changed, 0)
 
     def _keep_spare(self) -> None:
         """Carry unused time of the lower tiers over to the next step, up to about the cost of one token.

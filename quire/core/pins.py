@@ -137,17 +137,17 @@ class PinBoard:
             self._states.pool.release(pin.state)
         return True
 
-    def yield_oldest(self) -> bool:
-        """Drop the oldest pin to make room. Returns False if there is none."""
+    def yield_oldest(self, request_id: int) -> bool:
+        """Drop the oldest pin to make room for a request. Returns False if there is none."""
         if not self._pins:
             return False
-        self._yield(next(iter(self._pins)))
+        self._yield(next(iter(self._pins)), request_id)
         return True
 
-    def _yield(self, pin_id: str) -> None:
+    def _yield(self, pin_id: str, by_request_id: int | None = None) -> None:
         block_ids = tuple(block.block_id for block in self._pins[pin_id].blocks)
         self.unpin(pin_id)
-        self._observe(PinYielded(pin_id, block_ids))
+        self._observe(PinYielded(pin_id, block_ids, by_request_id))
 
     def _next_to_yield(self) -> str:
         """The oldest pin of the owner with the most blocks.

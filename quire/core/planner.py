@@ -3,7 +3,7 @@
 A step is planned in two parts. The first consists of the turns of the policy's ledger. In each turn, running requests
 in prefill and waiting requests, merged by the policy's key, share the step's token budget; one token is reserved for
 every running request. In the second part all running requests, most urgent first, get blocks for their tokens. Victims
-are taken from the end of that order, so a request that is already in the plan is never preempted.
+are less urgent than the request that needs a block, so a request that is already in the plan is not preempted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
 MIXED_ANSWERS = 64  # for every so many answers, a step may hold `max_mixed_tokens` prompt tokens
+MAX_WAIT_STEPS = 4  # see `Planner.wait_bound`
 TurnKey = tuple[int, int, int]  # order within a turn: the policy's key, step of the last service, order of arrival
 
 
@@ -65,7 +66,7 @@ class Planner:
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
         self.loads = self._admission.loads
         self._num_steps = 0
-        self._is_stalled = False  # in the last step a running request waited for memory of one that cannot be preempted
+        self._awaiting: Priority | None = None  # in the last step, a request of this tier needed memory of a spared one
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Plan one step, and admit, preempt and advance requests accordingly."""
@@ -80,10 +81,24 @@ class Planner:
         self._plan_running(step)
         if not step.slices and step.left_out:
             self._plan_left_out(step)
-        if not step.slices and self._is_stalled and not has_in_flight and not self.loads.has_any:
-            self._end_stall(step)
         self._end(step)
         return step
+
+    def wait_bound(self, num_spared_tokens: int | None = None) -> int:
+        """Most steps that the first waiting request of the highest tier waits for memory of lower tiers.
+
+        It is counted from the step on in which the request would fit if all requests of lower tiers were preempted,
+        except those of a tier that is owed. `num_spared_tokens`: tokens that spared requests have yet to compute in
+        that step; None: the most that the settings allow. Steps in which other requests of its tier use up the tokens,
+        or preempt, do not count.
+        """
+        if num_spared_tokens is None:
+            longest = self._cache.max_model_len + self._cache.block_size
+            num_spared_tokens = 2 * (self.max_num_batched_tokens + 2 * longest)  # NORMAL and LOW save this much at most
+        rate = min(self.max_chunk_tokens, self.max_num_batched_tokens - self._running.max_num_seqs)
+        if self.max_mixed_tokens is not None:
+            rate = min(rate, self.max_mixed_tokens)
+        return -(-num_spared_tokens // max(rate, 1)) + MAX_WAIT_STEPS
 
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
         return self._admission.explain(request, hit)
@@ -96,8 +111,16 @@ class Planner:
                 del running.prompts[request.request_id]  # prefill is done
                 continue
             self._admission.note_pending(step, request)
+            if request.is_catching_up and not request.is_covered:
+                step.saving.add(request.priority)
             if self._num_wanted(request) > 1:
                 wanting[request.priority].append(request)
+        for tier in TIERS:
+            head = waiting.head((tier,))
+            if head is not None:
+                step.needs[tier] = len(head[1].tokens) + self._cache.block_size
+                if head[1].num_preemptions:
+                    step.saving.add(tier)
         self._bound_prompts(step, len(running) - sum(map(len, wanting)))
         contexts = [0] * len(TIERS)
         if self._ledger.cost is not None:
@@ -113,9 +136,8 @@ class Planner:
                 )
                 for tier in TIERS
             ],
-            is_stalled=self._is_stalled,
+            is_awaited=self._awaiting is not None,
         )
-        self._is_stalled = False
         step.rationed = self._ledger.rationed
         if step.rationed:
             for request in running.requests:
@@ -132,6 +154,13 @@ class Planner:
             step.budget = min(step.budget, self.max_mixed_tokens * -(-num_answers // MIXED_ANSWERS))
 
     def _end(self, step: StepDraft) -> None:
+        """Seal the plan: charge what is in it, and refund what turns gave to requests that found no memory."""
+        self._awaiting = step.awaiting
+        if step.allotted:
+            for piece in step.slices:
+                step.allotted.pop(piece.request_id, None)
+            for request in [request for request in self._running if request.request_id in step.allotted]:
+                self._ledger.refund(request, step.allotted[request.request_id])
         for (priority, tenant), num_tokens in step.decodes.items():
             self._ledger.charge_decodes(priority, tenant, num_tokens)
         for request in step.left_out:
@@ -139,7 +168,7 @@ class Planner:
         for tier in TIERS:
             if self._waiting.num_ready(tier):
                 step.short.add(tier)
-        self._ledger.end_step(step.short, self.max_num_batched_tokens)
+        self._ledger.end_step(step.short, self.max_num_batched_tokens, step.needs, step.saving)
 
     @staticmethod
     def _num_wanted(request: Request) -> int:
@@ -158,8 +187,10 @@ class Planner:
         left = self.max_num_batched_tokens if turn.max_tokens is None else turn.max_tokens
         left_ns = turn.max_ns
         wanting = self._wanting(step, turn)
+        # Tiers below a request that waits for memory of one of theirs admit nobody: it could be spared too.
+        is_open = not turn.is_prepaid and (self._awaiting is None or min(turn.tiers) <= self._awaiting)
         while left > 0:
-            head = None if step.is_closed(turn.tiers) else self._waiting.head(turn.tiers)
+            head = self._waiting.head(turn.tiers) if is_open and not step.is_closed(turn.tiers) else None
             if wanting and (head is None or wanting[0][0] < self._head_turn_key(*head)):
                 key, line = wanting[0]
                 if key != (current := self._turn_key(line[-1])):
@@ -184,8 +215,10 @@ class Planner:
                 continue
             elif (num_most := self._num_affordable(turn, head[1], left, left_ns)) < 1:
                 return
-            elif (outcome := self._admission.try_admit(step, head[1])) is Outcome.PARKED:
+            elif (outcome := self._admission.try_admit(step, head[1], is_owed=turn.is_owed)) is Outcome.PARKED:
                 continue
+            elif outcome is Outcome.UNCOVERED:
+                is_open = False  # its tier saves credit for it; others may use the memory meanwhile
             elif outcome is Outcome.ADMITTED:
                 num_given = self._give(step, head[1], num_most)
                 left -= num_given
@@ -215,6 +248,8 @@ class Planner:
         lines: dict[tuple[Priority, str], list[Request]] = {}
         for tier in turn.tiers:
             for request in step.wanting[tier]:
+                if turn.is_prepaid and not request.num_prepaid:
+                    continue
                 if request.state is RequestState.RUNNING and self._is_short(step, request):
                     lines.setdefault((tier, request.tenant), []).append(request)
         for line in lines.values():
@@ -290,6 +325,8 @@ class Planner:
                 return request.state is RequestState.RUNNING
             self._cache.extend(request, end)
         states = (0, 0, ()) if hybrid is None else hybrid.plan_states(request, end)
+        if request.num_prepaid:
+            self._ledger.use_prepaid(request, length)
         if is_free or num_drafts:
             account = (request.priority, request.tenant)
             num_own = length if is_free else 0
@@ -329,7 +366,8 @@ class Planner:
     def _num_drafts(self, step: StepDraft, request: Request, length: int) -> int:
         """Number of drafts to verify in this step, after `length` known tokens.
 
-        Drafts get what is left: they take no tokens, batch rows or blocks from other requests.
+        Drafts get what is left: they take no tokens and batch rows from other requests, and blocks only if one stays
+        free for every other running request. Without that block, another would soon be preempted for the guesses.
         """
         end = request.num_planned + length
         if request.num_in_flight or end < len(request.tokens):
@@ -338,26 +376,19 @@ class Planner:
         num_rows = self._running.max_num_seqs - len(self._running) - step.num_drafts
         limits = (budget, num_rows, request.token_limit - 1 - end, self.max_chunk_tokens - length)
         most = min(len(request.draft), *limits)
+        num_blocks = len(request.block_table) if self._hybrid is None else self._hybrid.num_blocks(request)
+        num_held = num_blocks * self._cache.block_size - end  # drafts that need no new block
+        if most > num_held and self._cache.growth_shortage(request, end + most) + self._num_promised(request) > 0:
+            most = num_held
         if most < 1 or (self._hybrid is not None and not self._hybrid.can_roll_back(request, end + most)):
             return 0
-        return most if self._cache.growth_shortage(request, end + most) <= 0 else 0
+        return most
 
     def _plan_running(self, step: StepDraft) -> None:
         running, index = self._running.requests, 0
         while index < len(running):
             if self._plan(step, running[index]):
                 index += 1
-
-    def _end_stall(self, step: StepDraft) -> None:
-        """Preempt a request that has progressed: all requests wait for memory of others that may not be preempted.
-
-        Window blocks are not all taken at admission, so a request that never was preempted can take those that a
-        resumed one needs. It gives them back, whatever its urgency.
-        """
-        victim = next((request for request in reversed(self._running.requests) if request.has_progressed), None)
-        if victim is not None:
-            self._admission.preempt(step, victim, victim)
-            self._plan_running(step)
 
     def _plan_left_out(self, step: StepDraft) -> None:
         """Plan the rationed requests after all: no other request can compute anything in this step."""
@@ -370,22 +401,46 @@ class Planner:
     def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
         """Free blocks for a running request: drop pins, then preempt the least urgent.
 
-        Returns False if it fails. A request that was preempted before and has made no progress since is not preempted
-        again. It already holds the blocks it needs to make progress, so the wait for it is finite.
+        Returns False if it fails. Victims are chosen strictly by urgency, whatever credit their tiers have: the most
+        urgent request can always grow, so no two requests wait for each other.
         """
         while self._cache.growth_shortage(request, upto) > 0:
-            if self._cache.pins.yield_oldest():
+            if self._cache.pins.yield_oldest(request.request_id):
                 continue
             running = self._running.requests
-            victim = next(r for r in reversed(running) if r.has_progressed or r is request)
-            if victim is request and (running[-1] is not request or not request.has_progressed):
-                self._is_stalled = True
-                return False  # it, or a less urgent request, cannot be preempted before its next result
-            if victim is request and len(running) == 1:
-                if not step.has_in_flight and not self.loads.has_any:
+            victim = self._find_victim(step, request)
+            if victim is None:
+                if len(running) == 1 and not step.has_in_flight and not self.loads.has_any:
                     raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
-                return False  # loads, or sources of copies in flight, hold the other blocks; their end frees them
+                return False  # the others started in this step, or the sources of copies in flight hold the blocks
             self._admission.preempt(step, victim, request)
             if victim is request:
                 return False
         return True
+
+    def _find_victim(self, step: StepDraft, request: Request) -> Request | None:
+        """The running request to preempt for one that needs blocks: a less urgent one, or the request itself.
+
+        Of the least urgent tier, one that catches up after a preemption is preempted last, because its work would be
+        lost again. None: only requests that started in this step are less urgent, or it runs alone.
+        """
+        running = self._running.requests
+        victim: Request | None = None
+        for other in reversed(running):
+            if other is request or (victim is not None and other.urgency != victim.urgency):
+                break
+            if other.request_id not in step.admitted and (victim is None or victim.is_catching_up):
+                victim = other
+                if not other.is_catching_up:
+                    break
+        if victim is None and running[-1] is request and len(running) > 1 and request.request_id not in step.admitted:
+            return request
+        return victim
+
+    def _num_promised(self, request: Request) -> int:
+        """Number of blocks, in the pool that needs more, to leave free for the other running requests."""
+        num_others = len(self._running) - 1
+        if self._hybrid is None or self._hybrid.windows is None:
+            return num_others
+        debts = sum(self._hybrid.windows.debt(other) for other in self._running if other is not request)
+        return max(num_others, debts)

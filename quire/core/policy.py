@@ -44,7 +44,10 @@ class Policy(Protocol):
         """
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        """Whether a waiting request may take the batch row and the blocks of a running request."""
+        """Whether a waiting request may take the batch row and the blocks of a running request.
+
+        Running requests that need memory for their next token do not ask: they take it from the lowest tier.
+        """
 
     def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """Number of batch rows that a tier keeps while a request of a higher tier waits for one."""
@@ -57,7 +60,8 @@ class Fair:
     """Guaranteed shares for lower tiers, and fairness between tenants.
 
     Higher tiers have precedence for everything above the shares. A waiting request preempts requests of a lower tier,
-    unless that tier is owed service (has had less than its share).
+    unless that tier is owed service (has had less than its share). A request that was preempted before and catches up
+    is preempted also then, unless the credit of its tier was set aside for it (`Request.is_spared`).
     """
 
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
@@ -77,7 +81,11 @@ class Fair:
         return request.priority
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
-        return waiting.priority < running.priority and not self._ledger.is_owed(running.priority)
+        if waiting.priority >= running.priority:
+            return False
+        if running.is_catching_up:
+            return not running.is_covered
+        return not self._ledger.is_owed(running.priority)
 
     def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """The tier's share of the batch rows.

@@ -209,6 +209,7 @@ class Request:
         "epoch",
         "finish_reason",
         "has_failed_load",
+        "is_covered",
         "is_held",
         "is_prefix_waiting",
         "kv_start",
@@ -217,6 +218,7 @@ class Request:
         "loaded_from",
         "next_point",
         "num_cached_tokens",
+        "num_caught_up_at",
         "num_computed",
         "num_drafts",
         "num_in_flight",
@@ -225,9 +227,9 @@ class Request:
         "num_planned",
         "num_preempted_at",
         "num_preemptions",
+        "num_prepaid",
         "num_prompt_tokens",
         "num_published",
-        "num_spared_until",
         "num_unloaded_tokens",
         "num_windows_passed",
         "num_windows_published",
@@ -295,7 +297,9 @@ class Request:
         self.has_failed_load = False  # one of these loads failed or was late
         self.num_preemptions = 0
         self.num_preempted_at = -1  # largest number of computed tokens at a preemption
-        self.num_spared_until = -1  # no waiting request preempts it before it has computed this many tokens
+        # After a preemption: it catches up until it has computed this many tokens; the credit of its tier was set aside
+        # for that when it was admitted again; tokens of it that are not planned yet.
+        self.num_caught_up_at, self.is_covered, self.num_prepaid = 0, False, 0
         self.last_step = 0  # number of the last step in which a turn gave it tokens
 
         self.chain: TokenChain | None = None  # chain keys of its blocks
@@ -333,17 +337,14 @@ class Request:
         return self.num_drafts > 0 or (self.is_held and self.num_in_flight > 0)
 
     @property
-    def has_progressed(self) -> bool:
-        """Whether it has computed more tokens than at its last preemption.
-
-        If not, it is not preempted again.
-        """
-        return self.num_computed > self.num_preempted_at
+    def is_catching_up(self) -> bool:
+        """Whether it was preempted before, and has not yet computed a block of new tokens since."""
+        return self.num_computed < self.num_caught_up_at
 
     @property
     def is_spared(self) -> bool:
-        """Whether no waiting request may preempt it: it was preempted before and has made little progress since."""
-        return self.num_preemptions > 0 and self.num_computed < self.num_spared_until
+        """Whether no waiting request may preempt it: it catches up, and the credit of its tier pays for that."""
+        return self.is_covered and self.num_computed < self.num_caught_up_at
 
     @property
     def num_output_tokens(self) -> int:

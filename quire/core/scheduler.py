@@ -285,6 +285,7 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
+        self.policy.ledger.give_back(request)
         if request.state is RequestState.RUNNING:
             self._running.vacate(request)
         else:

@@ -27,9 +27,10 @@ class TenantClock:
         self._lowest: int | None = None  # lowest time served in this step
         self._highest = 0  # highest time of all tenants
         self._max_remembered = MIN_SWEEP
+        self.refunded: set[str] = set()  # tenants whose time decreased since their lane was last read
 
     def time(self, tenant: str) -> int:
-        """Virtual time of a tenant. It never decreases while the tenant has requests."""
+        """Virtual time of a tenant. While the tenant has requests, only a refund decreases it."""
         return self._times.get(tenant, self._floor)
 
     def arrive(self, tenant: str) -> None:
@@ -50,6 +51,11 @@ class TenantClock:
         if self._lowest is None or start < self._lowest:
             self._lowest = start
 
+    def refund(self, tenant: str, num_tokens: int) -> None:
+        """Take back a charge of this step."""
+        self._times[tenant] -= num_tokens
+        self.refunded.add(tenant)
+
     def end_step(self, *, is_short: bool = True) -> None:
         if self._lowest is None:
             return
@@ -68,14 +74,15 @@ class TenantClock:
 class TenantLane:
     """The waiting requests of one tier, ordered by the virtual time of their tenants.
 
-    The tenant served least is first; its requests are in order of arrival. Times never decrease, so an outdated heap
-    entry is detected and corrected when it reaches the top.
+    The tenant served least is first; its requests are in order of arrival. Times seldom decrease, so an outdated heap
+    entry is detected and corrected when it reaches the top. After a refund, a tenant gets a second entry before it.
     """
 
     def __init__(self, clock: TenantClock) -> None:
         self._clock = clock
         self._lines: dict[str, RequestHeap] = {}
-        self._heap: list[tuple[int, int, str]] = []  # (time, serial number, tenant), one entry per tenant in `_lines`
+        self._heap: list[tuple[int, int, str]] = []  # (time, serial number of the line, tenant)
+        self._times: dict[str, int] = {}  # tenant in `_lines` -> time of its valid entry
         self._num_lines = 0  # created so far
         self._len = 0
 
@@ -92,9 +99,13 @@ class TenantLane:
         if line is None:
             line = self._lines[request.tenant] = RequestHeap()
             self._num_lines += 1
-            heappush(self._heap, (self._clock.time(request.tenant), self._num_lines, request.tenant))
+            self._enter(request.tenant, self._num_lines)
         line.push((request.sequence, 0), request)
         self._len += 1
+
+    def _enter(self, tenant: str, number: int) -> None:
+        self._times[tenant] = time = self._clock.time(tenant)
+        heappush(self._heap, (time, number, tenant))
 
     def remove(self, request: Request) -> None:
         self._lines[request.tenant].remove(request)
@@ -102,15 +113,22 @@ class TenantLane:
 
     def first(self) -> tuple[Key, Request]:
         """The next request and its key. The lane must not be empty."""
+        while self._clock.refunded:
+            if (tenant := self._clock.refunded.pop()) in self._lines:
+                self._enter(tenant, 0)
         while True:
             time, number, tenant = self._heap[0]
+            if self._times.get(tenant) != time:
+                heappop(self._heap)  # replaced after a refund, or its line has ended
+                continue
             line = self._lines[tenant]
             now = self._clock.time(tenant)
             if not line:
                 heappop(self._heap)
-                del self._lines[tenant]
+                del self._lines[tenant], self._times[tenant]
             elif now > time:
                 heapreplace(self._heap, (now, number, tenant))
+                self._times[tenant] = now
             else:
                 request = line.first()[1]
                 return (time, request.sequence), request

@@ -58,49 +58,6 @@ def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
     assert rows(rig) == [3]  # LOW is owed, but LOW never preempts
 
 
-def test_a_request_is_not_preempted_twice_without_progress() -> None:
-    rig = Rig(max_num_seqs=1, num_blocks=33, max_chunk_tokens=8)
-    low = rig.add(1, range(24), priority=LOW, max_tokens=60)
-    for _ in range(4):
-        rig.step()
-    rig.add(2, range(100, 104), priority=HIGH, max_tokens=1)
-    assert rows(rig) == [2]
-    assert low.num_preempted_at == 24 + 1
-    rig.step()  # LOW resumes with its cached blocks and computes one more token: progress
-    assert low.has_progressed
-    rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
-    assert rows(rig) == [3]
-    rig.cache.clear()  # its computed blocks are lost
-    assert rows(rig) == [1]
-    rig.add(4, range(300, 304), priority=HIGH, max_tokens=1)
-    while low.is_spared:
-        assert rows(rig) == [1]
-    assert low.num_computed == low.num_preempted_at + len(range(24)) + 3  # as many new tokens as were lost
-    assert rows(rig) == [4]
-    assert low.num_preemptions == 3
-
-
-def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> None:
-    """The running request needs a block. The only other request was preempted before and has not caught up."""
-    rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4)  # 12 blocks
-    low = rig.add(1, range(16), priority=LOW, max_tokens=20)
-    for _ in range(5):
-        rig.step()
-    high = rig.add(2, range(100, 128), priority=HIGH, max_tokens=20)
-    rig.step()
-    assert low.num_preemptions == 1
-    low.num_preempted_at = 10_000  # as if it could never catch up
-    for _ in range(7):
-        rig.step()
-    rig.add(3, range(300, 304), priority=HIGH, max_tokens=1)
-    stalled = 0
-    for _ in range(30):
-        plan = rig.step()
-        stalled += low.state is RequestState.RUNNING and 2 not in [piece.request_id for piece in plan.slices]
-    assert high.finish_reason is not None
-    assert low.num_preemptions == 1
-
-
 def test_high_preempts_while_an_owed_tier_waits_for_a_batch_row() -> None:
     """NORMAL holds all batch rows. LOW is owed one and may not preempt. HIGH preempts and takes no free row."""
     fair = Fair()

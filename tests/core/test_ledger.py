@@ -152,16 +152,67 @@ def test_an_owed_tier_is_rationed_too_and_gets_at_least_one_token() -> None:
     ledger.begin_step([TierWork(15, 0, 0), IDLE, BUSY])
     first = next(ledger.turns())
     assert (first.tiers, first.is_owed, first.max_ns) == ((LOW,), True, 50)
-    assert first.max_tokens is not None
-    assert first.max_tokens > 50
+    assert first.max_tokens == 2 * MAX_STEP // 8  # of the tokens of a step, it leaves the rest to higher tiers
+    assert ledger.credits[LOW] > 50 * UNITS
 
 
-def test_no_tier_is_rationed_while_a_running_request_is_stalled() -> None:
+def test_a_request_with_prepaid_tokens_has_the_first_turn_and_is_not_rationed_while_it_is_awaited() -> None:
     ledger = FairLedger()
     ledger.cost = StepCost(50, 10)
-    ledger.begin_step([TierWork(1, 0, 0), IDLE, BUSY], is_stalled=True)
-    assert not ledger.rationed
-    assert [turn.max_ns for turn in ledger.turns()] == [None, None, None]
+    ledger.credits[LOW] = 30 * UNITS
+    request = Request(1, [1], priority=LOW)
+    ledger.set_aside(request, 20)
+    assert (request.num_prepaid, ledger.prepaid[LOW], ledger.credits[LOW]) == (20, 20, 10 * UNITS)
+    ledger.begin_step([TierWork(1, 0, 0), IDLE, BUSY])
+    first, *_ = ledger.turns()
+    assert (first.tiers, first.max_tokens, first.is_prepaid) == ((LOW,), 20, True)
+    assert first.max_ns is not None
+    ledger.begin_step([TierWork(1, 0, 0), IDLE, BUSY], is_awaited=True)
+    first, *others = ledger.turns()
+    assert first.max_ns is None
+    assert others[-1].max_ns is not None  # other requests of its tier are
+
+
+def test_prepaid_tokens_are_paid_once() -> None:
+    ledger = FairLedger()
+    ledger.credits[LOW] = 30 * UNITS
+    request = Request(1, [1], priority=LOW)
+    ledger.set_aside(request, 20)
+    ledger.begin_step([BUSY, IDLE, BUSY])
+    ledger.charge(request, 8)
+    ledger.use_prepaid(request, 8)
+    ledger.charge_decodes(HIGH, "", 8)
+    ledger.end_step((HIGH, LOW), MAX_STEP)
+    assert ledger.credits[LOW] == 12 * UNITS  # an eighth of 16 tokens more
+    ledger.give_back(request)
+    assert (request.num_prepaid, ledger.prepaid[LOW], ledger.credits[LOW]) == (0, 0, 24 * UNITS)
+    assert not request.is_covered
+
+
+def test_credit_that_does_not_cover_all_tokens_is_not_set_aside() -> None:
+    ledger = FairLedger()
+    ledger.credits[LOW] = 20 * UNITS - 1
+    request = Request(1, [1], priority=LOW)
+    ledger.set_aside(request, 20)
+    assert (request.is_covered, request.num_prepaid, ledger.credits[LOW]) == (False, 0, 20 * UNITS - 1)
+
+
+def test_a_tier_saves_credit_for_a_preempted_request() -> None:
+    """It saves more than the tokens of a step, and keeps it while it has no rivals or wants no more than it gets."""
+    needs, saved = {LOW: 3 * MAX_STEP}, 7 * MAX_STEP * UNITS  # a step, and twice the need
+    ledger = FairLedger()
+    for short in [(HIGH, LOW)] * 60 + [(), (LOW,)]:
+        ledger.begin_step([BUSY, IDLE, BUSY])
+        ledger.charge_decodes(HIGH, "", MAX_STEP)
+        ledger.end_step(short, MAX_STEP, needs, {LOW})
+    assert ledger.credits[LOW] == saved
+    ledger.begin_step([IDLE, IDLE, BUSY])
+    ledger.charge_decodes(LOW, "", MAX_STEP)
+    ledger.end_step((LOW,), MAX_STEP, needs, {LOW})
+    assert ledger.credits[LOW] == saved
+    ledger.begin_step([IDLE, IDLE, BUSY])
+    ledger.end_step((LOW,), MAX_STEP, needs)
+    assert ledger.credits[LOW] == 0  # nothing to save for, and no rivals
 
 
 def test_unused_time_accumulates_to_a_token() -> None:

@@ -97,7 +97,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def yield_pin(self) -> None:
-        self.cache.pins.yield_oldest()
+        self.cache.pins.yield_oldest(0)
 
     @rule()
     def evict_unused(self) -> None:

@@ -544,7 +544,7 @@ def test_pins_are_dropped_before_requests_are_preempted() -> None:
     rig.add(2, range(100, 107), max_tokens=12)
     rig.add(3, range(200, 202), max_tokens=5)
     rig.run()
-    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4))]
+    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4), by_request_id=3)]
     assert rig.happened(Preempted) == []
 
 
@@ -555,7 +555,7 @@ def test_pins_alone_never_block_a_request() -> None:
     rig.cache.pin("system", list(range(16)), "", expires_ns=10**18)
     rig.add(2, range(100, 125), max_tokens=1)
     rig.run()
-    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4))]
+    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4), by_request_id=2)]
 
 
 # End of requests

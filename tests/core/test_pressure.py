@@ -1,0 +1,255 @@
+"""Tests of the scheduler when memory is short: waits of higher tiers, accounts, guesses and pins. Exact plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.events import PinYielded, Preempted
+from quire.core.ledger import UNITS, StepCost
+from quire.core.planner import MAX_WAIT_STEPS
+from quire.core.policy import Fair
+from quire.core.request import Priority, Request, RequestState
+from quire.core.step import StepPlan
+from tests.core.helpers import Rig
+
+HIGH, NORMAL, LOW = Priority
+
+
+def ids(plan: StepPlan) -> list[int]:
+    return [piece.request_id for piece in plan.slices]
+
+
+def resumed_low(rig: Rig, num_tokens: int) -> Request:
+    """Start a LOW request, let a HIGH one preempt it, evict its cache, and let it resume for one step."""
+    low = rig.add(1, range(num_tokens), priority=LOW, max_tokens=100)
+    while low.num_output_tokens < 3:
+        rig.step()
+    high = rig.add(2, range(10_000, 10_000 + num_tokens), priority=HIGH, max_tokens=2)
+    rig.step()
+    assert low.state is RequestState.WAITING
+    while high.finish_reason is None:
+        rig.step()
+    rig.cache.evict_unused()
+    while low.state is not RequestState.RUNNING:
+        rig.step()
+    return low
+
+
+# Progress by credit
+
+
+@pytest.mark.parametrize("cost", [None, StepCost(5_000_000, 2_000_000)])
+def test_a_resumed_request_that_is_owed_nothing_gives_way_at_once(cost: StepCost | None) -> None:
+    fair = Fair()
+    fair.ledger.cost = cost
+    rig = Rig(num_blocks=64, block_size=32, max_num_seqs=4, max_chunk_tokens=20, policy=fair)
+    low = resumed_low(rig, 1010)  # two of them do not fit
+    assert low.is_catching_up
+    assert not low.is_spared
+    high = rig.add(3, range(20_000, 21_200), priority=HIGH, max_tokens=1)
+    assert 3 in ids(rig.step()), "HIGH waits for a resumed LOW request"
+    assert low.state is RequestState.WAITING
+    while high.finish_reason is None:
+        rig.step()
+    rig.run(3000)
+    assert low.finish_reason is not None
+
+
+def test_a_resumed_request_is_spared_if_credit_covers_a_block_of_new_tokens() -> None:
+    fair = Fair()
+    rig = Rig(num_blocks=33, max_num_seqs=1, max_chunk_tokens=8, policy=fair)
+    low = rig.add(1, range(24), priority=LOW, max_tokens=60)
+    for _ in range(4):
+        rig.step()
+    rig.add(2, range(100, 104), priority=HIGH, max_tokens=1)
+    rig.step()
+    rig.cache.evict_unused()
+    fair.ledger.credits[LOW] = (25 + 4) * UNITS  # all it has computed, and a block of new tokens
+    rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
+    assert ids(rig.step()) == [1]
+    assert low.is_spared
+    assert (fair.ledger.credits[LOW], fair.ledger.prepaid[LOW]) == (UNITS, 25 + 4 - 8)
+    num_steps = 1
+    while 3 not in ids(rig.step()):
+        num_steps += 1
+    assert low.num_preempted_at == 25 + 4  # a block of new tokens
+    assert num_steps <= rig.scheduler.planner.wait_bound(25 + 4)
+    assert fair.ledger.prepaid[LOW] == 0
+
+
+def test_a_resumed_request_does_not_start_as_owed_before_credit_covers_it() -> None:
+    fair = Fair()
+    rig = Rig(num_blocks=33, max_num_seqs=1, max_chunk_tokens=8, policy=fair)
+    low = rig.add(1, range(24), priority=LOW, max_tokens=60)
+    for _ in range(4):
+        rig.step()
+    rig.add(2, range(100, 104), priority=HIGH, max_tokens=1)
+    rig.step()
+    rig.cache.evict_unused()
+    fair.ledger.credits[LOW] = (25 + 4) * UNITS - 1
+    rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
+    assert ids(rig.step()) == [3]
+    assert low.num_preemptions == 1
+
+
+def test_credit_is_saved_beyond_the_tokens_of_a_step_for_a_request_that_needs_it() -> None:
+    """HIGH comes in bursts. In each pause LOW starts again, and is preempted before it catches up."""
+    fair = Fair()
+    rig = Rig(num_blocks=200, max_num_seqs=1, max_num_batched_tokens=16, max_chunk_tokens=16, policy=fair)
+    low = rig.add(1, range(400), priority=LOW, max_tokens=20)
+    number = 2
+    for _ in range(600):
+        for _ in range(4):  # a burst, which evicts everything
+            rig.add(number, range(number * 1000, number * 1000 + 30), priority=HIGH, max_tokens=4)
+            number += 1
+        while rig.scheduler.waiting.head((HIGH,)) is not None or any(r.priority is HIGH for r in rig.scheduler.running):
+            rig.step()
+        for _ in range(3):  # a pause
+            rig.step()
+        if low.finish_reason is not None:
+            break
+        if low.state is RequestState.WAITING:
+            rig.cache.evict_unused()
+    assert low.finish_reason is not None, f"{low!r} after {low.num_preemptions} preemptions"
+    assert low.num_preemptions > 5
+
+
+def test_tiers_below_a_request_that_waits_for_a_spared_one_admit_nobody() -> None:
+    fair = Fair()
+    rig = Rig(num_blocks=33, max_num_seqs=4, max_chunk_tokens=4, policy=fair)
+    low = rig.add(1, range(60), priority=LOW, max_tokens=20)
+    while low.num_output_tokens < 2:
+        rig.step()
+    rig.add(2, range(1000, 1070), priority=HIGH, max_tokens=1)
+    rig.step()
+    assert low.state is RequestState.WAITING
+    while rig.scheduler.get(2) is not None:
+        rig.step()
+    rig.cache.evict_unused()
+    fair.ledger.credits[LOW] = 100 * UNITS
+    rig.add(3, range(2000, 2070), priority=HIGH, max_tokens=1)
+    rig.add(4, range(3000, 3004), priority=LOW, max_tokens=1)
+    rig.step()
+    assert low.is_spared
+    fair.ledger.credits[LOW] = 100 * UNITS
+    num_steps = 0
+    while 3 not in (planned := ids(rig.step())):
+        assert planned == [1], "a request of the tier below was admitted"
+        num_steps += 1
+    assert num_steps <= rig.scheduler.planner.wait_bound(70)
+
+
+def test_running_requests_take_memory_strictly_by_tier() -> None:
+    """Credit protects from waiting requests, not from a running one that needs its next block."""
+    fair = Fair()
+    rig = Rig(num_blocks=13, max_num_seqs=2, policy=fair)  # 12 blocks of 4 tokens
+    high = rig.add(1, range(16), priority=HIGH, max_tokens=28)
+    low = rig.add(2, range(100, 120), priority=LOW, max_tokens=20)
+    rig.step()
+    low.num_caught_up_at, low.is_covered = 10_000, True  # as if it could never catch up
+    while high.finish_reason is None:
+        fair.ledger.credits[LOW] = 100 * UNITS
+        assert 1 in ids(rig.step()), "HIGH waits for memory of LOW"
+    assert low.num_preemptions == 1
+
+
+def test_the_bound_of_a_wait_is_a_function_of_the_settings() -> None:
+    rig = Rig(num_blocks=65, block_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_chunk_tokens=64)
+    planner = rig.scheduler.planner
+    assert planner.wait_bound(0) == MAX_WAIT_STEPS
+    assert planner.wait_bound(65) == 2 + MAX_WAIT_STEPS
+    assert planner.wait_bound() == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + MAX_WAIT_STEPS
+    rig = Rig(max_num_seqs=8, max_num_batched_tokens=8)
+    assert rig.scheduler.planner.wait_bound(5) == 5 + MAX_WAIT_STEPS  # one token of a step
+
+
+# Reserve, seal, refund
+
+
+def test_a_request_that_is_taken_out_of_a_plan_gets_its_tokens_back() -> None:
+    """LOW is given a chunk in its turn, which comes first. HIGH then preempts it in the same plan."""
+    fair = Fair()
+    rig = Rig(num_blocks=13, max_num_seqs=1, max_chunk_tokens=8, policy=fair)
+    low = rig.add(1, range(40), priority=LOW, max_tokens=4, tenant="batch")
+    rig.step()
+    time = fair.ledger.clocks[LOW].time("batch")
+    credit = fair.ledger.credits[LOW]
+    low.num_caught_up_at = 1000  # it catches up, so that credit does not protect it
+    fair.ledger.credits[LOW] = 8 * UNITS
+    rig.add(2, range(100, 140), priority=HIGH, max_tokens=1)
+    assert ids(rig.step()) == [2]
+    assert low.state is RequestState.WAITING
+    assert fair.ledger.clocks[LOW].time("batch") == time, "LOW paid for tokens that were not computed"
+    assert fair.ledger.credits[LOW] > credit
+
+
+def test_a_refund_lets_a_tenant_go_first_again() -> None:
+    fair = Fair()
+    clock, lane = fair.ledger.clocks[LOW], fair.make_lane(LOW)
+    one, two = Request(1, [1], tenant="one", priority=LOW), Request(2, [2], tenant="two", priority=LOW)
+    for request in (one, two):
+        clock.arrive(request.tenant)
+    clock.charge("two", 5)
+    clock.charge("one", 10)
+    lane.push(one)
+    lane.push(two)
+    assert lane.first()[1] is two
+    clock.refund("one", 7)
+    assert lane.first() == ((3, 0), one)
+    clock.charge("one", 4)
+    assert lane.first()[1] is two
+    lane.remove(two)
+    assert lane.first()[1] is one
+
+
+# Guesses
+
+
+def test_guesses_leave_a_block_for_every_other_running_request() -> None:
+    """Both requests have a block left until they need another. A guess would take it at the first step."""
+
+    def first_preemption(*, is_guessing: bool) -> int | None:
+        rig = Rig(num_blocks=7, max_num_seqs=4)  # 6 blocks of 4 tokens
+        rig.add(1, range(5), max_tokens=20)
+        rig.add(2, range(100, 105), max_tokens=20)
+        rig.step()
+        for number in range(30):
+            for request in rig.scheduler.running if is_guessing else ():
+                request.draft = [900, 901, 902]
+            rig.step()
+            if rig.happened(Preempted):
+                return number
+        return None
+
+    without = first_preemption(is_guessing=False)
+    assert without is not None
+    assert first_preemption(is_guessing=True) == without
+
+
+def test_guesses_use_free_blocks_of_their_request_when_no_other_is_free() -> None:
+    rig = Rig(num_blocks=6, max_num_seqs=4)  # 5 blocks of 4 tokens
+    one = rig.add(1, range(5), max_tokens=12)
+    rig.add(2, range(100, 105), max_tokens=12)
+    rig.step()
+    one.draft = [900] * 8
+    plan = rig.step()
+    assert [piece.num_drafts for piece in plan.slices] == [2, 0]  # to the end of its second block
+
+
+# A refused admission changes nothing
+
+
+def test_a_refused_admission_keeps_pins() -> None:
+    """HIGH needs the memory of a pin, but no token of the step is left for it."""
+    rig = Rig(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=2, max_chunk_tokens=2)
+    rig.add(1, range(12), max_tokens=1)
+    rig.run()
+    assert rig.cache.pin("system", list(range(12)), "", expires_ns=10**18) == 12
+    rig.add(2, range(100, 108), priority=LOW, max_tokens=4)
+    rig.step()
+    high = rig.add(3, range(200, 212), priority=HIGH, max_tokens=1)
+    while high.state is RequestState.WAITING:
+        num_dropped = len(rig.happened(PinYielded))
+        rig.step()
+        was_dropped = len(rig.happened(PinYielded)) > num_dropped
+        assert not was_dropped or high.state is RequestState.RUNNING, "a pin was dropped for a request that waits"
