@@ -26,7 +26,7 @@ from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
 MIXED_ANSWERS = 64  # for every so many answers, a step may hold `max_mixed_tokens` prompt tokens
-MAX_WAIT_STEPS = 4  # see `Planner.wait_bound`
+MAX_WAIT_STEPS = 3  # see `Planner.wait_bound`
 TurnKey = tuple[int, int, int]  # order within a turn: the policy's key, step of the last service, order of arrival
 
 
@@ -89,16 +89,19 @@ class Planner:
 
         It is counted from the step on in which the request would fit if all requests of lower tiers were preempted,
         except those of a tier that is owed. `num_spared_tokens`: tokens that spared requests have yet to compute in
-        that step; None: the most that the settings allow. Steps in which other requests of its tier use up the tokens,
+        that step; None: the most that the settings allow. They compute known tokens in chunks, and then a block of new
+        ones; with guesses, a new token may take two steps. Steps in which other requests of its tier use up the tokens,
         or preempt, do not count.
         """
+        if num_spared_tokens == 0:
+            return MAX_WAIT_STEPS
         if num_spared_tokens is None:
             longest = self._cache.max_model_len + self._cache.block_size
             num_spared_tokens = 2 * (self.max_num_batched_tokens + 2 * longest)  # NORMAL and LOW save this much at most
         rate = min(self.max_chunk_tokens, self.max_num_batched_tokens - self._running.max_num_seqs)
         if self.max_mixed_tokens is not None:
             rate = min(rate, self.max_mixed_tokens)
-        return -(-num_spared_tokens // max(rate, 1)) + MAX_WAIT_STEPS
+        return -(-num_spared_tokens // max(rate, 1)) + 2 * self._cache.block_size + MAX_WAIT_STEPS
 
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
         return self._admission.explain(request, hit)

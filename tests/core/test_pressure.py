@@ -157,10 +157,10 @@ def test_the_bound_of_a_wait_is_a_function_of_the_settings() -> None:
     rig = Rig(num_blocks=65, block_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_chunk_tokens=64)
     planner = rig.scheduler.planner
     assert planner.wait_bound(0) == MAX_WAIT_STEPS
-    assert planner.wait_bound(65) == 2 + MAX_WAIT_STEPS
-    assert planner.wait_bound() == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + MAX_WAIT_STEPS
+    assert planner.wait_bound(65) == 2 + 2 * 32 + MAX_WAIT_STEPS
+    assert planner.wait_bound() == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + 2 * 32 + MAX_WAIT_STEPS
     rig = Rig(max_num_seqs=8, max_num_batched_tokens=8)
-    assert rig.scheduler.planner.wait_bound(5) == 5 + MAX_WAIT_STEPS  # one token of a step
+    assert rig.scheduler.planner.wait_bound(5) == 5 + 2 * 4 + MAX_WAIT_STEPS  # one token of a step
 
 
 # Reserve, seal, refund

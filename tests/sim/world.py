@@ -15,6 +15,7 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, Hybrid, digest, run_alone
 from quire.core.chain import hash_block_tokens
 from quire.core.check import check_scheduler
+from quire.core.continuation import FROM_ZERO
 from quire.core.events import (
     Admitted,
     Event,
@@ -45,6 +46,9 @@ FAIR = "fair"
 FIRST_HYBRID = 1_000_000  # worlds from this seed on have windows, recurrent states, or both
 FIRST_TIERED = 2_000_000  # worlds from this seed on have tiers below the device, and every other one is hybrid
 FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hybrid, some have tiers
+# Worlds from this seed on are short of memory: long LOW requests fill the pool, short ones of higher tiers preempt them
+# again and again, and their cached blocks are evicted. Some are hybrid, some have tiers, some have drafts, all have pins.
+FIRST_PRESSED = 4_000_000
 HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
 PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
 
@@ -79,7 +83,6 @@ class Book:
     waited_ns: int = 0  # total of completed waits
     key: tuple[int, int] = (0, 0)  # order of admission
     urgency: int = 0  # while running
-    preempted_at: int = -1  # largest number of computed tokens at a preemption
     delivered: list[int] = field(default_factory=list)
     was_admitted: bool = False
     is_fork: bool = False  # waits only for its parent
@@ -115,6 +118,7 @@ class Setup:
     is_slow_below: bool = False  # loads of few tokens do not pay
     draft_share: float = 0.0  # of the slices that could have drafts
     right_share: float = 0.0  # of draft tokens that are right
+    is_pressed: bool = False
 
     @property
     def has_tiers(self) -> bool:
@@ -127,10 +131,32 @@ class Setup:
             setup = setup._with_hybrid_memory(random)
         if FIRST_TIERED <= seed < FIRST_DRAFTING or (seed >= FIRST_DRAFTING and seed % 3 == 0):
             setup = setup._with_tiers(random)
-        if seed >= FIRST_DRAFTING:
+        if seed >= FIRST_PRESSED:
+            setup = setup._with_pressure(random)
+        if FIRST_DRAFTING <= seed < FIRST_PRESSED or (seed >= FIRST_PRESSED and seed % 5 < 2):
             shares = random.choice((0.3, 0.7, 1.0)), random.choice((0.3, 0.8, 0.97))
             setup = replace(setup, draft_share=shares[0], right_share=shares[1])
         return setup
+
+    def _with_pressure(self, random: Random) -> Setup:
+        max_chunk_tokens = random.choice((2, 4, 8))
+        num_window_blocks = self.num_window_blocks
+        if num_window_blocks:
+            num_window_blocks = (self.window - 1 + max_chunk_tokens) // self.block_size + random.choice((4, 6, 40))
+        num_blocks = random.choice((9, 12, 20, 32))
+        return replace(
+            self,
+            block_size=random.choice((2, 4)) if not num_window_blocks else self.block_size,
+            num_blocks=num_blocks,
+            num_window_blocks=num_window_blocks,
+            max_chunk_tokens=max_chunk_tokens,
+            max_num_batched_tokens=self.max_num_seqs + random.choice((4, 8, 16)),
+            max_model_len=None,
+            max_waiting=64,
+            patience_s=FAIR,
+            is_colliding=False,
+            is_pressed=True,
+        )
 
     def _with_tiers(self, random: Random) -> Setup:
         kind = random.choice(("host", "disk", "both", "both"))
@@ -213,7 +239,9 @@ class World:
         self.num_events = 0
         self._started: dict[int, int] = {}  # requests admitted in the current plan -> tokens found in the cache
         self._admitted: set[int] = set()  # requests admitted in the current plan
-        self._winners: set[int] = set()  # waiting requests for which another was preempted in the current plan
+        self._winners: set[int] = set()  # waiting requests for which memory was taken in the current plan
+        self._guessing: dict[int, int] = {}  # requests with guesses -> blocks that they had before the current plan
+        self._high_wait: tuple[int, int, int] | None = None  # a HIGH request, steps that it waits, and their bound
         self._has_preempted = False  # in the current plan
         self._has_answers = False  # a running request needed only its next token before the current plan
         self._first_high: Request | None = None  # first waiting HIGH request before the current plan
@@ -309,6 +337,8 @@ class World:
             (20, self._explain),
             (20, self._jump),
         ]
+        if self.setup.is_pressed:
+            operations += [(60, self._press)]
         if self.setup.has_tiers:
             operations += [(300, self._transfer), (30, self._idle), (4, self._damage), (3, self._restart)]
             operations += [(25, self._delay)]
@@ -443,6 +473,19 @@ class World:
         for index in range(1, self.random.randint(2, 4)):
             if first is not None:
                 self._submit(first.sibling(self._new_id(), index), sample_index=index)
+
+    def _press(self) -> None:
+        """Fill the pool with a LOW request, or add one of a higher tier that needs its memory; evict what is cached."""
+        random = self.random
+        if random.random() < 0.5:
+            self._evict_unused()
+        priority = random.choice((Priority.HIGH, Priority.HIGH, Priority.NORMAL, Priority.LOW, Priority.LOW))
+        most = self.max_model_len - 1
+        length = random.randint(most // 2, most) if priority is Priority.LOW else random.randint(1, max(most // 2, 1))
+        max_tokens = random.choice((4, 20)) if priority is Priority.LOW else random.choice((1, 2))
+        sampling = SamplingParams(max_tokens=max_tokens, seed=random.randint(0, 3))
+        tenant = random.choice(TENANTS)
+        self._submit(Request(self._new_id(), self._tokens(length), sampling, priority=priority, tenant=tenant))
 
     def _branch(self) -> None:
         """Add a request that continues from all known tokens of another."""
@@ -613,6 +656,7 @@ class World:
         if self.setup.draft_share:
             self._draft()
         busy = self._busy()
+        self._guessing = {one.request_id: len(one.block_table) for one in self.scheduler.running if one.draft}
         self._has_answers = any(
             min(len(r.tokens) + r.num_in_flight, r.token_limit - 1) - r.num_planned <= 1 for r in self.scheduler.running
         )
@@ -633,10 +677,12 @@ class World:
         self._check_loads(plan)
         if self.fair is not None:
             self._check_accounts(self.fair, plan, times)
-            self._check_precedence(self.fair, plan)
+            self._check_wait(self.fair, plan)
+        self._check_guesses(plan)
         now = self.now_ns
         self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin did not expire")
-        self._require(self._winners <= self._admitted, "a request was preempted for one that was not admitted")
+        loading = {request.request_id for request in self.scheduler.waiting.load_waiters}
+        self._require(self._winners <= self._admitted | loading, "memory was freed for a request that was not admitted")
         is_sampled_first = self.random.random() < 0.5  # the order used when no row has a grammar
         self.store.start(plan, self._num_launched)
         if not plan.is_empty:
@@ -769,6 +815,9 @@ class World:
                 self.counts["stale results"] += 1
             case PinYielded():
                 self.counts["pins yielded"] += 1
+                winner = None if event.by_request_id is None else self.books[event.by_request_id]
+                if winner is not None and winner.request.state is RequestState.WAITING:
+                    self._winners.add(winner.request.request_id)
                 self._yielded.update(event.block_ids)
             case Refused():
                 self.counts[f"refused {event.reason}"] += 1
@@ -919,9 +968,8 @@ class World:
         self.counts["preemptions"] += 1
         self._has_preempted = True
         self._require(victim.request.request_id not in self._admitted, "preempted in the step that admitted it")
-        num_computed = event.num_computed
-        self._require(num_computed > victim.preempted_at, f"{victim.request!r} was preempted twice without progress")
-        victim.preempted_at = num_computed
+        request = victim.request
+        self.counts["preemptions while catching up"] += request.is_catching_up
         if winner.request.state is RequestState.WAITING:
             self.counts["preemptions by waiting"] += 1
             self._winners.add(event.by_request_id)
@@ -929,11 +977,30 @@ class World:
             self._require(
                 self._urgency(winner) < victim.urgency, f"{winner.request!r} is not more urgent than its victim"
             )
-            self._require(victim.request.priority not in self._owed, "a tier that is owed service was preempted")
+            self._require(not request.is_spared, "a request was preempted although credit was set aside for it")
+            # Credit that was set aside in this plan protects only the request for which it was.
+            is_owed = self.fair is not None and self.fair.ledger.is_owed(request.priority)
+            is_protected = is_owed and request.priority in self._owed and not request.is_catching_up
+            self._require(not is_protected, "a tier that is owed service was preempted")
         elif victim is not winner:
             order = [(book.urgency, book.request.sequence) for book in (winner, victim)]
             self._require(order[0] < order[1], f"{winner.request!r} preempted {victim.request!r}, which is ahead")
+            self.counts["spared requests preempted by need"] += request.is_spared
+            rest = [one for one in self.scheduler.running if one.request_id not in self._admitted]
+            lowest = max(self.books[one.request_id].urgency for one in rest)
+            self._require(victim.urgency == lowest, f"{winner.request!r} took memory of {request!r}, not of the lowest")
+        if winner.request.state is not RequestState.WAITING:
+            self._check_guesses_before(victim)
         self._enqueue(victim)
+
+    def _check_guesses_before(self, victim: Book) -> None:
+        """Check that no request was preempted for blocks that guesses of this plan took."""
+        for request in self.scheduler.running:
+            num_before = self._guessing.get(request.request_id)
+            if request.num_drafts and num_before is not None:
+                num_needed = -(-(request.num_planned - request.num_drafts) // self.setup.block_size)
+                took = len(request.block_table) - max(num_needed, num_before)
+                self._require(took <= 0, f"{victim.request!r} was preempted for guesses of {request!r}")
 
     # Checks
 
@@ -1013,10 +1080,10 @@ class World:
                     upto = request.num_planned + min(num_wanted, self.setup.max_chunk_tokens)
                 # Sources of copies may hold the last blocks.
                 is_short = self.scheduler.cache.growth_shortage(request, upto) > 0
-                # This request, or less urgent ones, may not be preempted again before they have made progress.
-                is_sparing = any(other.num_computed <= self.books[other.request_id].preempted_at for other in running)
+                # Requests that started in this step are not preempted in it.
+                is_new = any(other.request_id in self._admitted for other in running[running.index(request) :])
                 is_held = bool(self.in_flight) or self._is_loading
-                is_stalled = is_short and (is_sparing or (is_held and is_alone))
+                is_stalled = is_short and (is_new or (is_held and is_alone))
                 self._require(
                     is_stalled or self._may_be_left_out(request, planned),
                     f"{request!r} had tokens to compute and was left out",
@@ -1037,9 +1104,8 @@ class World:
         return request.priority is Priority.LOW and is_full
 
     def _check_accounts(self, fair: Fair, plan: StepPlan, times: dict[tuple[Priority, str], int]) -> None:
-        """Check that tenants are charged for their computed tokens; more only if a request then found no memory."""
+        """Check that tenants are charged for the tokens of the plan, no more and no less."""
         computed = dict.fromkeys(times, 0)
-        is_short = self._has_preempted or bool(self._busy())
         for piece in plan.slices:
             request = self.books[piece.request_id].request
             computed[request.priority, request.tenant] += piece.length
@@ -1052,50 +1118,99 @@ class World:
             # The time of an idle tenant follows the floor.
             is_idle = not any((b.request.priority, b.request.tenant) == (priority, tenant) for b in self.books.values())
             self._require(
-                is_exact or is_idle or (is_short and charged >= computed[priority, tenant]),
+                is_exact or is_idle,
                 f"{tenant!r} of {priority.name} was charged {charged} tokens for {computed[priority, tenant]}",
             )
 
-    def _check_precedence(self, fair: Fair, plan: StepPlan) -> None:
-        """Check why the first HIGH request waits.
+    def _check_guesses(self, plan: StepPlan) -> None:
+        """Check that guesses took a block only if one stays free for every other running request."""
+        pool, running = self.scheduler.cache.pool, self.scheduler.running
+        for piece in plan.slices:
+            if piece.num_drafts and piece.request_id in self._guessing:
+                end = piece.start + piece.length
+                num_needed = -(-(end - piece.num_drafts) // self.setup.block_size)
+                took = len(piece.block_table) - max(num_needed, self._guessing[piece.request_id])
+                self.counts["blocks for guesses"] += took > 0
+                later = sum(one.request_id in self._admitted for one in running)  # they took theirs before the guesses
+                is_left = pool.num_free + self._num_taken_after(plan, piece) >= len(running) - 1 - later
+                self._require(took <= 0 or is_left, f"guesses of {piece.request_id} took the block of another request")
 
-        Allowed reasons: other HIGH requests, an owed tier, or memory that preemption could not free.
-        """
+    def _num_taken_after(self, plan: StepPlan, piece: SeqSlice) -> int:
+        """At most this many blocks were taken by slices after this one."""
+        later = plan.slices[plan.slices.index(piece) + 1 :]
+        return sum(1 + one.num_drafts // self.setup.block_size + (one.num_drafts > 0) for one in later)
+
+    def _check_wait(self, fair: Fair, plan: StepPlan) -> None:
+        """Check how long the first HIGH request waits for memory that could be taken from lower tiers."""
         head = self.scheduler.waiting.head((Priority.HIGH,))
         if head is None or head[1] is not self._first_high:
-            return  # another request was first and did not fit; this one may not overtake it
-        scheduler, request = self.scheduler, head[1]
+            self._high_wait = None  # another request was first; this one may not overtake it
+            return
+        request = head[1]
+        self.counts["HIGH waits"] += 1
+        if not self._could_take(request):
+            self._high_wait = None
+            return
+        num_reserved = len(self.scheduler.running) - len(plan.slices)  # a token is reserved for every running request
+        is_used_up = plan.num_tokens + num_reserved >= self.setup.max_num_batched_tokens
+        if self._has_answers and self.setup.max_mixed_tokens is not None:
+            is_used_up = is_used_up or self._num_beside(plan) >= self.setup.max_mixed_tokens
+        if self._has_preempted or is_used_up:
+            return  # another request was faster: this step does not count
+        if self._high_wait is None or self._high_wait[0] != request.request_id:
+            num_spared = sum(self._num_spared(one) for one in self.scheduler.running)
+            planner = self.scheduler.planner
+            bound = planner.wait_bound(num_spared)
+            self._require(bound <= planner.wait_bound(), "more tokens are spared than the settings allow")
+            self._high_wait = request.request_id, 0, bound
+        request_id, num_steps, bound = self._high_wait
+        self._high_wait = request_id, num_steps + 1, bound
+        self.counts["HIGH waits for memory of others"] += 1
+        self.counts["HIGH waits for a spared request"] += any(one.is_spared for one in self.scheduler.running)
+        if num_steps + 1 > bound:
+            raise WorldFailure(f"{request!r} waits longer than {bound} steps: {fair.ledger.credits}")
+
+    @staticmethod
+    def _num_spared(request: Request) -> int:
+        return request.num_caught_up_at - request.num_computed if request.is_spared else 0
+
+    def _could_take(self, request: Request) -> bool:
+        """Whether a HIGH request would fit if requests of lower tiers were preempted that are not owed service.
+
+        A request that catches up counts as one of them, whether it is spared or not: the bound is the time it takes.
+        """
+        scheduler, setup = self.scheduler, self.setup
         victims = [
             other
             for other in scheduler.running
-            if other.priority > Priority.HIGH
-            and not other.is_spared
-            and other.priority not in self._owed
-            and other.request_id not in self._admitted
+            if other.priority > Priority.HIGH and (other.is_catching_up or other.priority not in self._owed)
         ]
-        num_reserved = len(scheduler.running) - len(plan.slices)  # one token is reserved for every running request
-        is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_num_batched_tokens
-        if self._has_answers and self.setup.max_mixed_tokens is not None:
-            is_budget_used = is_budget_used or self._num_beside(plan) >= self.setup.max_mixed_tokens
-        num_kept = min(scheduler.waiting.num_prefix_waiters(request), self.setup.max_num_seqs // 2)
+        rest = [other for other in scheduler.running if other not in victims]
         shares = {Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 8}
         held = scheduler.running.counts
-        may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_num_seqs)]
-        # Free batch rows may be reserved for an owed tier.
+        may_lose = any(held[one.priority] > int(shares[one.priority] * setup.max_num_seqs) for one in victims)
+        num_kept = min(scheduler.waiting.num_prefix_waiters(request), setup.max_num_seqs // 2)
+        # Free batch rows and blocks may be reserved for an owed tier; then a victim is needed.
         is_kept = bool(self._owed & {book.request.priority for book in self._ready()})
-        has_free_seq = bool(may_lose) or (scheduler.running.num_free_seqs > num_kept and not is_kept)
-        num_needed = -(-len(request.tokens) // self.setup.block_size)
-        num_steps = len(request.tokens) // self.setup.max_chunk_tokens
-        spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
+        if not may_lose and (is_kept or scheduler.running.num_free_seqs <= num_kept):
+            return False
         cache = scheduler.cache
-        num_held = sum(len(victim.block_table) for victim in victims)
-        num_freed = num_held // 2  # shared blocks of victims do not become free
-        has_memory = cache.pool.num_free + num_freed >= num_needed + spare
-        has_memory = has_memory and self.setup.num_window_blocks == 0  # window blocks may be missing
-        is_wronged = has_free_seq and has_memory and not is_budget_used and not self._has_preempted
-        self.counts["HIGH waits"] += 1
-        if is_wronged:
-            raise WorldFailure(f"{request!r} waits although it fits: {fair.ledger.credits}")
+        dropped = Counter(block for victim in victims for block in victim.block_table)
+        dropped.update(block.block_id for pin in cache.pins for block in pin.blocks)
+        num_freed = sum(cache.pool.blocks[block].ref_count == count for block, count in dropped.items())
+        num_needed = -(-len(request.tokens) // setup.block_size)
+        num_steps = len(request.tokens) // setup.max_chunk_tokens if request.num_preemptions else 0
+        spare = (len(rest) + 1) * (1 + num_steps // setup.block_size) + num_kept + 1
+        if cache.pool.num_free + num_freed < num_needed + spare:
+            return False
+        windows = None if cache.hybrid is None else cache.hybrid.windows
+        if windows is None:
+            return True
+        tables = Counter(block for victim in victims for block in victim.window_table if block)
+        tables.update(block.block_id for pin in cache.pins for block in pin.windows)
+        num_freed = sum(windows.pool.blocks[block].ref_count == count for block, count in tables.items())
+        num_needed = windows.needed(request, FROM_ZERO) + sum(map(windows.debt, rest))
+        return windows.pool.num_free + num_freed >= num_needed + 1
 
     def _check_hybrid_leaks(self) -> None:
         hybrid = self.scheduler.cache.hybrid
