@@ -534,10 +534,9 @@ def test_a_batch_whose_results_cannot_be_read_fails_when_it_expires(tiny_model: 
     (folder / f"{batch.id}.err.jsonl").write_text("damaged by another program\n")
     for _ in range(2):  # also after a restart
         with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-            check_failed(client, finished(client, batch.id))
-            assert client.files.content(client.batches.retrieve(batch.id).error_file_id or "").text.startswith(
-                "damaged"
-            )
+            found = finished(client, batch.id)
+            check_failed(client, found)
+            assert client.files.content(found.error_file_id).text.startswith("damaged")
 
 
 def test_a_batch_whose_results_cannot_be_moved_fails_and_keeps_the_others(tiny_model: Path, tmp_path: Path) -> None:
