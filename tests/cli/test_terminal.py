@@ -102,7 +102,7 @@ def test_names_of_files_in_the_cache_are_escaped(tmp_path: Path, command: Sequen
     check(at_a_terminal(*command, env={"QUIRE_CACHE": str(tmp_path)}))
 
 
-@pytest.mark.parametrize("reply", [refusal(400, HOSTILE), refusal(500, HOSTILE), Reply(502, HOSTILE.encode(), {})])
+@pytest.mark.parametrize("reply", [refusal(400, HOSTILE), refusal(500, HOSTILE), Reply(502, [HOSTILE.encode()], {})])
 @pytest.mark.parametrize("command", [("generate", "Hi"), ("ps",), ("top", "--once"), ("load", "m"), ("cancel", "m")])
 def test_errors_of_servers_are_escaped(command: Sequence[str], reply: Reply) -> None:
     with serving() as server:

@@ -255,8 +255,9 @@ class BatchService:
         if batch.status == "validating":
             await self._validate(stored, source)
         if batch.status == "in_progress":
+            window = asyncio.timeout(max(0.0, batch.expires_at - time.time()))
             try:
-                async with asyncio.timeout(max(0.0, batch.expires_at - time.time())) as window:
+                async with window:
                     await self._send_all(stored, source, key)
             except TimeoutError:
                 if window.expired():
