@@ -81,7 +81,7 @@ SLOW_FILES_S = {
     "engine/tiers/test_restart.py": 40,
     "test_types.py": 37,
     "backends/torch/test_compiling.py": 31,
-    "server/test_batches.py": 40,
+    "server/test_batches.py": 50,
     "server/test_schemathesis.py": 31,
     "cli/test_batch.py": 30,
     "backends/native/test_invariance.py": 27,
@@ -109,6 +109,8 @@ SLOW_FILES_S = {
     "backends/torch/kernels/test_attention.py": 12,
     "server/test_responses_client.py": 12,
     "cli/test_pull.py": 15,
+    "server/test_markdown.py": 15,
+    "cli/test_terminal.py": 30,
     "engine/tiers/test_damage.py": 11,
     "engine/tiers/test_engine_tiers.py": 12,
     "engine/tiers/test_transfers.py": 5,
@@ -167,7 +169,7 @@ SLOW_FILES_S = {
     "test_deploy.py": 4,
     "simulator/test_agents.py": 4,
     "cli/test_chat.py": 5,  # this and the following need the default model, or wait most of the time
-    "server/test_connections.py": 4,
+    "server/test_connections.py": 12,
     "server/test_grafana.py": 3,
     "scale/test_replica.py": 2,  # this and the following start many processes: not beside the slowest files
     "scale/test_deployments.py": 2,

@@ -23,6 +23,7 @@ from quire.cli.batch_client import BatchClient
 from quire.cli.batch_progress import BatchProgress
 from quire.cli.remote_model import find_server
 from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, QuireError
 from quire.weights.hub import DEFAULT_MODEL
 
@@ -134,7 +135,7 @@ def _serving(
     check_installed("a private server")
     locate(model)  # downloads the model with a progress bar; the server's output is hidden
     if sys.stderr.isatty():
-        typer.echo(f"[loading {model or DEFAULT_MODEL}]", err=True)
+        echo(f"[loading {model or DEFAULT_MODEL}]", err=True)
     own_key = secrets.token_urlsafe(24)
     given = [text for pair in engine.items() for text in pair]
     # --max-in-flight bounds the queue, so the server must not refuse a request because of its own limits.
@@ -205,7 +206,7 @@ class _Run:
 
     def tell(self, text: str) -> None:
         if not self._is_quiet:
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
     def run(self, target: _Target) -> None:
         client = BatchClient(target.url, target.api_key, self._max_in_flight)
@@ -216,7 +217,7 @@ class _Run:
         except GaveUp as error:
             raise QuireError(f"{error}. {self._interrupted()}") from None
         except KeyboardInterrupt:
-            typer.echo(f"\ninterrupted. {self._interrupted()}", err=True)
+            echo(f"\ninterrupted. {self._interrupted()}", err=True)
             raise typer.Exit(130) from None
         finally:
             client.close()

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import typer
+from quire.cli.terminal import echo
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -62,7 +62,7 @@ class BatchProgress:
             self._bar.update(self._task, completed=self._num_before + self.num_done, counts=counts)
         elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
             self._shown_s = time.monotonic()
-            typer.echo(self.line(), err=True)
+            echo(self.line(), err=True)
 
     def line(self) -> str:
         """The progress as one line of text, for a pipe."""

@@ -38,9 +38,10 @@ from quire.bench.report import (
     Stage,
 )
 from quire.bench.run import run_bench
-from quire.cli import model_loading, options
+from quire.cli import model_loading, options, terminal
 from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_server import check_installed
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL
 
@@ -116,13 +117,13 @@ def bench(
         report = _run(model, config, settings)
     document = document_of(report, facts)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        echo(json.dumps(document, indent=2))
     else:
         _print(report)
     if out is not None:
         write_report(out, report, document)
     for problem in report.not_held:
-        typer.echo(f"not met: {problem}", err=True)
+        echo(f"not met: {problem}", err=True)
     if report.not_held:
         raise typer.Exit(1)
 
@@ -268,12 +269,12 @@ def write_report(out: Path, report: BenchReport, document: dict[str, Any]) -> No
     (out / "report.md").write_text(markdown(report, document, has_plot=has_plot), encoding="utf-8")
     if has_plot:
         draw(report, _title(report), out / PLOT_NAME)
-        typer.echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
+        echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
     elif not drawn(report):
-        typer.echo(f"Wrote report.json and report.md to {out}", err=True)
+        echo(f"Wrote report.json and report.md to {out}", err=True)
     else:
         why = MissingExtra.of("it", "matplotlib")
-        typer.echo(f"Wrote report.json and report.md to {out}, but no {PLOT_NAME}: {why}", err=True)
+        echo(f"Wrote report.json and report.md to {out}, but no {PLOT_NAME}: {why}", err=True)
 
 
 def _title(report: BenchReport) -> str:
@@ -386,11 +387,7 @@ def _held(is_held: bool) -> str:
 
 
 def _print(report: BenchReport) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=80)
+    console = terminal.console(80)
     console.print(_title(report))
     if (speedup := report.speedup) is not None:
         console.print("\nMany clients against one at a time\n")

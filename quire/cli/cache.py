@@ -21,6 +21,7 @@ import typer
 from quire.cli.models import short_path
 from quire.cli.server_client import printable
 from quire.cli.tables import print_table
+from quire.cli.terminal import echo
 from quire.core.block import TOKEN_BYTES
 from quire.core.step import MemoryKind
 from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
@@ -68,9 +69,9 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     usages.sort(key=lambda usage: usage.used_ns, reverse=True)
     if as_json:
         found = [{**usage.document(), "served_name": names.get(usage.name)} for usage in usages]
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
     elif not usages:
-        typer.echo(_nothing(root))
+        echo(_nothing(root))
     else:
         rows = [
             (
@@ -106,9 +107,9 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         "last_used_at": None if used_ns is None else used_ns // 10**9,
     }
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        echo(json.dumps(document, indent=2))
     elif used_ns is None:
-        typer.echo(_nothing(root))
+        echo(_nothing(root))
     else:
         _print_stats(root, document, used_ns)
     _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
@@ -159,14 +160,14 @@ def verify(
             "foreign": foreign,
             "unreadable": unreadable,
         }
-        typer.echo(json.dumps(document, indent=2))
+        echo(json.dumps(document, indent=2))
     else:
         _print_faults(faults, unreadable, deletion)
         note = f", {len(deletion.deleted):,} of them deleted" if deletion.deleted else ""
         others = f", {len(unreadable):,} unreadable" if unreadable else ""
-        typer.echo(f"{good:,} good, {len(faults):,} damaged{note}, {len(foreign):,} foreign{others}")
+        echo(f"{good:,} good, {len(faults):,} damaged{note}, {len(foreign):,} foreign{others}")
         if faults and not delete:
-            typer.echo("Damaged files are not used; `quire cache verify --delete` deletes them.")
+            echo("Damaged files are not used; `quire cache verify --delete` deletes them.")
     if len(deletion.deleted) < len(faults) or unreadable:
         raise typer.Exit(1)
 
@@ -221,9 +222,9 @@ def clear(
         _tell_servers(mark_pruned, [root])
     if files:
         freed = file_size(sum(file.size for file in files if file.path in deletion.deleted))
-        typer.echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{_kept_note(deletion)}")
+        echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{_kept_note(deletion)}")
     else:
-        typer.echo(f"nothing to delete in {short_path(root)}")
+        echo(f"nothing to delete in {short_path(root)}")
     if deletion.errors:
         raise typer.Exit(1)
 
@@ -352,9 +353,9 @@ def _count_tokens(file: StoredFile) -> int | None:
 def _warn_of_unreadable(spaces: Iterable[_Listed], num_files: int) -> None:
     folders = [path for one in spaces for path in one.listing.unreadable]
     if num_files:
-        typer.echo(f"quire: {num_files:,} files could not be read; their tokens are not counted", err=True)
+        echo(f"quire: {num_files:,} files could not be read; their tokens are not counted", err=True)
     for path in folders:
-        typer.echo(f"quire: {short_path(Path(path))} could not be read; its files are not counted", err=True)
+        echo(f"quire: {short_path(Path(path))} could not be read; its files are not counted", err=True)
 
 
 def _print_faults(faults: Mapping[str, Fault], unreadable: Iterable[str], deletion: _Deletion) -> None:
@@ -362,9 +363,9 @@ def _print_faults(faults: Mapping[str, Fault], unreadable: Iterable[str], deleti
         outcome = ", deleted" if path in deletion.deleted else ""
         if path in deletion.errors:
             outcome = f", could not be deleted: {deletion.errors[path]}"
-        typer.echo(f"{short_path(Path(path))}: {FAULT_WORDS[fault]}{outcome}")
+        echo(f"{short_path(Path(path))}: {FAULT_WORDS[fault]}{outcome}")
     for path in unreadable:
-        typer.echo(f"{short_path(Path(path))}: {FAULT_WORDS[Fault.UNREADABLE]}")
+        echo(f"{short_path(Path(path))}: {FAULT_WORDS[Fault.UNREADABLE]}")
 
 
 def _find_fault(space: Space | None, file: StoredFile) -> Fault | None:
@@ -412,7 +413,7 @@ def _tell_servers(mark: Callable[[Path], None], folders: Iterable[Path]) -> None
             mark(folder)
         except OSError as error:
             text = f"quire: running servers were not told of it: {folder} cannot be written: {error.strerror or error}"
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
 
 def _in_threads(function: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:
@@ -440,7 +441,7 @@ def _progress(what: str, total: int, *, is_bytes: bool = False) -> Iterator[Call
 
 def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     models = document["num_models"]
-    typer.echo(
+    echo(
         f"{short_path(root)}: {models} model{'s' if models != 1 else ''}, {document['num_files']:,} files,"
         f" {file_size(document['num_bytes'])}, {document['num_tokens']:,} tokens, last use {_ago(used_ns)}"
     )
@@ -450,8 +451,8 @@ def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     print_table(("kind",), ("files", "size"), rows)
     for field, text in (("num_temporary", "files being written"), ("num_foreign", "foreign files")):
         if document[field]:
-            typer.echo(f"{text}: {document[field]:,}")
-    typer.echo("The size limit is a setting of the servers that use the folder.")
+            echo(f"{text}: {document[field]:,}")
+    echo("The size limit is a setting of the servers that use the folder.")
 
 
 def _ago(used_ns: int) -> str:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from quire.cli import answer_output, model_loading, options
 from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
 from quire.cli.server_client import printable
+from quire.cli.terminal import echo
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class Repl:
         if sys.stdin.isatty():
             with suppress(ImportError):  # not on every system
                 import readline  # noqa: F401  # adds line editing and history to `input`
-            typer.echo(f"{self.model.name}, {self.model.max_model_len} tokens of context. /help for help.", err=True)
+            echo(f"{self.model.name}, {self.model.max_model_len} tokens of context. /help for help.", err=True)
         for text in read_messages():
             self._handle(text)
             if self._is_over:
@@ -337,7 +336,7 @@ def read_messages() -> Iterator[str]:
             line, lines = None, []
         if line is None:
             if sys.stdin.isatty():
-                typer.echo("", err=True)  # the shell's prompt starts on a new line
+                echo("", err=True)  # the shell's prompt starts on a new line
             if lines:
                 yield "\n".join(lines)
             return
@@ -355,7 +354,7 @@ def _read_line(prompt: str) -> str | None:
         except EOFError:
             return None
     if sys.stdin.isatty():
-        typer.echo(prompt, nl=False, err=True)  # stdout is for the answers
+        echo(prompt, nl=False, err=True)  # stdout is for the answers
     line = sys.stdin.readline()
     return line.removesuffix("\n") if line else None
 
@@ -420,4 +419,4 @@ def _bare(error: QuireError) -> str:
 
 def _remark(text: str) -> None:
     """Print a remark to stderr; stdout has answers only."""
-    typer.echo(f"[{text}]", err=True)
+    echo(f"[{text}]", err=True)

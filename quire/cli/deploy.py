@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from quire.cli import serve as serving
 from quire.cli.serve_models import read_deployments
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -59,10 +60,10 @@ def deploy(
         _show(application.status(), as_json)
     elif target == "stop":
         if end_ray and address is None and not ray_cluster.is_here():
-            typer.echo("no Ray cluster runs on this machine")
+            echo("no Ray cluster runs on this machine")
             return
         ray_cluster.connect(address)
-        typer.echo("stopped" if application.stop() else "nothing is deployed")
+        echo("stopped" if application.stop() else "nothing is deployed")
         if end_ray:
             ray_cluster.stop_ray()
     else:
@@ -70,10 +71,10 @@ def deploy(
         ray_cluster.connect(address, starts=True)
         try:
             url = application.deploy(
-                config, on_change=lambda text: typer.echo(f"  {text}", err=True), waits_for_machines=waits
+                config, on_change=lambda text: echo(f"  {text}", err=True), waits_for_machines=waits
             )
         except KeyboardInterrupt:
-            typer.echo("quire: interrupted; the deployment continues: see `quire deploy status`", err=True)
+            echo("quire: interrupted; the deployment continues: see `quire deploy status`", err=True)
             raise
         except ray_cluster.DeployFailed as error:
             raise ray_cluster.DeployFailed(f"{error}\n{AFTER_FAILURE}") from None
@@ -122,22 +123,22 @@ def _announce(url: str, config: DeployConfig) -> None:
         f"{model.names[0]}: {one.replicas if one.autoscale is None else f'{one.autoscale.min} to {one.autoscale.max}'}"
         for model, one in zip(server.models, config.deployments, strict=True)
     ]
-    typer.echo(f"quire serves at {url}")
-    typer.echo(f"  replicas   {', '.join(models)}")
-    typer.echo(f"  export OPENAI_BASE_URL={url}/v1")
-    typer.echo(f"  export OPENAI_API_KEY={key}")
-    typer.echo(f"  export ANTHROPIC_BASE_URL={url}")
-    typer.echo(f"  page: {url}/    metrics: {url}/metrics    `quire deploy status`, `quire deploy stop`")
+    echo(f"quire serves at {url}")
+    echo(f"  replicas   {', '.join(models)}")
+    echo(f"  export OPENAI_BASE_URL={url}/v1")
+    echo(f"  export OPENAI_API_KEY={key}")
+    echo(f"  export ANTHROPIC_BASE_URL={url}")
+    echo(f"  page: {url}/    metrics: {url}/metrics    `quire deploy status`, `quire deploy stop`")
 
 
 def _show(found: dict[str, Any] | None, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        echo(json.dumps(found, indent=1))
         return
     if found is None:
-        typer.echo("nothing is deployed")
+        echo("nothing is deployed")
         return
-    typer.echo(f"quire serves at {found['url']}" if found["url"] else "quire does not serve yet")
+    echo(f"quire serves at {found['url']}" if found["url"] else "quire does not serve yet")
     for name, one in found["applications"].items():
         replicas = ", ".join(f"{count} {state.lower()}" for state, count in one["replicas"].items()) or "no replicas"
-        typer.echo(f"  {name}: {one['status'].lower()}, {replicas}{': ' + one['message'] if one['message'] else ''}")
+        echo(f"  {name}: {one['status'].lower()}, {replicas}{': ' + one['message'] if one['message'] else ''}")

@@ -23,6 +23,7 @@ import typer
 from quire import __version__
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.model_check import check_model, report_lines
+from quire.cli.terminal import echo
 from quire.errors import install_command
 from quire.sizes import file_size, reported_size
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve
@@ -69,10 +70,10 @@ def doctor(
     """
     report = examine() if model is None else check_model(resolve(model))
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        echo(json.dumps(report, indent=2))
     else:
         for line in _lines(report) if model is None else report_lines(report):
-            typer.echo(line)
+            echo(line)
     if not report["can_generate" if model is None else "runs"]:
         raise typer.Exit(1)
 

@@ -9,9 +9,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-import typer
-
 from quire.cli.server_client import printable
+from quire.cli.terminal import echo
 
 QUESTION = "What is the capital of France?"
 LIMIT_S = 300.0
@@ -27,11 +26,11 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
         for number in (1, 2):
             answer = _ask(url, model, keys)
             text = printable(answer["choices"][0]["message"]["content"].strip())
-            typer.echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
-            typer.echo(f"  cache: {answer['cache']['message']}")
-        typer.echo("")
+            echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
+            echo(f"  cache: {answer['cache']['message']}")
+        echo("")
     except (OSError, KeyError, ValueError) as error:
-        typer.echo(f"  the first question failed: {error}", err=True)
+        echo(f"  the first question failed: {error}", err=True)
 
 
 def _ask(url: str, model: str, keys: Sequence[str]) -> Any:

@@ -15,6 +15,7 @@ import typer
 
 from quire.cli import answer_output, model_loading, options
 from quire.cli.chat_model import AnswerUsage, ChatInput, ChatModel, Piece
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
@@ -185,12 +186,12 @@ def _answer(model_used: ChatModel, ask: ChatInput, params: GenerationParams, *, 
     if as_json:
         has_logprobs = params.logprobs is not None
         document = _document(model_used.name, samples, usage, printer.pace, has_logprobs=has_logprobs)
-        typer.echo(json.dumps(document, ensure_ascii=False))
+        echo(json.dumps(document, ensure_ascii=False))
     elif sys.stderr.isatty():
-        typer.echo(_summary(samples, usage, printer.pace, params.max_tokens, model_used.max_model_len), err=True)
+        echo(_summary(samples, usage, printer.pace, params.max_tokens, model_used.max_model_len), err=True)
     elif cuts := [sample for sample in samples if sample.end is not None and sample.end.finish_reason == "length"]:
         # without a terminal no figures are printed, but the reader must know that the answer is incomplete
-        typer.echo(f"{_why_stopped(cuts[0], params.max_tokens, model_used.max_model_len)}: the answer is cut", err=True)
+        echo(f"{_why_stopped(cuts[0], params.max_tokens, model_used.max_model_len)}: the answer is cut", err=True)
 
 
 @dataclass(slots=True)

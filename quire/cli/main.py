@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from typer.main import get_command
 
 from quire import __version__
 from quire.cli.hidden_arguments import hide_keys
+from quire.cli.terminal import echo
+from quire.engine.worker.log_lines import ShortFormatter
 from quire.errors import InvalidRequest, QuireError
 
 # Commands by group: name -> one-line help. Each is a function of that name in quire/cli/NAME.py, or in the file that
@@ -136,7 +139,7 @@ app = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"quire {__version__}")
+        echo(f"quire {__version__}")
         raise typer.Exit
 
 
@@ -152,12 +155,14 @@ def _options(
 def run() -> None:
     """The entry point. An error of quire is one line on stderr, without a traceback."""
     hide_keys()
+    if logging.lastResort is not None:  # prints warnings of commands that do not set up a log
+        logging.lastResort.setFormatter(ShortFormatter("%(message)s"))
     try:
         app(prog_name="quire")
     except QuireError as error:
-        typer.echo(f"quire: {error}", err=True)
+        echo(f"quire: {error}", err=True)
         sys.exit(2)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"quire: {where}{error.strerror or error}", err=True)
+        echo(f"quire: {where}{error.strerror or error}", err=True)
         sys.exit(1)

@@ -11,6 +11,7 @@ import typer
 from quire.cli import options
 from quire.cli.server_client import ServerClient, printable, reach_server
 from quire.cli.tables import print_table
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest
 from quire.sizes import reported_size
 
@@ -28,17 +29,17 @@ def ps(
     remote = reach_server(server, api_key)
     if as_json:
         found = _list_requests(remote) if requests else remote.list_models()
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
         return
     if not requests:
         _print_models(remote.list_models())
     running = _list_requests(remote)
     if running and not requests:
-        typer.echo("")
+        echo("")
     if running:
         _print_requests(running)
     elif requests:
-        typer.echo("no request is running")
+        echo("no request is running")
 
 
 def cancel(name: RequestId, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
@@ -48,7 +49,7 @@ def cancel(name: RequestId, server: options.ServerOption = None, api_key: option
     if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
         raise remote.malformed("no number of cancelled requests", found)
     count = found["cancelled"]
-    typer.echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
+    echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
 
 
 def load(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
@@ -85,7 +86,7 @@ def _order(remote: ServerClient, verb: str, body: dict[str, Any]) -> dict[str, A
 
 def _print_state(found: dict[str, Any]) -> None:
     pinned = ", pinned" if found.get("is_pinned") is True else ""
-    typer.echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_context_note(found)}")
+    echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_context_note(found)}")
 
 
 def _context_note(found: dict[str, Any]) -> str:

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from quire.cli.chat_model import ChatModel, LocalModel
 from quire.cli.options import option_name, options_named
 from quire.cli.pull import download_bar
 from quire.cli.remote_model import find_server
 from quire.cli.server_client import choose_address, chosen_key
+from quire.cli.terminal import echo, safe
 from quire.errors import ModelNotFound, QuireError
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
@@ -51,7 +50,7 @@ def locate(name: str | None) -> Path:
         known = find_known(name or DEFAULT_MODEL)
         if known is None:
             raise
-    typer.echo(f"{known.name} is not on this machine: downloading it, {known.size_bytes / 1e6:.0f} MB", err=True)
+    echo(f"{known.name} is not on this machine: downloading it, {known.size_bytes / 1e6:.0f} MB", err=True)
     with download_bar(known.name) as progress:
         return pull(known.name, progress)
 
@@ -79,5 +78,5 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"loading {name}", total=None)  # unknown while PyTorch is imported
+        task = bar.add_task(f"loading {safe(name)}", total=None)  # unknown while PyTorch is imported
         yield lambda done, total: bar.update(task, completed=done, total=total)

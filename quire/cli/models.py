@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli import terminal
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.families import family_rows
 from quire.cli.machine_fit import Fit, read_memory
 from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
+from quire.cli.terminal import echo
 from quire.sizes import file_size
 from quire.weights.hub import KNOWN_MODELS, LocalModel, local_models
 
@@ -29,24 +31,21 @@ def models(
 ) -> None:
     """List the models on this machine with sizes and paths, and suggest models that run on it."""
     if families:
-        typer.echo(json.dumps({"families": family_rows()}, indent=2)) if as_json else _print_families()
+        echo(json.dumps({"families": family_rows()}, indent=2)) if as_json else _print_families()
         return
     here = [_with_problem(model) for model in local_models()]
     names = {model.name for model in here if not model.problem}
     suggested = suggest(read_memory(), names)
     if as_json:
-        typer.echo(json.dumps(_document(here, names, suggested), indent=2))
+        echo(json.dumps(_document(here, names, suggested), indent=2))
     else:
         _print_tables(here, names, suggested)
 
 
 def _print_families() -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+    console = terminal.console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("FAMILY", "MODELS", "TOOLS", "REASONING"):
         table.add_column(head, overflow="fold")
@@ -76,12 +75,9 @@ def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Sug
 
 
 def _print_tables(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a file has room for long names
+    console = terminal.console()
     _print_local(console, here)
     missing = [known for known in KNOWN_MODELS.values() if known.name not in names]
     if missing or suggested:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.terminal import echo, safe
 from quire.errors import DownloadFailed
 from quire.sizes import file_size
 from quire.weights.hub import DEFAULT_MODEL, cache_dir, find_known, is_path, models_dir
@@ -34,7 +35,7 @@ def pull(
     check_download(wanted, is_forced=force)
     with download_bar(wanted) as progress:
         path = pull_model(wanted, progress)
-    typer.echo(json.dumps({"name": wanted, "path": str(path)}) if as_json else str(path))
+    echo(json.dumps({"name": wanted, "path": str(path)}) if as_json else str(path))
 
 
 def check_download(name: str, *, is_forced: bool) -> None:
@@ -48,7 +49,7 @@ def check_download(name: str, *, is_forced: bool) -> None:
             size, there = file_size(known.size_bytes), file_size(free)
             raise DownloadFailed(f"{known.name} needs {size}, and {there} are free in {cache_dir()}")
     elif hub_name is not None and find_cached(hub_name) is None and not is_offline():
-        typer.echo(check(hub_name, is_forced=is_forced), err=True)
+        echo(check(hub_name, is_forced=is_forced), err=True)
 
 
 def is_offline() -> bool:
@@ -68,7 +69,7 @@ def download_bar(name: str) -> Iterator[Progress | None]:
     from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
 
@@ -76,7 +77,7 @@ def download_bar(name: str) -> Iterator[Progress | None]:
         if not tasks:
             bar.start()  # not before: the library of the hub draws its own bars
         if what not in tasks:
-            tasks[what] = bar.add_task(f"{what} {name}", total=total)
+            tasks[what] = bar.add_task(f"{what} {safe(name)}", total=total)
         bar.update(tasks[what], completed=done)
 
     try:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.models import short_path
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest
 from quire.sizes import file_size
 from quire.weights.hub import resolve
@@ -55,7 +56,7 @@ def quantize(
     with _bar(target.name) as progress:
         report = quantize_folder(resolve(source), target, form, group_size, progress)
     before, after = file_size(report.num_source_bytes), file_size(report.num_bytes)
-    typer.echo(f"{short_path(target)}: {report.num_matrices:,} matrices quantised to {form}, {before} -> {after}")
+    echo(f"{short_path(target)}: {report.num_matrices:,} matrices quantised to {form}, {before} -> {after}")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import typer
 from quire.cli import options
 from quire.cli.replay_report import Replayed, described, document, print_report
 from quire.cli.server_client import ServerClient, ServerError, note, reach_server
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, QuireError
 from quire.sim.replay import Ending, Fit, Probe, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
@@ -59,18 +60,18 @@ def replay(
     todo = _trace(trace, from_log, speed, max_requests)
     if save_trace is not None:
         save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
-        typer.echo(f"Wrote {save_trace}", err=True)
+        echo(f"Wrote {save_trace}", err=True)
     if dry_run:
-        typer.echo(described(todo))
+        echo(described(todo))
         return
     given = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
     result = _run(reach_server(server, api_key), model, todo, given)
     figures = document(trace or from_log or "", speed, result)
     if save is not None:
         save.write_text(json.dumps({**figures, "served": [asdict(one) for one in result.served]}, indent=2) + "\n")
-        typer.echo(f"Wrote {save}", err=True)
+        echo(f"Wrote {save}", err=True)
     if as_json:
-        typer.echo(json.dumps(figures, indent=2))
+        echo(json.dumps(figures, indent=2))
     else:
         print_report(result)
 
@@ -96,7 +97,7 @@ def _trace(path: str | None, log: str | None, speed: float, max_requests: int | 
     if log is not None:
         recorded = read_log(log)
         found = recorded.requests
-        typer.echo(
+        echo(
             f"{log}: {len(found):,} requests, {recorded.num_left_out:,} that were not served are left out."
             " A log does not contain prompts: in this trace no prompts share a prefix",
             err=True,

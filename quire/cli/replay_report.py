@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__
+from quire.cli import terminal
 from quire.cli.server_client import printable
 from quire.core.request import Priority
 from quire.sim.replay import Ending, Figures, Fit, Served, measured_part, predicted_part
@@ -78,11 +79,7 @@ def _problems(served: Sequence[Served]) -> dict[str, int]:
 
 
 def print_report(result: Replayed) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=100)
+    console = terminal.console(100)
     console.print(f"{described(result.trace)}\nto {printable(result.model)} on {result.url}\n")
     console.print(_table(result))
     for line in _remarks(result):

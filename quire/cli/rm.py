@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.models import short_path
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, ModelNotFound
 from quire.sizes import file_size
 from quire.weights.gguf import is_later_part
@@ -47,7 +48,7 @@ def rm(
         file.unlink(missing_ok=True)
     for folder in found.folders:
         _remove_empty(folder)
-    typer.echo(f"deleted {found.name}: {size} freed")
+    echo(f"deleted {found.name}: {size} freed")
 
 
 def find_removal(name: str) -> Removal:

@@ -23,6 +23,7 @@ from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
 from quire.cli.options import check_memory, option_name
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
+from quire.cli.terminal import echo
 from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sizes import parse_size, reported_size
@@ -216,7 +217,7 @@ def _warn_of_unknown_variables() -> None:
     """Warn of variables that are no options: they may be mistyped."""
     known = {f"QUIRE_{name.upper()}" for name in inspect.signature(serve).parameters} | OTHER_VARIABLES
     for name in sorted(name for name in os.environ if name.startswith("QUIRE_") and name not in known):
-        typer.echo(f"quire: {name} in the environment is not an option of `quire serve`, and is ignored", err=True)
+        echo(f"quire: {name} in the environment is not an option of `quire serve`, and is ignored", err=True)
 
 
 def _serve(options: dict[str, Any]) -> None:
@@ -324,7 +325,7 @@ def announce(startup: Startup) -> None:
         f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and exit",
         "",
     ]
-    typer.echo("\n".join(lines))
+    echo("\n".join(lines))
     sys.stdout.flush()
 
 

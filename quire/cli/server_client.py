@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import typer
-
 from quire import __version__
+from quire.cli.terminal import echo
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError
 from quire.weights.hub import find_known
 
@@ -121,7 +120,7 @@ def chosen_key(api_key: str | None) -> str | None:
 def note(text: str) -> None:
     """Print a remark to stderr if it is a terminal."""
     if sys.stderr.isatty():
-        typer.echo(f"[{text}]", err=True)
+        echo(f"[{text}]", err=True)
 
 
 # Requests
@@ -148,7 +147,7 @@ class ServerClient:
             now_s = time.monotonic()
             if deadline_s is None:
                 deadline_s = now_s + WAIT_S
-                typer.echo(f"[{self.url} is {status}: waiting for it]", err=True)
+                echo(f"[{self.url} is {status}: waiting for it]", err=True)
             elif now_s >= deadline_s:
                 raise ServerError(f"{self.url} is still {status} after {WAIT_S:.0f} s")
             time.sleep(POLL_S)

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from quire.backends.kv_spec import KVSpec
+from quire.cli.answer_output import AnswerWriter
 from quire.cli.backend_fit import find_backend_problem, needs_mlx, read_config
 from quire.cli.machine_fit import fit, fit_mlx, read_memory
 from quire.cli.models import short_path
+from quire.cli.terminal import echo
 from quire.sizes import file_size, memory_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
@@ -41,12 +43,12 @@ def show(
     finally:
         checkpoint.close()
     if template:
-        typer.echo(text or "")
+        AnswerWriter().say(f"{text or ''}\n")  # a pipe gets it unchanged
     elif as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        echo(json.dumps(facts, indent=2))
     else:
         for label, value in _lines(facts):
-            typer.echo(f"{label:14}{value}")
+            echo(f"{label:14}{value}")
 
 
 def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:

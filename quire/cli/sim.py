@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli import options, sim_replicas, sim_states
+from quire.cli import options, sim_replicas, sim_states, terminal
+from quire.cli.terminal import echo
 from quire.core.policy import POLICIES
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, MissingExtra
@@ -26,7 +27,6 @@ from quire.sim.simulator import MACHINES, Machine, Outcome, RequestRecord, SimCo
 from quire.sim.traces import TraceRequest, read_trace
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 _DEFAULT = SimConfig()
@@ -148,7 +148,7 @@ def _print(
     as_json: bool,
 ) -> None:
     if as_json:
-        typer.echo(json.dumps(_document(path, trace, name, machine, reports), indent=2))
+        echo(json.dumps(_document(path, trace, name, machine, reports), indent=2))
     else:
         _print_table(trace, name, machine, reports)
 
@@ -169,9 +169,9 @@ def _compare_routers(
         reports = sim_replicas.run(trace, config, device, replicas, routers, report_s, show)
     if as_json:
         head = {"quire": __version__, "trace": _trace_facts(path, trace), "machine": _machine_facts(name, device)}
-        typer.echo(json.dumps(head | sim_replicas.document(config, reports), indent=2))
+        echo(json.dumps(head | sim_replicas.document(config, reports), indent=2))
         return
-    console = _console()
+    console = terminal.console()
     console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
     console.print(sim_replicas.table(reports))
 
@@ -180,7 +180,7 @@ def _save(trace: Sequence[TraceRequest], path: Path | None) -> None:
     if path is None:
         return
     path.write_text("".join(f"{request.as_line()}\n" for request in trace), encoding="utf-8")
-    typer.echo(f"Wrote {path}", err=True)
+    echo(f"Wrote {path}", err=True)
 
 
 def _draw(reports: Sequence[SimReport], title: str, plot: Path | None) -> None:
@@ -189,7 +189,7 @@ def _draw(reports: Sequence[SimReport], title: str, plot: Path | None) -> None:
     from quire.cli.sim_plot import draw
 
     draw(reports, title, plot)
-    typer.echo(f"Wrote {plot}", err=True)
+    echo(f"Wrote {plot}", err=True)
 
 
 # Options
@@ -416,21 +416,13 @@ def _span_s(trace: Sequence[TraceRequest]) -> float:
 
 
 def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]) -> None:
-    console = _console()
+    console = terminal.console()
     console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
     has_states = any(report.config.num_states for report in reports)
     console.print(sim_states.state_table(machine, reports) if has_states else _table(machine, reports))
     for report in reports:
         for line in _remarks(report):
             console.print(line)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    # A file has room for the largest numbers.
-    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:

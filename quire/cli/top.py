@@ -13,6 +13,7 @@ import typer
 
 from quire.cli import options
 from quire.cli.server_client import PATIENT, ServerClient, ServerError, chosen_key, require_address
+from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, QuireError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def top(
     with suppress(KeyboardInterrupt, BrokenPipeError):
         if as_json:
             for snapshot in snapshots(source, interval):
-                typer.echo(json.dumps(snapshot))
+                echo(json.dumps(snapshot))
         else:
             _draw_live(source, interval)
 
@@ -78,7 +79,7 @@ def _checked(server: ServerClient, found: Any) -> Snapshot:
 def _print_once(server: ServerClient, *, as_json: bool) -> None:
     snapshot = look(server)
     if as_json:
-        typer.echo(json.dumps(snapshot))
+        echo(json.dumps(snapshot))
         return
     from rich.console import Console
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import resource
@@ -15,8 +16,12 @@ import openai
 import pytest
 from openai import OpenAI
 
-from quire.server.auth import Key
-from quire.server.batches.store import StateDir
+import quire.server.batches.service as service_module
+from quire.batch.results import Reply
+from quire.server.auth import LOCAL, Key, KeyRing
+from quire.server.batches.service import BatchService
+from quire.server.batches.store import StateDir, StoredBatch, new_file
+from quire.server.batches.types import CreateBatchRequest
 from tests.server.rig import FAKE, Answer, Server, serving
 from tests.waiting import HANG_S, eventually, paused
 
@@ -218,6 +223,33 @@ def test_a_file_may_expire_earlier(client: OpenAI) -> None:
         after["seconds"] = seconds
         with pytest.raises(openai.BadRequestError, match="expires_after"):
             client.files.create(file=content, purpose="batch", expires_after=after)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        "360000000000000000", "0000000003600x", "000000360000" + "0" * 100, "3600\x00", " 3600", "3_600", "+3600",
+        "\u0663\u0666\u0660\u0660", "3600.0", "1e5", "", "-3600", "9" * 4000,
+    ],
+)  # fmt: skip
+def test_an_expiry_is_read_as_a_whole(server: Server, client: OpenAI, seconds: str) -> None:
+    """Twelve digits of a longer number are another number."""
+    form = part("purpose", b"batch") + part("expires_after[seconds]", seconds.encode())
+    form += part("file", line("a").encode(), '; filename="a.jsonl"') + f"--{BOUNDARY}--\r\n".encode()
+    answer = server.post("/v1/files", data=form, headers={**FORM, "authorization": f"Bearer {ALICE}"})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "expires_after")
+    message = answer.json["error"]["message"]
+    assert message.startswith(f"expires_after.seconds = {seconds[:80]!r}")
+    assert message.endswith("is not a whole number from 3600 to 2592000")
+    assert len(seconds) <= 80 or f"({len(seconds)} characters)" in message
+    assert client.files.list().data == []
+
+
+def test_the_anchor_of_an_expiry_is_named(server: Server) -> None:
+    form = part("purpose", b"batch") + part("expires_after[seconds]", b"3600") + part("expires_after[anchor]", b"last")
+    form += part("file", line("a").encode(), '; filename="a.jsonl"') + f"--{BOUNDARY}--\r\n".encode()
+    answer = server.post("/v1/files", data=form, headers={**FORM, "authorization": f"Bearer {ALICE}"})
+    assert (answer.status, answer.json["error"]["message"]) == (400, "expires_after.anchor = 'last' is not created_at")
 
 
 def test_an_input_in_use_is_not_deleted(server: Server, client: OpenAI) -> None:
@@ -459,6 +491,7 @@ def test_a_batch_that_stopped_while_its_results_were_moved_keeps_them(tiny_model
     for old, new in (
         (f'"expires_at":{batch.expires_at}', '"expires_at":1000000000'),
         ('"status":"completed"', '"status":"in_progress"'),
+        ('"ending":"completed"', '"ending":null'),  # as written by servers before that field
     ):
         assert old in text
         text = text.replace(old, new)
@@ -483,6 +516,152 @@ def test_a_batch_of_a_key_that_is_gone_fails(tiny_model: Path, tmp_path: Path) -
         found = finished(admin, batch.id)
         assert found.status == "failed"
         assert "no longer in use" in found.errors.data[0].message
+
+
+# Exceptions that nobody expects
+
+
+def test_a_batch_whose_results_cannot_be_read_fails_when_it_expires(tiny_model: Path, tmp_path: Path) -> None:
+    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
+    folder = tmp_path / "state" / "batches"
+    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client, paused(server.worker_pid):
+        batch = submit(client, line("a"), line("b"))
+        eventually(lambda: client.batches.retrieve(batch.id).status == "in_progress", "it runs")
+        server.process.kill()
+        server.process.wait(HANG_S)
+    facts = folder / f"{batch.id}.json"
+    facts.write_text(facts.read_text().replace(f'"expires_at":{batch.expires_at}', '"expires_at":1000000000'))
+    (folder / f"{batch.id}.err.jsonl").write_text("damaged by another program\n")
+    for _ in range(2):  # also after a restart
+        with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
+            found = finished(client, batch.id)
+            check_failed(client, found)
+            assert client.files.content(found.error_file_id).text.startswith("damaged")
+
+
+def test_a_batch_whose_results_cannot_be_moved_fails_and_keeps_the_others(tiny_model: Path, tmp_path: Path) -> None:
+    """It is interrupted before its end, and then a folder is where its errors belong."""
+    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
+    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
+        batch = finished(client, submit(client, line("a"), line("b"), line("bad", temperature="hot")).id)
+        wanted = results(client, batch.output_file_id)
+    facts = tmp_path / "state" / "batches" / f"{batch.id}.json"
+    facts.write_text(facts.read_text().replace('"status":"completed"', '"status":"finalizing"'))
+    errors = tmp_path / "state" / "files" / f"{batch.error_file_id}.jsonl"
+    errors.replace(tmp_path / "state" / "batches" / f"{batch.id}.err.jsonl")
+    errors.mkdir()
+    (errors / "x").touch()
+    for _ in range(2):
+        with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
+            found = finished(client, batch.id)
+            check_failed(client, found)
+            assert found.error_file_id is None
+            assert results(client, found.output_file_id) == wanted
+            assert finished(client, submit(client, line("next")).id).status == "completed"
+
+
+def check_failed(client: OpenAI, batch: Any) -> None:
+    assert batch.status == "failed"
+    assert batch.failed_at is not None
+    error = batch.errors.data[0]
+    assert (error.code, error.message) == ("server_error", "the server failed; its log has the reason")
+    assert batch.id in [one.id for one in client.batches.list()]
+
+
+class Failing:
+    """Answers the first request of a batch, then fails in a way that no handler does."""
+
+    max_num_seqs = 1
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self._num_sent = 0
+
+    async def send(self, key: Key, url: str, body: bytes, request_id: str) -> Reply:
+        del key, url, body
+        self._num_sent += 1
+        if self._num_sent > 1:
+            raise self._error
+        return Reply(status=200, request_id=request_id, body=b'{"answer":1}')
+
+
+async def ended(service: BatchService, batch_id: str) -> StoredBatch:
+    stored = service.store.find_batch(batch_id, LOCAL)
+    async with asyncio.timeout(HANG_S):
+        while not stored.is_finished:
+            await asyncio.sleep(0.01)
+    return stored
+
+
+async def submit_to(service: BatchService, *lines: str) -> str:
+    await service.open()
+    upload = service.store.begin_upload(LOCAL, 0)
+    upload.write("\n".join(lines).encode())
+    upload.finish()
+    facts = await service.store.add_file(LOCAL.owner, upload.path, new_file("a.jsonl", upload.num_bytes, "batch", 3600))
+    upload.close()
+    request = CreateBatchRequest(input_file_id=facts.id, endpoint=CHAT, completion_window="24h")
+    return (await service.create(request, LOCAL)).id
+
+
+def service_of(folder: Path, sender: Failing) -> BatchService:
+    return BatchService(StateDir(folder, 1 << 20, 1 << 20), sender, KeyRing())
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), TimeoutError("of a lock"), OSError(errno.EBADF, "bad"), asyncio.CancelledError()]
+)
+def test_a_batch_that_ends_by_an_unexpected_exception_fails(tmp_path: Path, error: BaseException) -> None:
+    async def main() -> None:
+        service = service_of(tmp_path, Failing(error))
+        batch_id = await submit_to(service, line("a"), line("b"), line("c"))
+        stored = await ended(service, batch_id)
+        await service.stop()
+        for again in (stored, await reopened(batch_id)):
+            batch = again.batch
+            assert (batch.status, batch.request_counts.completed) == ("failed", 1)
+            assert batch.failed_at is not None
+            assert batch.errors is not None
+            assert [one.code for one in batch.errors.data] == ["server_error"]
+            content = (tmp_path / "files" / f"{batch.output_file_id}.jsonl").read_text().splitlines()
+            assert [json.loads(one)["custom_id"] for one in content] == ["a"]
+
+    async def reopened(batch_id: str) -> StoredBatch:
+        """The batch as the next server finds it."""
+        service = service_of(tmp_path, Failing(error))
+        await service.open()
+        found = service.store.find_batch(batch_id, LOCAL)
+        assert service.store.unfinished() == []
+        await service.stop()
+        return found
+
+    asyncio.run(main())
+
+
+def test_a_state_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a reason that is not one of a full disk: a folder has the name of the draft."""
+    monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
+
+    async def main() -> None:
+        service = service_of(tmp_path, Failing(RuntimeError("a bug")))
+        await service.open()
+        add_batch = service.store.add_batch
+
+        async def add(stored: StoredBatch) -> None:
+            await add_batch(stored)
+            (tmp_path / "batches" / f"{stored.batch.id}.draft").mkdir()
+
+        monkeypatch.setattr(service.store, "add_batch", add)
+        batch_id = await submit_to(service, line("a"), line("b"))
+        draft = tmp_path / "batches" / f"{batch_id}.draft"
+        while service.store.find_batch(batch_id, LOCAL).ending is None:
+            await asyncio.sleep(0.01)
+        draft.rmdir()
+        assert (await ended(service, batch_id)).batch.status == "failed"
+        await service.stop()
+        assert '"status":"failed"' in draft.with_suffix(".json").read_text()
+
+    asyncio.run(main())
 
 
 def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -154,19 +155,170 @@ def test_a_trailer_does_not_count_as_a_header(server: Server) -> None:
         assert statuses(sock, 1) == [401]
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_an_offer_of_http2_is_declined_and_its_body_read(server: Server, is_split: bool) -> None:
-    """As sent by Java's client and curl --http2."""
-    whole = request(BODY, "connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
-    with server.raw() as sock:
-        if is_split:
-            at = whole.index(b"\r\n\r\n") + 4
-            sock.sendall(whole[:at])
-            time.sleep(0.2)
-            sock.sendall(whole[at:])
+BAD = {
+    "no HTTP": (b"\x00\x01 nonsense\r\n\r\n", 400),
+    "no version": (b"GET /health\r\n\r\n", 400),
+    "two lengths": (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
+    "a bad path": (b"GET a%% HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+    "CONNECT": (b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+    "a bad chunk": (b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc\r\nz", 400),
+    "a large header": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (1 << 17) + b"\r\n\r\n", 431),
+    "many headers": (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:\r\n" * 1000, 431),
+    "a header without an end": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (1 << 18), 431),
+}
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+CHATS = {
+    "chat": request(BODY),
+    "stream": request({**BODY, "stream": True}),
+    "GET": GET,
+    "HEAD": GET.replace(b"GET", b"HEAD"),
+}
+
+
+def responses(data: bytes) -> list[tuple[int, bytes]]:
+    """Statuses and bodies of responses that follow each other. Fails if one of them is not complete."""
+    found = []
+    file = io.BytesIO(data)
+    while line := file.readline():
+        status, headers = (
+            int(line.split()[1]),
+            dict(iter(lambda: file.readline().rstrip().partition(b": ")[::2], (b"", b""))),
+        )
+        body = b""
+        if headers.get(b"transfer-encoding") == b"chunked":
+            while size := int(file.readline(), 16):
+                body += file.read(size)
+                assert file.readline() == b"\r\n"
+            assert file.readline() == b"\r\n"
         else:
-            sock.sendall(whole)
-        assert statuses(sock, 1) == [200]
+            size = int(headers[b"content-length"])
+            body = file.read(size)
+            assert len(body) == size, body
+        found.append((status, body))
+    return found
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("first", ["chat", "stream", "GET"])
+def test_bytes_behind_a_request_do_not_replace_its_answer(server: Server, first: str, bad: str) -> None:
+    """The answer comes first, then the error, then the end of the connection."""
+    data, status = BAD[bad]
+    with server.raw() as sock:
+        sock.sendall(CHATS[first] + data)
+        (good, body), refusal = responses(ends(sock))
+    assert (good, refusal[0]) == (200, status)
+    assert first == "GET" or b'"finish_reason":"length"' in body
+    assert b"[DONE]" in body or first != "stream"
+
+
+@pytest.mark.parametrize("bad", ["no HTTP", "a bad chunk", "a large header"])
+def test_bytes_behind_several_requests_do_not_replace_their_answers(server: Server, bad: str) -> None:
+    data, status = BAD[bad]
+    with server.raw() as sock:
+        sock.sendall(CHATS["chat"] + CHATS["stream"] + GET + request({**BODY, "max_tokens": 0}) + CHATS["chat"] + data)
+        found = responses(ends(sock))
+    assert [one for one, _ in found] == [200, 200, 200, 400, 200, status]
+    assert [b'"finish_reason":"length"' in body for _, body in found] == [True, True, False, False, True, False]
+
+
+def test_the_answer_to_head_is_followed_by_the_refusal(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(CHATS["HEAD"] + b"nonsense\r\n\r\n")
+        data = ends(sock)
+    assert re.findall(rb"HTTP/1\.1 (\d+) ", data) == [b"200", b"400"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_bytes_in_the_middle_of_an_answer_let_it_end(server: Server, bad: str) -> None:
+    data, status = BAD[bad]
+    with server.raw() as sock:
+        sock.sendall(request({**LONG, "max_tokens": 100}))
+        begun = sock.recv(1)  # the response has begun, and most of it is to come
+        for start in range(0, len(data), max(1, len(data) // 3)):
+            sock.sendall(data[start : start + max(1, len(data) // 3)])
+        (good, body), refusal = responses(begun + ends(sock))
+    assert (good, refusal[0]) == (200, status)
+    assert b"[DONE]" in body
+
+
+def test_bad_bytes_behind_the_last_request_of_a_connection_are_ignored(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(request(BODY, "connection: close") + b"nonsense\r\n\r\n")
+        assert [status for status, _ in responses(ends(sock))] == [200]
+
+
+def test_a_bad_body_is_refused_although_its_request_has_begun(server: Server) -> None:
+    """It is the first of its connection, and its handler waits for the rest of the body."""
+    with server.raw() as sock:
+        sock.sendall(BAD["a bad chunk"][0].replace(b"host: a", b"host: localhost"))
+        assert [status for status, _ in responses(ends(sock))] == [400]
+
+
+def test_a_disconnect_behind_bad_bytes_ends_the_answer(server: Server) -> None:
+    sock = server.begin(LONG)
+    sock.sendall(b"nonsense\r\n\r\n")
+    sock.sendall(b"more of it" * 1000)
+    sock.close()
+    server.wait_free()
+
+
+def test_endless_bytes_behind_bad_ones_end_the_connection(server: Server) -> None:
+    sock = server.begin({**LONG, "max_tokens": 10_000})
+    with suppress(ConnectionError):
+        for _ in range(1000):
+            sock.sendall(b"nonsense" * 1024)
+    with suppress(ConnectionError):
+        while sock.recv(65536):
+            pass
+    assert server.wait_free()["num_running"] == 0
+
+
+def test_an_offer_of_http2_is_declined_wherever_its_bytes_are_split(server: Server) -> None:
+    """As sent by Java's client and curl --http2. The request is answered, with its body, and so is the next one."""
+    offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+    whole = request({**BODY, "max_tokens": 1}, *offer)
+    assert whole.startswith(b"POST")
+    for at in range(1, len(whole)):
+        with server.raw() as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(whole[:at])
+            wait_read(sock)
+            sock.sendall(whole[at:] + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            (status, body), (second, _) = responses(ends(sock))
+        assert (status, second) == (200, 200), (at, body)
+
+
+@pytest.mark.parametrize("offered", ["h2c", "websocket", "TLS/1.0, HTTP/1.1"])
+def test_offers_in_every_pipelined_request_are_declined(server: Server, offered: str) -> None:
+    one = request({**BODY, "max_tokens": 1}, "Connection: upgrade", f"UPGRADE: {offered}")
+    get = GET.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+    with server.raw() as sock:
+        sock.sendall(one + get + one + b"nonsense\r\n\r\n")
+        assert [status for status, _ in responses(ends(sock))] == [200, 200, 200, 400]
+
+
+def test_an_offer_with_a_chunked_body_byte_by_byte(server: Server) -> None:
+    head, _, data = request(BODY, "connection: upgrade, close", "upgrade: h2c").partition(b"\r\n\r\n")
+    head = re.sub(rb"content-length: \d+", b"transfer-encoding: chunked", head)
+    with server.raw() as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in head + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(data), data):
+            sock.sendall(bytes([byte]))
+            wait_read(sock)
+        assert [status for status, _ in responses(ends(sock))] == [200]
+
+
+def wait_read(sock: socket.socket) -> None:
+    """Wait until the server has read all bytes that were sent, so that it reads the next ones by themselves."""
+    ours, theirs = f":{sock.getsockname()[1]:04X}", f":{sock.getpeername()[1]:04X}"
+
+    def is_read() -> bool:
+        """Whether the server's end has no unread bytes. A line has its address, the other's, a state, `sent:unread`."""
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        unread = [line[4][9:] for line in lines if line[1].endswith(theirs) and line[2].endswith(ours)]
+        return unread in (["00000000"], [])
+
+    eventually(is_read, "the server reads the bytes")
 
 
 def test_a_body_after_an_upgrade_is_not_parsed_as_a_request(server: Server) -> None:
@@ -174,12 +326,12 @@ def test_a_body_after_an_upgrade_is_not_parsed_as_a_request(server: Server) -> N
     inner = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     head = b"POST /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n"
     head += b"content-length: %d\r\n\r\n" % len(inner)
-    for at in (head.index(b"upgrade: h2c") + 3, len(head)):
+    for at in range(1, len(head) + 1):
         with server.raw() as sock:
             sock.sendall(head[:at])
-            time.sleep(0.1)
+            wait_read(sock)
             sock.sendall(head[at:])
-            time.sleep(0.1)
+            wait_read(sock)
             sock.sendall(inner)
             assert b" 200 " not in ends(sock)
 

@@ -23,9 +23,9 @@ class LineFormatter(logging.Formatter):
     """`2026-11-15T07:22:31.123Z INFO quire.request: ...`. A traceback is indented, so that it cannot forge a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {record.name}: {_escaped(_message(record))}"
+        line = f"{_time(record)} {record.levelname} {record.name}: {escaped(_message(record))}"
         trace = _trace(self, record)
-        return "\n".join([line, *(f"  | {_escaped(one)}" for one in trace)])
+        return "\n".join([line, *(f"  | {escaped(one)}" for one in trace)])
 
 
 class JsonFormatter(logging.Formatter):
@@ -62,12 +62,20 @@ def _time(record: logging.LogRecord) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
 
-def _escaped(text: str) -> str:
-    return _HARMFUL.sub(_escape, text)
+def escaped(text: str, kept: str = "") -> str:
+    """The text with harmful characters as JSON writes them, except those in `kept`."""
+    return _HARMFUL.sub(lambda found: found[0] if found[0] in kept else _escape(found), text)
 
 
 def _escape(found: re.Match[str]) -> str:
     return json.dumps(found[0])[1:-1] if found[0] < "\x7f" else f"\\u{ord(found[0]):04x}"
+
+
+class ShortFormatter(logging.Formatter):
+    """Lines without a time, for a command or a program that uses quire as a library. Escaped like those of a server."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record), kept="\n\t")
 
 
 FORMATTERS: dict[str, type[logging.Formatter]] = {"text": LineFormatter, "json": JsonFormatter}
@@ -82,6 +90,6 @@ def log_format() -> str | None:
 def setup_worker_log(name: str | None) -> None:
     """Log warnings to stderr in this format. None: short lines, for a program that uses quire as a library."""
     handler = logging.StreamHandler()
-    plain = logging.Formatter("%(levelname)s %(name)s: %(message)s")
+    plain = ShortFormatter("%(levelname)s %(name)s: %(message)s")
     handler.setFormatter(plain if name is None else FORMATTERS[name]())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

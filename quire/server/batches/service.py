@@ -1,7 +1,9 @@
 """Runs batches inside the server: one at a time for each key, at low priority. Continues them after a restart.
 
 The states of a batch are `validating`, `in_progress`, `finalizing` and `completed`. Each change is written to disk, and
-results are appended as they arrive, so that after a restart only the lines without a result are run.
+results are appended as they arrive, so that after a restart only the lines without a result are run. An unexpected
+exception ends a batch as `failed`, with an error in its list and the results so far; a disk that may take writes again
+is waited for.
 """
 
 from __future__ import annotations
@@ -176,28 +178,41 @@ class BatchService:
             del self._tasks[owner], self._queues[owner]
 
     async def _run_or_wait(self, stored: StoredBatch) -> None:
-        """Run a batch. If its results cannot be stored, run the rest of it later."""
+        """Run a batch to its end. If its results or its state cannot be stored, try again later."""
         name, last = stored.batch.id, 0
         while True:
             try:
                 return await self._run(stored)
             except OSError as error:
-                if error.errno not in STORAGE:
-                    return log.exception("%s could not be finished", name)
                 if error.errno != last:
                     why = error.strerror or error
                     log.error("%s cannot be stored: %s; it goes on when that has ended", name, why)
-                last = error.errno
-            except Exception:  # the next start of the server continues the batch
-                return log.exception("%s could not be finished", name)
+                last = error.errno or 0
             await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _run(self, stored: StoredBatch) -> None:
-        """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished."""
+        """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished.
+
+        Raises OSError if that may succeed later.
+        """
+        batch = stored.batch
+        if stored.ending is None and (batch.output_file_id or batch.error_file_id):  # of a server without `ending`
+            stored.ending = "expired"
+        if stored.ending is None:
+            try:
+                stored.ending = await self._outcome(stored)
+            except Exception as error:
+                if _may_end(error):
+                    raise
+                self._note_failure(batch, error)
+                stored.ending = "failed"
+        await self._finalize(stored, stored.ending)
+
+    async def _outcome(self, stored: StoredBatch) -> Status:
+        """Process a batch, which may be cancelled, and return the state in which it ends. Raises its exception."""
         batch = stored.batch
         task = asyncio.create_task(self._process(stored))
         self._processing[batch.id] = task
-        status: Status = "completed"
         try:
             if batch.status == "cancelling":
                 task.cancel()
@@ -207,18 +222,19 @@ class BatchService:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled() and batch.status == "cancelling":
+            return "cancelled"
         if task.cancelled():
-            status = "cancelled"
-        elif isinstance(error := task.exception(), TimeoutError):
-            status = "expired"
-        elif isinstance(error, OSError) and error.errno in STORAGE:
-            raise error
-        elif error is not None:
-            status = "failed"
-            self._note_failure(batch, error)
-        await self._finalize(stored, status)
+            raise RuntimeError("the batch was cancelled by no request")
+        try:
+            task.result()
+        except _Expired:
+            await asyncio.to_thread(_expire, self.store, stored)
+            return "expired"
+        return "completed"
 
     def _note_failure(self, batch: BatchObject, error: BaseException) -> None:
+        """Log an unexpected error, and list it in the batch."""
         if isinstance(error, _NoRequests):
             return
         if not isinstance(error, _Failed):
@@ -228,21 +244,25 @@ class BatchService:
         batch.errors = BatchErrors([BatchError("server_error", message), *listed])
 
     async def _process(self, stored: StoredBatch) -> None:
-        """Validate, then send. Raises TimeoutError at the end of the completion window."""
+        """Validate, then send. Raises _Expired at the end of the completion window."""
         batch = stored.batch
         key = self._keys.find_owner(stored.owner)
         if key is None:
             raise _Failed("the API key that created this batch is no longer in use")
         if batch.status == "finalizing":
             return
-        if batch.output_file_id or batch.error_file_id:  # it expired, and its results were being moved
-            raise TimeoutError
         source = self.store.content(batch.input_file_id)
         if batch.status == "validating":
             await self._validate(stored, source)
         if batch.status == "in_progress":
-            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
-                await self._send_all(stored, source, key)
+            window = asyncio.timeout(max(0.0, batch.expires_at - time.time()))
+            try:
+                async with window:
+                    await self._send_all(stored, source, key)
+            except TimeoutError:
+                if window.expired():
+                    raise _Expired from None
+                raise  # a timeout of something else
 
     async def _validate(self, stored: StoredBatch, source: Path) -> None:
         batch = stored.batch
@@ -288,8 +308,7 @@ class BatchService:
     async def _finalize(self, stored: StoredBatch, status: Status) -> None:
         """Turn results into files. Each step may be repeated after a crash."""
         batch = stored.batch
-        if status == "expired" and not batch.output_file_id and not batch.error_file_id:
-            await asyncio.to_thread(_expire, self.store, stored)
+        stored.ending = status
         paths = {kind: self.store.results(stored, kind) for kind in ("out", "err")}
         ids = {"out": batch.output_file_id, "err": batch.error_file_id}
         for kind, path in paths.items():
@@ -304,12 +323,27 @@ class BatchService:
                 name = f"{batch.id}_{'output' if kind == 'out' else 'error'}.jsonl"
                 facts = new_file(name, 0, "batch_output", stored.output_ttl_s)
                 facts.id = file_id
-                await self.store.add_file(stored.owner, path, facts)
+                try:
+                    await self.store.add_file(stored.owner, path, facts)
+                except Exception as error:
+                    if _may_end(error):
+                        raise
+                    self._note_failure(batch, error)
+                    status = "failed"
+                    setattr(batch, "output_file_id" if kind == "out" else "error_file_id", None)
         batch.status = status
         setattr(batch, f"{status}_at", int(time.time()))
         await self.store.save_batch(stored)
         counts = batch.request_counts
         log.info("%s %s: %d of %d lines, %d failed", batch.id, status, counts.completed, counts.total, counts.failed)
+
+
+def _may_end(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in STORAGE
+
+
+class _Expired(Exception):
+    """The completion window has ended."""
 
 
 class _NoRequests(Exception):

@@ -29,7 +29,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from quire.server.auth import Key
-from quire.server.batches.types import MAX_EXPIRY_S, UNFINISHED, BatchObject, FileObject
+from quire.server.batches.types import MAX_EXPIRY_S, UNFINISHED, BatchObject, FileObject, Status
 from quire.server.errors import ApiError, Kind
 
 MAX_FILES = 1000  # of one key
@@ -48,6 +48,7 @@ class StoredBatch(msgspec.Struct):
     owner: str
     batch: BatchObject
     output_ttl_s: int = MAX_EXPIRY_S
+    ending: Status | None = None  # the state in which it ends, from the moment that its results become files
 
     @property
     def is_finished(self) -> bool:

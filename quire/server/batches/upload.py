@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -16,6 +15,7 @@ from quire.server.errors import ApiError, Kind
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096  # of a part other than the file
 MAX_NAME_CHARS = 255
+MAX_SHOWN_CHARS = 80  # of a value in an error
 FLUSH_BYTES = 1 << 20  # a thread writes chunks of this size
 
 
@@ -133,12 +133,17 @@ def expiry_s(fields: dict[str, str], low_s: int, high_s: int) -> int:
     text = fields.get("expires_after[seconds]")
     if text is None:
         return high_s
-    seconds = -1
-    with suppress(ValueError):
-        seconds = int(text[:12])
+    seconds = int(text) if re.fullmatch(r"[0-9]{1,12}", text) else -1
     if not low_s <= seconds <= high_s:
-        message = f"expires_after.seconds = {text!r:.80} is not a whole number from {low_s} to {high_s}"
+        message = f"expires_after.seconds = {_shown(text)} is not a whole number from {low_s} to {high_s}"
         raise ApiError(Kind.INVALID, message, param="expires_after")
-    if fields.get("expires_after[anchor]", "created_at") != "created_at":
-        raise ApiError(Kind.INVALID, "expires_after.anchor is not created_at", param="expires_after")
+    if (anchor := fields.get("expires_after[anchor]", "created_at")) != "created_at":
+        raise ApiError(
+            Kind.INVALID, f"expires_after.anchor = {_shown(anchor)} is not created_at", param="expires_after"
+        )
     return seconds
+
+
+def _shown(text: str) -> str:
+    """A value for an error: its beginning, and its length if it is cut."""
+    return repr(text) if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]!r}... ({len(text)} characters)"

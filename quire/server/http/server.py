@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import resource
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -30,12 +31,11 @@ MAX_HEADER_BYTES = 64 << 10  # names, values and the overhead of each header
 HEADER_OVERHEAD = 160  # bytes of the tuple and the two objects that hold a header
 MAX_CHUNK_OVERHEAD = 1 << 20  # bytes of chunk sizes and extensions, besides eight for each byte of the body
 MAX_PIPELINED = 16
-MAX_HELD_BYTES = 1 << 20  # headers and bodies of the requests that wait for the previous one
+MAX_HELD_BYTES = 1 << 20  # headers and bodies of the requests that wait for the previous one; bytes behind a bad one
 SPARE_FILES = 128  # file descriptors reserved for other uses than connections
 MAC_MAX_FILES = 10_240  # macOS may refuse more open files, although it reports that there is no hard limit
 BODY_WRITER = "quire.body_writer"  # key in the scope of a request
-
-_UPGRADE = re.compile(rb"\r\n(upgrade)[ \t]*:", re.IGNORECASE)
+INVALID = "Invalid HTTP request received."
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_in_body = self._num_raw_in_body = 0  # bytes of the body; with the sizes and extensions of its chunks
         self._cycles: dict[RequestResponseCycle, int] = {}  # without a complete response; the bytes that each holds
         self._num_held = 0  # bytes, as last counted
+        self._declines_upgrade = False  # between the end of such a header and the second parse of its request
+        self._refusal = b""  # the last response, which waits for the responses to earlier requests
+        self._num_ignored = 0  # bytes since then
         if len(self.connections) > self.max_connections and not self.others.evict_oldest(self):
             self._refuse(503, "too many connections")
             return
@@ -137,8 +140,14 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        super().data_received(data if self._is_in_body else _without_upgrade(data))
-        if self.transport.is_closing():
+        if self._refusal:
+            self._num_ignored += len(data)
+            if self._num_ignored > MAX_HELD_BYTES:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self.transport.is_closing() or self._refusal:
             return
         self._forget_answered()
         if not self._cycles:
@@ -152,7 +161,35 @@ class HttpProtocol(HttpToolsProtocol):
             if self._num_raw_in_body > MAX_CHUNK_OVERHEAD + 8 * self._num_in_body:
                 self._refuse(400, "the chunks of the body have long extensions")
         if not self._count_held():
-            self._refuse(503, "the headers and waiting requests of all connections are too large")
+            text = "the headers and waiting requests of all connections are too large"
+            self._refuse(503, text, waits=False)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    data = b""
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = self._without_upgrade() + data[upgrade.args[0] :]
+        except httptools.HttpParserError:
+            self.logger.warning(INVALID)
+            is_long = self._header_bytes > MAX_HEADER_BYTES
+            self._refuse(431 if is_long else 400, "the headers are too large" if is_long else INVALID)
+
+    def _without_upgrade(self) -> bytes:
+        """Return the head of the current request without its Upgrade header, for a new parser.
+
+        Some clients (Java, curl --http2) offer HTTP/2 with each first request; a response in HTTP/1.1 declines the
+        offer. The parser ends at the header of such a request, so that its body would be read as the next request.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._declines_upgrade = False
+        return b"\r\n".join([*lines, b"", b""])
 
     def _forget_answered(self) -> None:
         self._cycles = {cycle: size for cycle, size in self._cycles.items() if not cycle.response_complete}
@@ -175,20 +212,23 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += HEADER_OVERHEAD + len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError  # ends the parser, which calls send_400_response
+            raise ValueError  # ends the parser with an HttpParserError
         if not self._is_in_body:  # trailers of a chunked body are ignored: they must not set a key
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._declines_upgrade = self.parser.should_upgrade()
+        if self._declines_upgrade:
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError  # the rest is not HTTP, whatever its headers say
+            return
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
         self._is_in_headers = False
-        self._is_in_body = True
         self._raw_bytes = self._num_in_body = self._num_raw_in_body = 0
-        if self.parser.should_upgrade() and _announces_body(self.headers):
-            raise ValueError  # its body would be parsed as the next request
-        super().on_headers_complete()
+        super().on_headers_complete()  # raises if the path is invalid; else `self.cycle` is this request's
+        self._is_in_body = True
         self._cycles[self.cycle] = self._header_bytes + len(self.url)
         if not self.pipeline:  # else the connection has a request that is being answered
             self.others.sends(self)
@@ -210,15 +250,14 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()  # or a disconnect would go unnoticed
 
     def on_message_complete(self) -> None:
+        if self._declines_upgrade:
+            return
         self._is_in_body = False
         if self.cycle.response_complete:  # a refusal came before the end of the body
             self.others.waits(self, was_served=True)
         else:
             self.others.waits_no_more(self)
         super().on_message_complete()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """No warning: the request continues as HTTP/1.1, which the protocol allows."""
 
     def _expect_headers(self) -> None:
         if self._header_timer is None:
@@ -241,7 +280,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._count_held()
         if self.transport.is_closing():
             return
-        if not self._cycles:
+        if not self._cycles and self._refusal:
+            self._close_with(self._refusal)
+        elif not self._cycles:
             self.others.waits(self, was_served=True)
         elif self._is_in_body and len(self._cycles) == 1:  # the pipelined request has its turn and no complete body
             self.others.sends(self)
@@ -269,12 +310,6 @@ class HttpProtocol(HttpToolsProtocol):
             log.warning("a client read nothing for %g s: its connection is aborted", self.slow_reader_s)
             self.transport.abort()
 
-    def send_400_response(self, msg: str) -> None:
-        if self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, "the headers are too large")
-        else:
-            self._refuse(400, msg)
-
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self._linger()
@@ -288,38 +323,47 @@ class HttpProtocol(HttpToolsProtocol):
         if any(not cycle.response_complete for cycle in self._cycles):
             self.transport.abort()
 
-    def _refuse(self, status: int, text: str) -> None:
-        if not self.transport.is_closing():
-            pending = [cycle for cycle in self._cycles if not cycle.response_complete]
-            if len(pending) <= 1 and not any(cycle.response_started for cycle in pending):
-                # Not in the middle of a response, and not before the response to an earlier request.
-                head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
-                self.transport.write(f"{head}connection: close\r\n\r\n{text}".encode())
-            self.transport.close()
+    def _refuse(self, status: int, text: str, *, waits: bool = True) -> None:
+        """Answer the request that is being read with an error, after the responses to earlier ones, and close.
+
+        Not `waits`: requests that wait for the running one are dropped, to free their memory.
+        """
+        if self.transport.is_closing():
+            self._linger()
+            return
+        head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
+        refusal = f"{head}connection: close\r\n\r\n{text}".encode()
+        if self._is_in_body:  # the refused request has a cycle, which runs or waits
+            self._cycles.pop(self.cycle, None)
+        if self._is_in_body and self.cycle.response_started:
+            refusal = b""
+        self._is_in_headers = self._is_in_body = False
+        dropped = [cycle for cycle, _ in self.pipeline if not waits or cycle not in self._cycles]
+        self.pipeline = deque(one for one in self.pipeline if one[0] not in dropped)
+        for cycle in dropped:
+            self._cycles.pop(cycle, None)
+        self._forget_answered()
+        self._count_held()
+        if not self._cycles:
+            self._close_with(refusal)
+            return
+        self._refusal, self.headers = refusal, []
+        self.cycle = next(reversed(self._cycles))  # `shutdown` looks at it
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        self.flow.resume_reading()  # or a disconnect would go unnoticed
+
+    def _close_with(self, response: bytes) -> None:
+        if response:
+            self.transport.write(response)
+        self.transport.close()
         self._linger()
 
     def _linger(self) -> None:
         """Limit the time that a closing transport waits for the client to read the last bytes."""
         if self.transport.is_closing() and self._linger_timer is None:
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """Rename an Upgrade header.
-
-    Some clients (Java, curl --http2) offer HTTP/2 with each first request; a response in HTTP/1.1 declines the offer.
-    The parser would drop the body of such a request, so the header is given a name without meaning.
-    """
-    end = data.find(b"\r\n\r\n")
-    head = data if end < 0 else data[: end + 2]
-    found = _UPGRADE.search(head)
-    return data if found is None else data[: found.start(1)] + b"x-offer" + data[found.end(1) :]
-
-
-def _announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" 0")) for name, value in headers
-    )
 
 
 class _State(ServerState):

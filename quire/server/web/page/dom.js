@@ -1,10 +1,11 @@
 // DOM helpers. Text from the server or a model only ever becomes a text node; attributes are constants of this page.
 export const byId = (id) => document.getElementById(id);
 
+// A child may be an array of nodes: a call with a hundred thousand arguments fails.
 export const make = (tag, attributes, ...children) => {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
+  for (const child of children.flat()) node.append(child);
   return node;
 };
 

@@ -1,17 +1,19 @@
 // Markdown of a model's answer as DOM nodes: headings, lists, quotes, tables, code, emphasis and links.
 // HTML is not interpreted: all text becomes text nodes. A link must be http or https. An image becomes a link.
-// Every scan is linear in the text, since an answer is rendered again while it grows.
+// Every scan is linear in the text, since an answer is rendered again while it grows. So a regular expression has nothing
+// behind a repetition that could fail and make it try shorter ones.
 import { copyButton, make } from "./dom.js";
 
 const MAX_DEPTH = 6; // of lists and quotes in each other, and of emphasis
 const MAX_COLUMNS = 40; // of a table
 const PUNCTUATION = "\\`*_{}[]()#+-.!|~<>\"'&$%,/:;=?@^";
-const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
+const FENCE = /^( {0,3})(`{3,}|~{3,})/;
+const HEADING = /^ {0,3}(#{1,6})(?![^ \t])/;
 const RULE = /^ {0,3}(?:(?:- *){3,}|(?:\* *){3,}|(?:_ *){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +(?=\S)|$)/;
 const URL_HERE = /https?:\/\/[^\s<>"'`\])}*]+/y;
+const URL_END = ".,;:!?"; // not part of an address at its end
 
 const isBlank = (line) => line.trim() === "";
 const indentOf = (line) => line.length - line.trimStart().length;
@@ -26,12 +28,13 @@ const safeUrl = (text) => {
 };
 
 const link = (url, children) =>
-  make("a", { href: url, rel: "noopener noreferrer nofollow", target: "_blank", title: url }, ...children);
+  make("a", { href: url, rel: "noopener noreferrer nofollow", target: "_blank", title: url }, children);
 
 // Finds closing marks, and remembers which have none: a text of openers must not be searched to its end for each.
 class Inline {
   constructor(text, depth, hasLinks) {
-    Object.assign(this, { text, depth, hasLinks, at: 0, plain: "", nodes: [], missing: new Set(), bracket: -1 });
+    const searches = { missing: new Set(), ticks: null, bracket: -1, opener: -1, noUrl: 0 };
+    Object.assign(this, { text, depth, hasLinks, at: 0, plain: "", nodes: [], ...searches });
   }
 
   flush() {
@@ -56,16 +59,28 @@ class Inline {
     return end - at;
   }
 
-  code() {
-    const size = this.runLength(this.at), start = this.at + size;
-    for (let end = start; !this.missing.has("`" + size);) {
-      end = this.text.indexOf("`", end);
-      if (end < 0) break;
-      const found = this.runLength(end);
-      if (found === size) return this.add(make("code", {}, this.text.slice(start, end).replace(/^ (.*\S.*) $/s, "$1")), end + size);
-      end += found;
+  // Where runs of so many backticks start, the last first. The text is read once, not for each length.
+  ticksOf(size) {
+    if (!this.ticks) {
+      this.ticks = new Map();
+      for (let at = this.text.lastIndexOf("`"); at >= 0; at = at ? this.text.lastIndexOf("`", at - 1) : -1) {
+        const end = at + 1;
+        while (this.text[at - 1] === "`") at -= 1;
+        if (!this.ticks.has(end - at)) this.ticks.set(end - at, []);
+        this.ticks.get(end - at).push(at);
+      }
     }
-    this.missing.add("`" + size);
+    return this.ticks.get(size) || [];
+  }
+
+  code() {
+    const size = this.runLength(this.at), start = this.at + size, ticks = this.ticksOf(size);
+    while (ticks.length && ticks[ticks.length - 1] < start) ticks.pop();
+    if (ticks.length) {
+      const end = ticks.pop(), inside = this.text.slice(start, end);
+      const isPadded = inside.startsWith(" ") && inside.endsWith(" ") && !isBlank(inside);
+      return this.add(make("code", {}, isPadded ? inside.slice(1, -1) : inside), end + size);
+    }
     this.plain += this.text.slice(this.at, start);
     this.at = start;
     return true;
@@ -82,7 +97,7 @@ class Inline {
         const found = this.runLength(end);
         const closes = found === size && /\S/.test(text[end - 1]) && !(letter === "_" && /\w/.test(text[end + size] || " "));
         if (closes && end > start) {
-          const node = tags[size].reduceRight((children, tag) => [make(tag, {}, ...children)], this.inner(start, end))[0];
+          const node = tags[size].reduceRight((children, tag) => [make(tag, {}, children)], this.inner(start, end))[0];
           return this.add(node, end + size);
         }
         end += found;
@@ -101,9 +116,10 @@ class Inline {
     if (this.bracket !== Infinity && this.bracket < open) {
       const found = text.indexOf("](", open);
       this.bracket = found < 0 ? Infinity : found;
+      this.opener = found < 0 ? -1 : text.lastIndexOf("[", found);
     }
     const middle = this.bracket;
-    if (middle === Infinity || text.lastIndexOf("[", middle) !== open || !this.hasLinks) return false;
+    if (middle === Infinity || this.opener !== open || !this.hasLinks) return false;
     const address = /[^\s()]*(?:\([^\s()]*\)[^\s()]*)*/y;
     address.lastIndex = middle + 2;
     const url = address.exec(text)[0];
@@ -116,12 +132,15 @@ class Inline {
   }
 
   bareUrl() {
-    if (!this.hasLinks || /\w/.test(this.text[this.at - 1] || " ")) return false;
+    if (!this.hasLinks || this.at < this.noUrl || /\w/.test(this.text[this.at - 1] || " ")) return false;
     URL_HERE.lastIndex = this.at;
     const found = URL_HERE.exec(this.text);
-    const url = found && found[0].replace(/[.,;:!?]+$/, "");
-    const safe = url && safeUrl(url);
-    return Boolean(safe) && this.add(link(safe, [url]), this.at + url.length);
+    if (!found) return false;
+    let size = found[0].length;
+    while (URL_END.includes(found[0][size - 1])) size -= 1;
+    const url = found[0].slice(0, size), safe = safeUrl(url);
+    this.noUrl = this.at + found[0].length; // what follows in these characters is part of the address, good or bad
+    return Boolean(safe) && this.add(link(safe, [url]), this.at + size);
   }
 
   special(letter) {
@@ -168,6 +187,12 @@ const splitRow = (line) => {
   return cells.map((cell) => cell.trim());
 };
 
+// Indent, mark and language of the line that begins a block of code, or null.
+const fenceOf = (line) => {
+  const found = FENCE.exec(line), info = found && line.slice(found[0].length);
+  return found && !info.includes("`") ? [found[1], found[2], info] : null;
+};
+
 const columnsOf = (lines, at) => {
   if (!lines[at].includes("|") || at + 1 >= lines.length) return 0;
   const marks = splitRow(lines[at + 1]);
@@ -177,11 +202,11 @@ const columnsOf = (lines, at) => {
 
 const startsBlock = (lines, at) => {
   const line = lines[at];
-  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line) || columnsOf(lines, at) > 0;
+  return fenceOf(line) !== null || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line) || columnsOf(lines, at) > 0;
 };
 
 // Each takes the lines and where its block begins, and returns the node and the line behind the block.
-const fence = (lines, at, [, indent, mark, info]) => {
+const fence = (lines, at, [indent, mark, info]) => {
   let end = at + 1;
   const isEnd = (line) => indentOf(line) < 4 && line.trim().length >= mark.length && line.trim() === mark[0].repeat(line.trim().length);
   while (end < lines.length && !isEnd(lines[end])) end += 1;
@@ -193,18 +218,18 @@ const quote = (lines, at, depth) => {
   let end = at;
   while (end < lines.length && QUOTE.test(lines[end])) end += 1;
   const inside = lines.slice(at, end).map((line) => line.replace(QUOTE, ""));
-  return [make("blockquote", {}, ...blocks(inside, depth + 1)), end];
+  return [make("blockquote", {}, blocks(inside, depth + 1)), end];
 };
 
 const table = (lines, at, numColumns) => {
   const row = (line, tag) => {
-    const cells = splitRow(line);
-    return make("tr", {}, ...Array.from({ length: numColumns }, (_, i) => make(tag, {}, ...inline(cells[i] || ""))));
+    const cells = splitRow(line).slice(0, numColumns);
+    return make("tr", {}, cells.map((cell) => make(tag, {}, inline(cell))));
   };
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
   const body = lines.slice(at + 2, end).map((line) => row(line, "td"));
-  const node = make("table", {}, make("thead", {}, row(lines[at], "th")), make("tbody", {}, ...body));
+  const node = make("table", {}, make("thead", {}, row(lines[at], "th")), make("tbody", {}, body));
   return [make("div", { class: "table", tabindex: "0" }, node), end];
 };
 
@@ -225,26 +250,26 @@ const list = (lines, at, depth) => {
       inside.push(lines[end].slice(Math.min(indentOf(lines[end]), Math.max(deep, found[0].length))));
       end += 1;
     }
-    const children = blocks(inside, depth + 1);
-    if (children.length && children[0].tagName === "P") children.splice(0, 1, ...children[0].childNodes);
-    items.push(make("li", {}, ...children));
+    const [first, ...others] = blocks(inside, depth + 1);
+    const head = first && first.tagName === "P" ? [...first.childNodes] : first ? [first] : [];
+    items.push(make("li", {}, head, others));
     if (end + 1 < lines.length && isBlank(lines[end]) && ITEM.test(lines[end + 1])) end += 1;
   }
-  return [make(isNumbered ? "ol" : "ul", isNumbered ? { start: String(parseInt(mark, 10)) } : {}, ...items), end];
+  return [make(isNumbered ? "ol" : "ul", isNumbered ? { start: String(parseInt(mark, 10)) } : {}, items), end];
 };
 
 const paragraph = (lines, at) => {
   let end = at + 1;
   while (end < lines.length && !isBlank(lines[end]) && !startsBlock(lines, end)) end += 1;
-  return [make("p", {}, ...inline(lines.slice(at, end).map((line) => line.trim()).join("\n"))), end];
+  return [make("p", {}, inline(lines.slice(at, end).map((line) => line.trim()).join("\n"))), end];
 };
 
 const block = (lines, at, depth) => {
   const line = lines[at];
-  const fenced = FENCE.exec(line);
+  const fenced = fenceOf(line);
   if (fenced) return fence(lines, at, fenced);
   const heading = HEADING.exec(line);
-  if (heading) return [make("h" + Math.min(6, heading[1].length + 2), {}, ...inline((heading[2] || "").trim())), at + 1];
+  if (heading) return [make("h" + Math.min(6, heading[1].length + 2), {}, inline(line.slice(heading[0].length).trim())), at + 1];
   if (RULE.test(line)) return [make("hr", {}), at + 1];
   if (depth < MAX_DEPTH && QUOTE.test(line)) return quote(lines, at, depth);
   if (depth < MAX_DEPTH && ITEM.test(line)) return list(lines, at, depth);

@@ -57,7 +57,9 @@ export class AnswerNode {
     const began = performance.now();
     if (turn.thought && !this.thoughts.isConnected) this.words.before(this.thoughts);
     setText(this.thoughts, turn.thought || "");
-    this.words.replaceChildren(...renderMarkdown(turn.content));
+    const nodes = document.createDocumentFragment();
+    for (const node of renderMarkdown(turn.content)) nodes.append(node); // one by one: there may be a hundred thousand
+    this.words.replaceChildren(nodes);
     this.pause_ms = Math.max(MIN_RENDER_MS, 4 * (performance.now() - began));
   }
 

@@ -1,0 +1,169 @@
+"""Text of files, templates and servers cannot control the terminal, whichever command prints it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli import terminal
+from quire.engine.worker.log_lines import ShortFormatter
+from tests.cli.runs import Terminal, quire
+from tests.cli.scripted import Reply, document, refusal, serving
+from tests.tiny import write_tiny_model
+
+# The title of the window, a bell, a colour, a cleared screen by a one-byte CSI, a backspace and a reversed line.
+HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\x08\u202e"
+HARMFUL = ("\x1b]0", "\x07", "\x1b[31m", "\x9b", "\x08", "\u202e")
+REFUSES = "{{ raise_exception(" + json.dumps(HOSTILE + " is refused") + ") }}"
+SHORT = ("--kv-memory", "1M", "--max-tokens", "2")
+
+
+def at_a_terminal(*arguments: str, typed: str = "", env: dict[str, str] | None = None) -> str:
+    """What a terminal receives. `typed` is typed at the prompt."""
+    process = Terminal(*arguments, env=env)
+    try:
+        if typed:
+            at = process.wait_for("> ")
+            process.type(typed)
+            process.wait_for("> ", after=at)
+            process.type("\x04")
+        process.exit_code()
+        return process.screen
+    finally:
+        process.close()
+
+
+def check(screen: str, word: str = "owned") -> None:
+    """The text was printed, and nothing in it controls the terminal."""
+    assert word in screen
+    assert [one for one in HARMFUL if one in screen] == [], screen
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template refuses every conversation."""
+    return write_tiny_model(tmp_path_factory.mktemp("refusing") / "tiny", template=REFUSES)
+
+
+def with_config(folder: Path, **fields: Any) -> Path:
+    write_tiny_model(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["generate", "run"])
+def test_a_templates_refusal_is_escaped(refusing: Path, command: str) -> None:
+    named = ("--model", str(refusing), "Hi") if command == "generate" else (str(refusing), "Hi")
+    check(at_a_terminal(command, *named, *SHORT))
+    outcome = quire(command, *named, *SHORT)  # and in a pipe
+    check(outcome.stdout + outcome.stderr)
+    assert "\\u001b]0;owned\\u0007" in outcome.stderr
+
+
+def test_a_templates_refusal_is_escaped_in_a_chat(refusing: Path) -> None:
+    check(at_a_terminal("chat", "--model", str(refusing), *SHORT, typed="Hi\n"))
+
+
+def test_a_template_is_printed_harmlessly_at_a_terminal_and_unchanged_in_a_pipe(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", template="{# " + HOSTILE[:-1] + " #}")
+    check(at_a_terminal("show", str(folder), "--template"))
+    assert quire("show", str(folder), "--template").stdout == "{# " + HOSTILE[:-1] + " #}\n"
+
+
+FIELDS = (
+    {"architectures": [HOSTILE]},
+    {"model_type": HOSTILE, "architectures": None},
+    {"torch_dtype": HOSTILE},
+    {"rope_scaling": {"rope_type": HOSTILE, "factor": 2.0}},
+    {"hidden_act": HOSTILE},
+    {"quantization_config": {"quant_method": HOSTILE}},
+)
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: next(iter(fields)))
+def test_fields_of_a_config_are_escaped(tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = with_config(tmp_path / "tiny", **fields)
+    for command in (("show", str(folder)), ("doctor", str(folder)), ("generate", "Hi", "--model", str(folder), *SHORT)):
+        screen = at_a_terminal(*command)
+        assert [one for one in HARMFUL if one in screen] == [], (command, screen)
+
+
+@pytest.mark.parametrize("command", [("models",), ("models", "--json"), ("doctor",)])
+def test_names_of_files_in_the_cache_are_escaped(tmp_path: Path, command: Sequence[str]) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / f"broken{HOSTILE}.gguf").write_bytes(b"GGUF")
+    check(at_a_terminal(*command, env={"QUIRE_CACHE": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("reply", [refusal(400, HOSTILE), refusal(500, HOSTILE), Reply(502, [HOSTILE.encode()], {})])
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("ps",), ("top", "--once"), ("load", "m"), ("cancel", "m")])
+def test_errors_of_servers_are_escaped(command: Sequence[str], reply: Reply) -> None:
+    with serving() as server:
+        server.answers(*[reply] * 8)
+        screen = at_a_terminal(*command, "--server", server.url)
+    assert [one for one in HARMFUL if one in screen] == [], screen
+
+
+def test_names_of_a_server_are_escaped() -> None:
+    found = {"data": [{"id": HOSTILE, "max_model_len": 60}], "models": [], "requests": [], "state": HOSTILE}
+    for command in (("generate", "Hi"), ("ps",), ("models",), ("load", "m")):
+        with serving() as server:
+            server.answers(*[document(found)] * 8)
+            screen = at_a_terminal(*command, env={"QUIRE_SERVER": server.url})
+        assert [one for one in HARMFUL if one in screen] == [], screen
+
+
+def test_lines_of_a_trace_are_escaped(tmp_path: Path) -> None:
+    lines = [
+        {"arrival_s": 0.0, "prompt_tokens": 64, "output_tokens": 4, "tenant": HOSTILE},
+        {"arrival_s": 0.5, "prompt_tokens": 64, "output_tokens": 4, "tenant": "other"},
+    ]
+    path = tmp_path / f"trace{HOSTILE.replace('/', '')}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    check(at_a_terminal("sim", str(path)))
+    path.write_text(json.dumps({**lines[0], HOSTILE: HOSTILE}))
+    screen = at_a_terminal("sim", str(path))
+    assert [one for one in HARMFUL if one in screen] == [], screen
+
+
+def test_the_console_escapes_tables_and_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    table = Table(HOSTILE)
+    table.add_row(HOSTILE)
+    found = terminal.console()
+    found.print(table)
+    found.print(f"{HOSTILE}\ttab\nline [bold]")
+    printed = capsys.readouterr().out
+    check(printed)
+    assert "line [bold]\n" in printed
+
+
+def test_warnings_of_commands_are_escaped() -> None:
+    record = logging.LogRecord("quire", logging.WARNING, "", 0, "%s\nline", (HOSTILE,), None)
+    check(ShortFormatter("%(message)s").format(record))
+
+
+def test_a_json_document_keeps_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {HOSTILE: "\x7f\x85\ud800" + HOSTILE}
+    terminal.echo(json.dumps(value, ensure_ascii=False))
+    printed = capsys.readouterr().out
+    check(printed)
+    assert json.loads(printed) == value
+
+
+def test_every_module_prints_through_the_escaping_functions() -> None:
+    """`answer_output` has its own rule for answers; a bar that only counts has no text of others."""
+    for path in Path(terminal.__file__).parent.glob("*.py"):
+        if path.name not in ("terminal.py", "answer_output.py"):
+            found = re.findall(r"typer\.s?echo\(|(?<![\w.])print\(|sys\.std(?:out|err)\.write\(", path.read_text())
+            assert found == [], path.name
+            consoles = re.findall(r"\bConsole\((?!stderr=True\))", path.read_text())
+            assert consoles == [] or path.name == "top.py", path.name  # its view uses `printable`
