@@ -96,6 +96,28 @@ def skip_notice(spec: ModelSpec) -> str:
     return f"{parts} {'are' if len(spec.skipped) > 1 else 'is'} skipped: quire runs the language model only"
 
 
+def rope_notice(spec: ModelSpec, max_model_len: int) -> str:
+    """Return the line that tells users that short requests have the rotary factors of long ones; empty: they have not.
+
+    One set of factors is used for all requests of an engine, because keys in the prefix cache are rotated.
+    """
+    for layer in spec.layers:
+        rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
+        if rope is None or not rope.long_factors:
+            continue
+        if rope.inverse_frequencies(max_model_len) != rope.inverse_frequencies(rope.original_context):
+            return long_rope_notice(rope.original_context, max_model_len)
+    return ""
+
+
+def long_rope_notice(original_context: int, max_model_len: int) -> str:
+    return (
+        f"requests of up to {original_context:,} tokens have the rotary factors of longer ones, because"
+        f" max_model_len is {max_model_len:,}: their answers differ from those of transformers."
+        f" --max-model-len {original_context} uses the factors of short contexts"
+    )
+
+
 def transformers_notice(architecture: str) -> str:
     """Return the line that tells users who has the equations of their model."""
     version = importlib.metadata.version("transformers")

@@ -299,6 +299,8 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
     if notice := skip_notice(checkpoint.spec):
         log.warning("%s: %s", checkpoint.path.name, notice)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
+    if notice := runner.facts().notice:
+        log.warning("%s: %s", checkpoint.path.name, notice)
     return runner
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx_lm
@@ -26,6 +26,7 @@ from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.quantization import dtype_name
 from quire.backends.mlx.runner import MlxRunner
+from quire.backends.support import rope_notice
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 from quire.errors import InvalidRequest
@@ -91,7 +92,7 @@ def _make_runner(
         max_chunk_tokens=max_chunk_tokens,
         max_mixed_tokens=_max_mixed_tokens(measured),
     )
-    facts = _facts(loaded, store, is_gpu)
+    facts = replace(_facts(loaded, store, is_gpu), notice=rope_notice(checkpoint.spec, max_model_len))
     layout = layout_text(
         "mlx",
         LAYOUT,
