@@ -325,8 +325,10 @@ def _check_kv_cache_dtype(config: EngineConfig, spec: ModelSpec | None = None) -
 
 def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise if the backend that these settings choose does not run the model, before a process is started for it."""
-    if spec.unsupported and choose_backend(config, spec) not in ("mlx", "torch", "fake"):
-        refuse_unsupported(spec)
+    if spec.unsupported:
+        name = choose_backend(config, spec)
+        if name == "native" or (name == "torch" and spec.has_other_layers):
+            refuse_unsupported(spec)
     _check_kv_cache_dtype(config, spec)
 
 

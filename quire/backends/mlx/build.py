@@ -26,11 +26,13 @@ from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.quantization import dtype_name
 from quire.backends.mlx.runner import MlxRunner
-from quire.backends.support import rope_notice
+from quire.backends.support import backend_hint, rope_notice
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.fields import read_json
+from quire.weights.folder import member
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,12 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     thread = OwnThread()
     try:
         return thread.run(_make_runner, thread, checkpoint, options, progress)
+    except UnsupportedModel as error:
+        thread.stop()
+        config = read_json(member(checkpoint.path, "config.json")) if checkpoint.path.is_dir() else None
+        architecture = f"{checkpoint.spec.architecture} does not run on the mlx backend"
+        hint = backend_hint(checkpoint.spec, config)
+        raise UnsupportedModel(f"{architecture}: {error}{hint}") from error
     except BaseException:
         thread.stop()
         raise

@@ -265,8 +265,11 @@ def test_long_rope_does_not_depend_on_other_requests_chunks_or_the_cache(
     """The rope of phimoe reads the largest position of a pass, in its own code."""
     num_pairs = 4 if model_type == "minicpm3" else 8
     rope = LONG_ROPE | settings | {"short_factor": [1.0] * num_pairs, "long_factor": [4.0] * num_pairs}
-    reference = EagerReference(write_model(tmp_path, model_type, rope_parameters=rope))
-    rig = ModelRig(load_tiny(tmp_path))
+    outside = {"original_max_position_embeddings": 64} if model_type == "phi3" else {}
+    reference = EagerReference(write_model(tmp_path, model_type, rope_parameters=rope, **outside))
+    model = load_tiny(tmp_path)
+    assert model.notice
+    rig = ModelRig(model)
     short, long = random_prompt(5, 40), random_prompt(6, 100)
     alone = {len(prompt): rig.answer(prompt, 4) for prompt in (short, long)}
     rig.reset(max_chunk_tokens=16)
@@ -314,10 +317,13 @@ def test_users_are_told_if_short_requests_are_rotated_in_another_way(
     assert ModelRig(model).engine.runner.facts().notice == model.notice
 
 
-def test_dynamic_rope_has_no_effect_within_the_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "settings"), [("arcee", {}), ("hunyuan_v1_dense", {"alpha": 1000.0})])
+def test_dynamic_rope_has_no_effect_within_the_context(
+    model_type: str, settings: dict[str, float], tmp_path: Path
+) -> None:
     """Frequencies change beyond `max_position_embeddings` only, which is the largest max_model_len."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    reference = EagerReference(write_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=256))
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, **settings}
+    reference = EagerReference(write_model(tmp_path, model_type, rope_parameters=rope, max_position_embeddings=256))
     model = load_tiny(tmp_path)
     assert not model.notice
     assert largest_error(reference, ModelRig(model)) < BOUND

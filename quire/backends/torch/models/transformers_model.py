@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from quire.backends import trial
 from quire.backends.base import Progress
 from quire.backends.kv_spec import KVSpec, LayerKV
-from quire.backends.support import long_rope_notice
+from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
-from quire.backends.torch.models.hf_loading import first_line, load_hf_model, silence
+from quire.backends.torch.models.hf_loading import load_hf_model, silence
 from quire.backends.torch.models.hf_norms import current_step, replace_norms
 from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.errors import UnsupportedModel
@@ -261,7 +261,8 @@ def _run_eagerly(model: Any, tokens: Sequence[int], device: torch.device, source
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{source}: transformers does not run it on text: {first_line(error)}") from error
+        problem = describe_error(error, "its code fails on a prompt")
+        raise UnsupportedModel(f"{source}: transformers does not run it on text: {problem}") from error
     return logits
 
 
@@ -296,7 +297,8 @@ def _record(
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{source}: does not run with another attention: {first_line(error)}") from error
+        problem = describe_error(error, "its code fails on a prompt")
+        raise UnsupportedModel(f"{source}: does not run with another attention: {problem}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -338,7 +340,7 @@ def _try_model(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model file may do anything
-        return first_line(error)
+        return describe_error(error, "its code fails in a step with several requests")
     largest = trial.find_error(errors, is_exact=model.dtype == torch.float32)
     return "" if largest is None else f"logits differ by {largest:.2g} of their spread"
 
@@ -355,7 +357,7 @@ def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> b
         model.logits(hidden)
         model.forward(step)  # stores the same keys again
     except RuntimeError as error:
-        log.warning("decode steps run without CUDA graphs, which is slower: %s", first_line(error))
+        log.warning("decode steps run without CUDA graphs, which is slower: %s", describe_error(error, "unknown"))
         return True
     finally:
         torch.cuda.set_sync_debug_mode("default")
