@@ -89,7 +89,7 @@ def find_unsupported(config: Fields) -> str:
 
 def find_other_layers(config: Mapping[str, Any]) -> str:
     """Return which layers of a config.json do not run over blocks of keys and values; empty: none is known."""
-    inner = next((config[name] for name in _NESTED if isinstance(config.get(name), Mapping)), {})
+    inner: Mapping[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), Mapping)), {})
     values = {**config, **inner}
     if encoder := next((name for name in _ENCODER_FIELDS if values.get(name)), ""):
         return f"{encoder} is {show(values[encoder])}: only decoders run, not an encoder with a decoder"

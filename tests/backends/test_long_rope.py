@@ -15,7 +15,7 @@ from tests.backends.torch.rig import Answer, Rig, same_rows
 
 ORIGINAL = 64
 ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [32.0] * 8}
-SIZES = {"original_max_position_embeddings": ORIGINAL, "sliding_window": None}
+SIZES: dict[str, Any] = {"original_max_position_embeddings": ORIGINAL, "sliding_window": None}
 NOTICE = "requests of up to 64 tokens have the rotary factors of longer ones, because max_model_len is {}: their"
 BACKENDS = [{"backend": "native"}, {"backend": "torch"}, {"backend": "mlx", "dtype": "float32"}]
 
