@@ -46,6 +46,7 @@ REASONS = [
     ("arcee", "mlx", rf"ArceeForCausalLM does not .* has no model_type 'arcee'. {TORCH_HINT}"),
     ("olmo", "mlx", rf"needs another package for model_type 'olmo'. {TORCH_HINT}"),  # its module ends the process
     ("qwen3_moe", "mlx", r"config.json has no 'head_dim'. The native backend runs it: --backend native"),
+    ("granitemoehybrid", "mlx", "does not run it: Unknown layer type: full_attention. The native backend runs it"),
     ("deepseek_v32", "mlx", "its code uses its cache in another way"),
     ("qwen3_next", "mlx", "its code does not accept this config.json$"),  # no other backend runs it either
     ("bart", "torch", "encoder_layers is 3: only decoders run"),

@@ -35,14 +35,12 @@ def file_errors(path: Path) -> Iterator[None]:
         message = str(error)
         if isinstance(error, RuntimeError) and "alloc" in message:  # "[malloc] Unable to allocate 8 bytes."
             raise MemoryError(message) from None
-        if missing := _MISSING.search(message):
-            raise UnsupportedModel(
-                f"{path}: mlx-lm {mlx_lm.__version__} does not run it: config.json has no {missing[1]}"
-            ) from error
-        problem = "its code does not accept this config.json"
+        missing = _MISSING.search(message)
+        problem = f"config.json has no {missing[1]}" if missing else "its code does not accept this config.json"
         text = describe_error(error, problem)
-        if text == problem:
-            raise UnsupportedModel(f"{path}: mlx-lm {mlx_lm.__version__} does not run it: {problem}") from error
+        is_setting = isinstance(error, ValueError) and not message.startswith("Expected shape")
+        if text == problem or is_setting:
+            raise UnsupportedModel(f"{path}: mlx-lm {mlx_lm.__version__} does not run it: {text}") from error
         raise ModelFileError(f"{path}: mlx-lm cannot load it: {text}") from error
 
 
