@@ -73,6 +73,8 @@ SLOW_FILES_S = {
     "backends/mlx/test_loading.py": 75,
     "backends/mlx/test_models.py": 70,
     "backends/torch/test_transformers_model.py": 55,
+    "backends/test_unsupported_models.py": 15,
+    "backends/test_long_rope.py": 10,
     "backends/mlx/test_smollm2.py": 30,
     "backends/mlx/test_paged_decode.py": 30,
     "backends/mlx/test_build.py": 15,

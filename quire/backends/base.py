@@ -77,6 +77,7 @@ class RunnerFacts:
     kv_bytes: int = 0  # memory of the KV pools, windows and states included
     window_bytes: int = 0  # the part of it that holds window blocks
     state_bytes: int = 0  # the part of it that holds recurrent states
+    notice: str = ""  # what users must know about the answers; empty: nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import resource
 from collections.abc import Mapping
@@ -18,12 +19,20 @@ from quire.errors import UnsupportedModel, install_command
 from quire.weights.config import DTYPES, QUANTIZED
 from quire.weights.families import GGUF_ARCHITECTURES
 from quire.weights.fields import show
+from quire.weights.other import find_other_layers
 from quire.weights.spec import AttentionSpec, ModelSpec
+
+log = logging.getLogger(__name__)
 
 MLX_GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")  # whose GGUF files mlx-lm can be given
 MIN_TRANSFORMERS = (5, 10)
-LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in config.json
-ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe"}
+# Errors that tell where another library's code failed, not what is wrong with a model.
+_INTERNAL_ERRORS = (
+    AttributeError, LookupError, TypeError, NameError, AssertionError, NotImplementedError, ArithmeticError,
+    ImportError, RecursionError,
+)  # fmt: skip
+_INTERNAL_TEXT = re.compile("is not in list|invalid literal|values to unpack|could not convert|NoneType")
+MAX_ERROR_CHARS = 300
 _QUANTIZED = (*QUANTIZED, "compression_config")
 
 
@@ -37,6 +46,8 @@ def mlx_reads(spec: ModelSpec) -> bool:
 def refuse_unsupported(spec: ModelSpec) -> None:
     """Raise if quire's own equations do not run the model: for every backend but mlx and fake."""
     if spec.unsupported:
+        if spec.has_other_layers:
+            raise UnsupportedModel(spec.unsupported)
         hint = transformers_hint() if spec.quantization in DTYPES else ""  # transformers runs no packed weights
         raise UnsupportedModel(f"{spec.unsupported}{hint}{mlx_hint()}")
 
@@ -56,6 +67,26 @@ def mlx_hint() -> str:
     if is_apple_silicon():
         return ". The mlx backend may run it: install mlx-lm, then use --backend mlx"
     return ""
+
+
+def backend_hint(spec: ModelSpec, config: Mapping[str, Any] | None) -> str:
+    """Return advice for a model that mlx-lm does not run. `config`: config.json; None for a GGUF file."""
+    if not spec.unsupported:
+        return ". The native backend runs it: --backend native"
+    return "" if config is None or find_transformers_problem(config) else transformers_hint()
+
+
+def describe_error(error: BaseException, otherwise: str) -> str:
+    """Return the text of another library's error, on one line; `otherwise` if it is not meant for users.
+
+    Such a text ("'NoneType' object has no attribute 'get'") goes to the log.
+    """
+    text = re.sub(r"\b[A-Z]\w*Error: ", "", " ".join(str(error).split()))
+    if not text or isinstance(error, _INTERNAL_ERRORS) or _INTERNAL_TEXT.search(text):
+        log.info("%s: %s: %s", otherwise, type(error).__name__, show(text))
+        return otherwise
+    text = text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def find_mlx_problem(model_type: object) -> str:
@@ -96,6 +127,28 @@ def skip_notice(spec: ModelSpec) -> str:
     return f"{parts} {'are' if len(spec.skipped) > 1 else 'is'} skipped: quire runs the language model only"
 
 
+def rope_notice(spec: ModelSpec, max_model_len: int) -> str:
+    """Return the line that tells users that short requests have the rotary factors of long ones; empty: they have not.
+
+    One set of factors is used for all requests of an engine, because keys in the prefix cache are rotated.
+    """
+    for layer in spec.layers:
+        rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
+        if rope is None or not rope.long_factors:
+            continue
+        if rope.inverse_frequencies(max_model_len) != rope.inverse_frequencies(rope.original_context):
+            return long_rope_notice(rope.original_context, max_model_len)
+    return ""
+
+
+def long_rope_notice(original_context: int, max_model_len: int) -> str:
+    return (
+        f"requests of up to {original_context:,} tokens have the rotary factors of longer ones, because"
+        f" max_model_len is {max_model_len:,}: their answers differ from those of transformers."
+        f" --max-model-len {original_context} uses the factors of short contexts"
+    )
+
+
 def transformers_notice(architecture: str) -> str:
     """Return the line that tells users who has the equations of their model."""
     version = importlib.metadata.version("transformers")
@@ -114,9 +167,7 @@ def find_transformers_problem(config: Mapping[str, Any]) -> str:
     text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
     if any(holder.get(name) for holder in (config, text) for name in _QUANTIZED):
         return "quantised weights do not run through transformers: use a checkpoint in 16 bits"
-    if config.get("is_encoder_decoder"):
-        return "it is an encoder with a decoder: only decoders run through transformers"
-    return _find_type_problem(config) or find_layer_problem({**config, **text})
+    return _find_type_problem(config) or find_other_layers(config)
 
 
 def _find_type_problem(config: Mapping[str, Any]) -> str:
@@ -134,13 +185,3 @@ def _find_type_problem(config: Mapping[str, Any]) -> str:
             " of transformers may have this type"
         )
     return f"transformers has no models of type {show(model_type)}; a newer version may"
-
-
-def find_layer_problem(config: Mapping[str, Any]) -> str:
-    """Return which layers of a config do not run over a paged cache; empty: all layers are attention."""
-    for name in LAYER_TYPES:
-        kinds = config.get(name)
-        others = sorted({str(kind) for kind in kinds} - ATTENTION_LAYERS) if isinstance(kinds, list | tuple) else []
-        if others:
-            return f"layers of type {', '.join(others)} do not run: only attention to all tokens or to a window does"
-    return ""

@@ -2,6 +2,9 @@
 
 The backend compares the logits of the steps with those of the library's own cache. A model whose logits differ is
 refused: a wrong position or a wrong key changes them completely.
+
+Some models rotate keys by the longest request of a pass. The trial finds this without a long prompt if the first prompt
+has the last positions of the context (`first_positions`): the other one runs alone and beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,11 @@ MAX_ERROR_16_BITS = 0.15
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
     return [[(7919 * (place + length)) % vocab_size for place in range(length)] for length in LENGTHS]
+
+
+def first_positions(max_model_len: int) -> tuple[int, int]:
+    """Return the first position of each prompt: one ends with the context, the other begins with it."""
+    return max(max_model_len - LENGTHS[0], 0), 0
 
 
 def make_steps(prompts: Sequence[list[int]]) -> Iterator[list[SeqSlice]]:

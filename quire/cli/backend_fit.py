@@ -28,7 +28,11 @@ def find_backend_problem(unsupported: str, config: Mapping[str, Any] | None = No
     problem = "" if config is None else find_transformers_problem(config)
     if config is not None and not problem:
         return ""
-    return f"{unsupported}{f'; {problem}' if problem else transformers_hint()}{mlx_hint()}"
+    if problem and problem in unsupported:  # layers that no backend runs
+        return unsupported
+    has_mlx = config is None or not find_mlx_problem(config.get("model_type"))
+    hint = mlx_hint() if has_mlx else ""
+    return f"{unsupported}{f'; {problem}' if problem else transformers_hint()}{hint}"
 
 
 def needs_mlx(spec: ModelSpec) -> bool:

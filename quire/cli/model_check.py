@@ -20,7 +20,7 @@ from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
 from quire.backends.native.expert_memory import MEMORY_SHARE
-from quire.backends.support import skip_notice, transformers_notice
+from quire.backends.support import rope_notice, skip_notice, transformers_notice
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
 from quire.core.block import BLOCK_SIZE
@@ -88,7 +88,7 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "family": spec.family,
         "architecture": spec.architecture,
         "backend": backend,
-        "notice": through or skip_notice(spec),
+        "notice": through or skip_notice(spec) or rope_notice(spec, spec.max_model_len),
         "device": place.device,
         "is_free": place.is_free,
         "is_mapped": is_mapped,

@@ -305,6 +305,7 @@ def announce(startup: Startup) -> None:
         *_others(startup),
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
         *_dummy_warning(startup),
+        *([f"             {facts.notice}"] if facts.notice else []),
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         *_other_pools(ready),

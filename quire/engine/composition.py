@@ -299,6 +299,8 @@ def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
     if notice := skip_notice(checkpoint.spec):
         log.warning("%s: %s", checkpoint.path.name, notice)
     runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
+    if notice := runner.facts().notice:
+        log.warning("%s: %s", checkpoint.path.name, notice)
     return runner
 
 
@@ -323,8 +325,10 @@ def _check_kv_cache_dtype(config: EngineConfig, spec: ModelSpec | None = None) -
 
 def check_supported(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise if the backend that these settings choose does not run the model, before a process is started for it."""
-    if spec.unsupported and choose_backend(config, spec) not in ("mlx", "torch", "fake"):
-        refuse_unsupported(spec)
+    if spec.unsupported:
+        name = choose_backend(config, spec)
+        if name == "native" or (name == "torch" and spec.has_other_layers):
+            refuse_unsupported(spec)
     _check_kv_cache_dtype(config, spec)
 
 

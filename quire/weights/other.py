@@ -29,7 +29,7 @@ from quire.weights.config import (
     refuse_quantized,
     spec_from_config,
 )
-from quire.weights.fields import Fields
+from quire.weights.fields import Fields, show
 from quire.weights.rope import MAX_CONTEXT
 from quire.weights.spec import OTHER, Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
@@ -38,6 +38,7 @@ MAX_LATENT_SIZE = 65_536  # of multi-head latent attention
 MAX_BITS = 16
 MAX_GROUP_SIZE = 65_536
 MAX_METHOD_LENGTH = 40
+MAX_LISTED_CHARS = 200
 
 # Objects of a multimodal config.json that hold the fields of its language model.
 _NESTED = ("text_config", "language_config", "llm_config")
@@ -52,6 +53,11 @@ _MAX_MODEL_LEN = (
     "max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length", "max_seq_len",
     "max_context_length", "model_max_length", "block_size",
 )  # fmt: skip
+LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
+_PATTERN = "hybrid_override_pattern"  # one letter per layer: M is Mamba
+_STATE_FIELDS = ("ssm_state_size", "mamba_d_state", "state_size", "d_state", "ssm_cfg")  # that Mamba layers have
+_ENCODER_FIELDS = ("is_encoder_decoder", "encoder_layers", "num_encoder_layers", "decoder_layers")
 
 
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str) -> ModelSpec:
@@ -64,17 +70,41 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: 
 
 def find_unsupported(config: Fields) -> str:
     """Return why quire's own equations do not run a model, from its architecture and quantisation; empty: they may."""
+    is_known = False
     try:
         find_architecture(config)
+        is_known = True
         refuse_other_layers(config)
     except UnsupportedModel as error:
         how = _quantization(config)
-        return f"{error}; its weights are quantised ({how})" if how else str(error)
+        layers = "" if is_known else find_other_layers(config.values)  # the error names those of a known class
+        parts = (str(error), layers, f"its weights are quantised ({how})" if how else "")
+        return "; ".join(part for part in parts if part)
     try:
         refuse_quantized(config)
     except UnsupportedModel as error:
         return str(error)
     return ""
+
+
+def find_other_layers(config: Mapping[str, Any]) -> str:
+    """Return which layers of a config.json do not run over blocks of keys and values; empty: none is known."""
+    inner: Mapping[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), Mapping)), {})
+    values = {**config, **inner}
+    if encoder := next((name for name in _ENCODER_FIELDS if values.get(name)), ""):
+        return f"{encoder} is {show(values[encoder])}: only decoders run, not an encoder with a decoder"
+    state = next((f"{name} is {show(values[name])}" for name in _STATE_FIELDS if values.get(name)), "")
+    mamba = f" (Mamba: {state})" if state else ""
+    rule = "do not run: only attention to all tokens or to a window does"
+    listed = {name: kinds for name in LAYER_TYPES if isinstance(kinds := values.get(name), list | tuple)}
+    for name, kinds in listed.items():
+        named = {kind if isinstance(kind, str) and kind.isidentifier() else show(kind) for kind in kinds}
+        if others := ", ".join(sorted(named - _ATTENTION_LAYERS)):
+            return f"{name}: layers of type {others[:MAX_LISTED_CHARS]}{mamba} {rule}"
+    pattern = values.get(_PATTERN)
+    if isinstance(pattern, str) and "M" in pattern:
+        return f"{_PATTERN} is {show(pattern)}: layers of type M (Mamba) {rule}"
+    return "" if listed or not state else f"{state}: Mamba layers {rule}"
 
 
 def other_spec(
@@ -131,8 +161,18 @@ class _Sizes:
     def read(self, names: Sequence[str], high: int) -> int:
         found = self.find(names, high)
         if found is None:
-            raise UnsupportedModel(f"{self._reason}; {self.holders[0].prefix}{names[0]} is missing")
+            is_known = bool(find_other_layers(self.holders[-1].values))  # a better reason than a missing size
+            missing = "" if is_known else f"; {self.holders[0].prefix}{names[0]} is missing"
+            raise UnsupportedModel(f"{self._reason}{missing}")
         return found
+
+    def num_layers(self) -> int:
+        """Return the number of layers. Some models have only a list of them (nemotron_h)."""
+        for holder in self.holders:
+            for name in LAYER_TYPES:
+                if isinstance(kinds := holder.get(name), list) and 1 <= len(kinds) <= MAX_LAYERS:
+                    return self.find(_NUM_LAYERS, MAX_LAYERS) or len(kinds)
+        return self.read(_NUM_LAYERS, MAX_LAYERS)
 
 
 def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
@@ -148,7 +188,7 @@ def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
 
 def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: str, reason: str) -> ModelSpec:
     sizes = _Sizes(whole, reason)
-    num_layers = sizes.read(_NUM_LAYERS, MAX_LAYERS)
+    num_layers = sizes.num_layers()
     hidden_size = sizes.read(_HIDDEN_SIZE, MAX_HIDDEN_SIZE)
     vocab_size = sizes.read(_VOCAB_SIZE, MAX_VOCAB_SIZE)
     num_heads = sizes.find(_NUM_HEADS, MAX_HEADS) or 1  # state-space models have none
@@ -177,6 +217,7 @@ def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: st
         quantization=quantization,
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=read_eos(fields, generation, vocab_size),
+        has_other_layers=bool(find_other_layers(whole.values)),
     )
 
 

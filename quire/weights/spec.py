@@ -219,6 +219,7 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     unsupported: str = ""  # why quire's own equations do not run the model; empty: they do
+    has_other_layers: bool = False  # of a kind that no backend runs; `unsupported` names them
     skipped: tuple[str, ...] = ()  # parts of the file that are not loaded: "vision tower", "MTP head"
 
     @property

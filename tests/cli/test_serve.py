@@ -277,6 +277,15 @@ def test_the_start_says_what_computes(facts: RunnerFacts, line: str, capsys: pyt
     assert f"  computes   {line}\n" in capsys.readouterr().out
 
 
+def test_the_start_says_what_users_must_know_about_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),))
+    for notice in ("", "short requests have the factors of long ones"):
+        facts = RunnerFacts("native", "cpu", "int8", 2, notice=notice)
+        announce(Startup(config, "model", Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}), {"all": 1.0}))
+        line = f"int8, 2 threads\n             {notice}\n" if notice else "int8, 2 threads\n  memory"
+        assert line in capsys.readouterr().out
+
+
 class _NoRoute:
     """A socket of a machine without a network."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx_lm
@@ -26,10 +26,13 @@ from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.quantization import dtype_name
 from quire.backends.mlx.runner import MlxRunner
+from quire.backends.support import backend_hint, rope_notice
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.fields import read_json
+from quire.weights.folder import member
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,12 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     thread = OwnThread()
     try:
         return thread.run(_make_runner, thread, checkpoint, options, progress)
+    except UnsupportedModel as error:
+        thread.stop()
+        config = read_json(member(checkpoint.path, "config.json")) if checkpoint.path.is_dir() else None
+        architecture = f"{checkpoint.spec.architecture} does not run on the mlx backend"
+        hint = backend_hint(checkpoint.spec, config)
+        raise UnsupportedModel(f"{architecture}: {error}{hint}") from error
     except BaseException:
         thread.stop()
         raise
@@ -91,7 +100,7 @@ def _make_runner(
         max_chunk_tokens=max_chunk_tokens,
         max_mixed_tokens=_max_mixed_tokens(measured),
     )
-    facts = _facts(loaded, store, is_gpu)
+    facts = replace(_facts(loaded, store, is_gpu), notice=rope_notice(checkpoint.spec, max_model_len))
     layout = layout_text(
         "mlx",
         LAYOUT,

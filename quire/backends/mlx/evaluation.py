@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -9,17 +10,23 @@ from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
+import mlx_lm
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from quire.backends.base import Progress
-from quire.errors import ModelFileError, QuireError
-from quire.weights.fields import show
+from quire.backends.support import describe_error
+from quire.errors import ModelFileError, QuireError, UnsupportedModel
+
+_MISSING = re.compile(r"^ModelArgs.__init__\(\) missing \d+ required positional arguments?: ([\w', ]{1,300})")
 
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Raise `ModelFileError` instead of the errors of MLX and mlx-lm about a damaged or forged model."""
+    """Raise `ModelFileError` instead of the errors of MLX and mlx-lm about a damaged or forged model.
+
+    mlx-lm checks no config: a setting that its code does not expect fails anywhere, with an error of Python.
+    """
     try:
         yield
     except (QuireError, MemoryError):
@@ -28,7 +35,13 @@ def file_errors(path: Path) -> Iterator[None]:
         message = str(error)
         if isinstance(error, RuntimeError) and "alloc" in message:  # "[malloc] Unable to allocate 8 bytes."
             raise MemoryError(message) from None
-        raise ModelFileError(f"{path}: mlx-lm cannot load it: {type(error).__name__}: {show(message)}") from error
+        missing = _MISSING.search(message)
+        problem = f"config.json has no {missing[1]}" if missing else "its code does not accept this config.json"
+        text = describe_error(error, problem)
+        is_setting = isinstance(error, ValueError) and not message.startswith("Expected shape")
+        if text == problem or is_setting:
+            raise UnsupportedModel(f"{path}: mlx-lm {mlx_lm.__version__} does not run it: {text}") from error
+        raise ModelFileError(f"{path}: mlx-lm cannot load it: {text}") from error
 
 
 def flat_parameters(model: Module) -> list[tuple[str, mx.array]]:

@@ -267,6 +267,10 @@ def find_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
         classes: tuple[type[Any], type[Any]] = mlx_lm.utils._get_classes(config)
     except (ValueError, AttributeError):
         raise UnsupportedModel(f"mlx-lm {mlx_lm.__version__} has no model_type {show(model_type)}") from None
+    except SystemExit:  # the module of OLMo 1 ends the process if another package is missing
+        raise UnsupportedModel(
+            f"mlx-lm {mlx_lm.__version__} needs another package for model_type {show(model_type)}"
+        ) from None
     return classes
 
 
@@ -274,7 +278,7 @@ def _tensor_error(checkpoint: Checkpoint, error: ValueError) -> ModelFileError:
     """Shorten the list of names in an error of `load_weights`."""
     head, colon, names = str(error).partition(": \n")
     if not colon:
-        return ModelFileError(f"{checkpoint.path}: mlx-lm cannot load it: {show(head)}")
+        raise error
     every = names.rstrip(".").split(",\n")
     more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
     what = "tensors missing" if head.startswith("Missing") else "tensors unexpected"

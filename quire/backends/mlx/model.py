@@ -18,6 +18,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from quire.backends import trial
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
 from quire.backends.mlx.paged_cache import KVStore, LayerCache, LayerShape
+from quire.backends.support import describe_error
 from quire.errors import UnsupportedModel
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ def _try_mode(
                 for row, index in enumerate(step.order):
                     errors.append(_relative_error(logits[row], expected[index][trial.last_position(slices[index])]))
     except Exception as problem:  # a model file may do anything with its cache
-        return f"{type(problem).__name__}: {problem}"
+        return describe_error(problem, "its code uses its cache in another way")
     paged.num_heads = store.layers[0].num_query_heads
     error = trial.find_error(errors, is_exact=shapes[0].dtype == mx.float32)
     return None if error is None else f"logits of {paged.mode} passes differ by {error:.2g} of their spread"

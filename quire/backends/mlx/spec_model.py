@@ -72,8 +72,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     if spec.family not in MODEL_TYPES:
         raise UnsupportedModel(
             f"the mlx backend does not read GGUF files or dummy weights of {spec.family}, only of "
-            f"{', '.join(MODEL_TYPES)}; mlx-lm may run the model from its folder of safetensors, and the native backend"
-            " runs this file: --backend native"
+            f"{', '.join(MODEL_TYPES)}; mlx-lm may run the model from its folder of safetensors"
         )
     _refuse_other_equations(spec)
     config = {

@@ -24,6 +24,7 @@ from quire.backends.sampling import (
     make_result,
     sampled_pieces,
 )
+from quire.backends.support import rope_notice
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
@@ -90,6 +91,7 @@ class NativeRunner:
             num_threads=self.model.engine.num_threads,
             weight_bytes=self.model.weight_bytes,
             kv_bytes=self.model.memory.num_bytes,
+            notice=rope_notice(self.model.spec, self.capacity().max_model_len),
         )
 
     def use_threads(self, num_threads: int) -> None:

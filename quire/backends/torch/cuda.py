@@ -192,6 +192,7 @@ class CudaRunner:
             kv_dtype=self.store.kv_dtype,
             num_threads=1,
             weight_bytes=self.model.num_bytes,
+            notice=self.model.notice,
             **memory_facts(self.store, self.states),
         )
 

@@ -100,6 +100,7 @@ class TorchRunner:
             kv_dtype=self.store.kv_dtype,
             num_threads=torch.get_num_threads() if is_cpu else 1,
             weight_bytes=self.model.num_bytes,
+            notice=self.model.notice,
             **memory_facts(self.store, self.states),
         )
 

@@ -123,10 +123,10 @@ REFUSED = {
     "bloom": "has attention of its own",
     "deepseek_v32": "layers of type indexed_attention",
     "doge": "changes the mask of its attention",
-    "falcon_h1": "layers of type hybrid",
+    "falcon_h1": "mamba_d_state is 256: Mamba layers do not run",
     "llama4_text": "layers of type chunked_attention",
     "lfm2": "layers of type conv",
-    "mamba": "layers of type linear_attention",
+    "mamba": "state_size is 16: Mamba layers do not run",
     "qwen3_next": "layers of type linear_attention",
     "rwkv": "recurrent state",
 }

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quire.backends.support import find_transformers_problem, transformers_notice
+from quire.backends.torch.models import transformers_model
 from quire.backends.torch.models.hf_attention import find_window
 from quire.backends.torch.models.hf_norms import replace_norms
 from quire.backends.torch.models.merging import Siblings, merge_siblings
@@ -30,7 +31,7 @@ from tests.backends.torch.hf_architectures import (
     write_model,
 )
 from tests.backends.torch.hf_rig import ModelRig
-from tests.backends.torch.rig import Rig, same_rows
+from tests.backends.torch.rig import Answer, Rig, same_rows
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -239,6 +240,93 @@ def test_long_rope_is_chosen_by_the_longest_context_of_the_engine(tmp_path: Path
     answer = ModelRig(long).answer(prompt, 2)
     expected = EagerReference(reference).logprobs([*prompt, *answer.tokens])
     assert float((torch.stack(answer.rows) - expected[99:101]).abs().max()) < BOUND
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+MSCALES = {"short_mscale": 1.0, "long_mscale": 1.6}
+
+
+def _largest_difference(one: Answer, other: Answer) -> float:
+    return float((torch.stack(one.rows) - torch.stack(other.rows)).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"), [("phimoe", MSCALES), ("llama", {}), ("phi3", {}), ("minicpm3", {"factor": 4.0})]
+)
+def test_long_rope_does_not_depend_on_other_requests_chunks_or_the_cache(
+    model_type: str, settings: dict[str, float], tmp_path: Path
+) -> None:
+    """The rope of phimoe reads the largest position of a pass, in its own code."""
+    num_pairs = 4 if model_type == "minicpm3" else 8
+    rope = LONG_ROPE | settings | {"short_factor": [1.0] * num_pairs, "long_factor": [4.0] * num_pairs}
+    outside = {"original_max_position_embeddings": 64} if model_type == "phi3" else {}
+    reference = EagerReference(write_model(tmp_path, model_type, rope_parameters=rope, **outside))
+    model = load_tiny(tmp_path)
+    assert model.notice
+    rig = ModelRig(model)
+    short, long = random_prompt(5, 40), random_prompt(6, 100)
+    alone = {len(prompt): rig.answer(prompt, 4) for prompt in (short, long)}
+    rig.reset(max_chunk_tokens=16)
+    together = rig.run(*[rig.start(prompt, 4) for prompt in (short, long)])
+    for prompt, answer in zip((short, long), together.values(), strict=True):
+        assert _largest_difference(answer, alone[len(prompt)]) < BOUND
+    cached = rig.answer([*short, 7, 8, 9, *long], 4)
+    assert cached.num_cached_tokens == len(short)
+    rig.reset()
+    assert _largest_difference(rig.answer([*short, 7, 8, 9, *long], 4), cached) < BOUND
+    expected = reference.logprobs([*long, *alone[100].tokens])  # what the library does with a long request
+    assert same_rows(alone[100], expected, 100) < BOUND
+
+
+def test_the_trial_finds_a_rope_that_reads_the_longest_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_model, "_always_see", lambda *_: None)
+    write_model(tmp_path, "phimoe", rope_parameters=LONG_ROPE | MSCALES)
+    with pytest.raises(UnsupportedModel, match="logits differ by"):
+        load_tiny(tmp_path)
+
+
+def test_the_trial_finds_frequencies_that_change_with_the_longest_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_model, "freeze_rope", lambda *_: 0)
+    write_model(tmp_path, "llama", rope_parameters=LONG_ROPE)
+    with pytest.raises(UnsupportedModel, match="logits differ by"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_model_len", "has_notice"),
+    [
+        (MSCALES, 256, True),
+        (MSCALES, 64, False),
+        ({"short_mscale": 1.2, "long_mscale": 1.2}, 256, False),  # the published phimoe: one rotation for all lengths
+    ],
+)
+def test_users_are_told_if_short_requests_are_rotated_in_another_way(
+    changes: dict[str, float], max_model_len: int, has_notice: bool, tmp_path: Path
+) -> None:
+    write_model(tmp_path, "phimoe", rope_parameters=LONG_ROPE | changes)
+    model = load_transformers_model(SafetensorsCheckpoint(tmp_path), torch.float32, torch.device("cpu"), max_model_len)
+    assert ("--max-model-len 64 uses" in model.notice) == has_notice
+    assert ModelRig(model).engine.runner.facts().notice == model.notice
+
+
+@pytest.mark.parametrize(("model_type", "settings"), [("arcee", {}), ("hunyuan_v1_dense", {"alpha": 1000.0})])
+def test_dynamic_rope_has_no_effect_within_the_context(
+    model_type: str, settings: dict[str, float], tmp_path: Path
+) -> None:
+    """Frequencies change beyond `max_position_embeddings` only, which is the largest max_model_len."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, **settings}
+    reference = EagerReference(write_model(tmp_path, model_type, rope_parameters=rope, max_position_embeddings=256))
+    model = load_tiny(tmp_path)
+    assert not model.notice
+    assert largest_error(reference, ModelRig(model)) < BOUND
 
 
 def test_an_engine_runs_a_folder_that_quire_has_no_equations_for(tmp_path: Path) -> None:

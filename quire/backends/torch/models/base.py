@@ -19,6 +19,7 @@ class Model(Protocol):
     num_bytes: int  # of the weights
     packed_types: tuple[str, ...]  # of the packed matrices: fp8, int4
     num_layer_weights: int  # that take part in the products of one token, without embedding and head
+    notice: str  # what users must know about the answers; empty: nothing
     is_capturable: bool  # a pass never waits for the device, so CUDA graphs of it can be captured
 
     def forward(self, step: Pass) -> Tensor:

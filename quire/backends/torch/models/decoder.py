@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec
+from quire.backends.support import rope_notice
 from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.fp8_rows import Inputs, Outputs
 from quire.backends.torch.gemma4 import ParallelExperts, PerLayerEmbeddings, PleLayer
@@ -126,6 +127,7 @@ class DecoderModel:
         self.device = weights.embedding.device
         self.num_bytes = weights.num_bytes
         self.packed_types = weights.packed_types
+        self.notice = rope_notice(spec, max_model_len)
         self.num_layer_weights = layer_weights(spec)
         self.is_capturable = not any(
             isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_sigmoid for layer in spec.layers

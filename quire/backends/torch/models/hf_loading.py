@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from quire.backends.base import Progress
-from quire.backends.support import LAYER_TYPES, find_layer_problem, find_transformers_problem
+from quire.backends.support import describe_error, find_transformers_problem
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.dummy import DummyCheckpoint
 from quire.weights.fields import read_json
 from quire.weights.folder import member
+from quire.weights.other import LAYER_TYPES, find_other_layers
 
 DUMMY_SEED = 0
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
@@ -26,7 +27,7 @@ def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
     """Refuse layers with a recurrent state. A class that may have such layers runs if this model has none."""
     text = config.get_text_config()
     values = {name: getattr(text, name, None) for name in LAYER_TYPES}
-    problem = find_layer_problem(values)
+    problem = find_other_layers(values)
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     if not problem and getattr(model_class, "_is_stateful", False) and not any(values.values()):
         problem = "models with a recurrent state do not run"
@@ -48,7 +49,8 @@ def load_hf_model(
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a library that checks little; its errors are of any type
-        raise UnsupportedModel(f"{source}: transformers does not read its config.json: {first_line(error)}") from None
+        problem = describe_error(error, "it does not have the fields of its type")
+        raise UnsupportedModel(f"{source}: transformers does not read its config.json: {problem}") from None
     config = _neutral(config)
     _refuse_stateful(transformers, config, source)
     with _quiet(progress):
@@ -60,7 +62,8 @@ def load_hf_model(
         except (UnsupportedModel, ModelFileError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise UnsupportedModel(f"{source}: transformers does not load it: {first_line(error)}") from error
+            problem = describe_error(error, f"its {type(config).__name__} fails with these settings")
+            raise UnsupportedModel(f"{source}: transformers does not load it: {problem}") from error
     return model.eval().requires_grad_(False)
 
 
@@ -166,8 +169,3 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         return None
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

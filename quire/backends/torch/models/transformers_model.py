@@ -2,11 +2,13 @@
 
 The tokens of all requests run as one row with their own positions. All models of the library call a registered
 attention function (`hf_attention.py`), so only attention knows about requests. When a model is loaded, a trial compares
-it with the library's own attention on a few tokens: a model with other results is refused.
+it with the library's own attention on a few tokens, at the first positions and at the last ones of the context: a model
+with other results is refused.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 from quire.backends import trial
 from quire.backends.base import Progress
 from quire.backends.kv_spec import KVSpec, LayerKV
+from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
-from quire.backends.torch.batch import build_batch
+from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
-from quire.backends.torch.models.hf_loading import first_line, load_hf_model, silence
+from quire.backends.torch.models.hf_loading import load_hf_model, silence
 from quire.backends.torch.models.hf_norms import current_step, replace_norms
 from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.errors import UnsupportedModel
@@ -53,19 +56,23 @@ def load_transformers_model(
 def adapt_model(model: Any, spec: ModelSpec, max_model_len: int, source: str) -> TransformersModel:
     """Prepare a loaded model for quire's passes: merge its products and replace its norms, then compare results."""
     hf_attention.register()
-    freeze_rope(model, max_model_len)
+    original_context = freeze_rope(model, max_model_len)
     silence(model)
     device = next(model.parameters()).device
     prompts = trial.make_prompts(spec.vocab_size)
-    expected = [_run_eagerly(model, prompt, device, source) for prompt in prompts]
+    starts = trial.first_positions(max_model_len)
+    expected = [_run_eagerly(model, prompts[1], device, source)]
     recorder = Recorder(source, max_model_len)
     siblings = Siblings(model)
     body = _record(model, recorder, siblings, prompts[0], device, source)
+    expected.insert(0, _run_eagerly(model, prompts[0], device, source, starts[0]))
     num_merged = merge_siblings(siblings)
     num_norms = replace_norms(model)
     log.info("%s: %d products merged, %d norms replaced", source, num_merged, num_norms)
     adapted = TransformersModel(model, body, recorder.calls, spec, int(expected[0].shape[-1]))
-    problem = _try_model(adapted, prompts, expected)
+    if original_context:
+        adapted.notice = long_rope_notice(original_context, max_model_len)
+    problem = _try_model(adapted, prompts, expected, starts)
     if problem:
         raise UnsupportedModel(f"{source}: does not run through transformers over quire's paged cache: {problem}")
     return adapted
@@ -89,6 +96,7 @@ class TransformersModel:
         self.packed_types: tuple[str, ...] = ()
         self.num_layer_weights = _count_layer_weights(model)
         self.is_capturable = True
+        self.notice = ""
         self.spec = replace(spec, vocab_size=vocab_size, hidden_size=body.hidden_size)
         self._calls = tuple(calls)
         self._body = body
@@ -185,35 +193,76 @@ def _use_attention(model: nn.Module, name: str) -> None:
             config._attn_implementation_internal = name
 
 
-def freeze_rope(model: nn.Module, max_model_len: int) -> None:
+def freeze_rope(model: nn.Module, max_model_len: int) -> int:
     """Choose the frequencies for contexts up to `max_model_len`, the same for all requests of an engine.
 
-    The library chooses them by the longest request of every pass, which would change the keys of the others.
+    The library chooses them by the longest request of every pass, which would change the keys of the others. Returns
+    the length up to which the library rotates a request alone in another way; 0: there is none.
     """
-    device = next(model.parameters()).device
-    last = torch.tensor([[max_model_len - 1]], device=device)
+    original_context = 0
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
         changing = [name for name, kind in by_layer.items() if kind == "longrope" or "dynamic" in str(kind)]
-        for name in changing:
-            module(torch.zeros(1, device=device), last, **({} if name is None else {"layer_type": name}))
-        if changing:
-            frozen: Any = by_layer | dict.fromkeys(changing, "default")
-            module.rope_type = frozen if isinstance(kinds, dict) else frozen[None]
+        if not changing:
+            continue
+        alone = [_rotate(module, name, [0, 1]) for name in changing]
+        beside = [_rotate(module, name, [0, 1, max_model_len - 1]) for name in changing]
+        frozen: Any = by_layer | dict.fromkeys(changing, "default")
+        module.rope_type = frozen if isinstance(kinds, dict) else frozen[None]
+        if not _are_equal([_rotate(module, name, [0, 1]) for name in changing], beside):
+            _always_see(module, max_model_len - 1)  # the module itself looks at the longest request (phimoe)
+        if not _are_equal(alone, beside):
+            original_context = max(original_context, *(_original_context(module, name) for name in changing))
+    return original_context
+
+
+def _rotate(module: Any, layer_type: str | None, positions: list[int]) -> list[Tensor]:
+    """Return the cosines and sines of the first two positions of a pass."""
+    device = next(module.buffers()).device
+    settings = {} if layer_type is None else {"layer_type": layer_type}
+    found = module(torch.zeros(1, device=device), torch.tensor([positions], device=device), **settings)
+    return [part[:, :2].clone() for part in (found if isinstance(found, tuple) else (found,))]
+
+
+def _are_equal(some: Sequence[list[Tensor]], others: Sequence[list[Tensor]]) -> bool:
+    pairs = zip(itertools.chain(*some), itertools.chain(*others), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def _always_see(module: Any, last: int) -> None:
+    """Let a rotary module see the last position of the context in every pass, so that it always decides alike."""
+    forward = module.forward
+
+    def run(x: Tensor, position_ids: Tensor, **settings: Any) -> tuple[Tensor, ...]:
+        seen = torch.nn.functional.pad(position_ids, (0, 1), value=last)
+        return tuple(part[:, :-1] for part in forward(x, position_ids=seen, **settings))
+
+    module.forward = run
+
+
+def _original_context(module: Any, layer_type: str | None) -> int:
+    parameters = module.config.rope_parameters
+    found = (parameters if layer_type is None else parameters[layer_type]).get("original_max_position_embeddings")
+    return int(found or module.original_max_seq_len)
 
 
 # Trial
 
 
-def _run_eagerly(model: Any, tokens: Sequence[int], device: torch.device, source: str) -> Tensor:
+def _run_eagerly(model: Any, tokens: Sequence[int], device: torch.device, source: str, start: int = 0) -> Tensor:
+    """Return the library's logits of a prompt whose first position is `start`."""
     _use_attention(model, "eager")
+    positions = torch.arange(start, start + len(tokens), device=device)[None]
+    settings = {"position_ids": positions} if start else {}
     try:
-        logits: Tensor = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
+        out = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **settings)
+        logits: Tensor = out.logits[0].float()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{source}: transformers does not run it on text: {first_line(error)}") from error
+        problem = describe_error(error, "its code fails on a prompt")
+        raise UnsupportedModel(f"{source}: transformers does not run it on text: {problem}") from error
     return logits
 
 
@@ -248,7 +297,8 @@ def _record(
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{source}: does not run with another attention: {first_line(error)}") from error
+        problem = describe_error(error, "its code fails on a prompt")
+        raise UnsupportedModel(f"{source}: does not run with another attention: {problem}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -259,7 +309,20 @@ def _record(
     return Body(*found[0])
 
 
-def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected: Sequence[Tensor]) -> str:
+class _MovedPass(ReferencePass):
+    """A pass whose requests begin at given positions, without the keys of the positions before."""
+
+    def __init__(self, batch: Batch, store: KVStore, starts: Tensor) -> None:
+        super().__init__(batch, store)
+        self._starts = starts  # of each row
+
+    def positions(self) -> Tensor:
+        return super().positions() + self._starts
+
+
+def _try_model(
+    model: TransformersModel, prompts: Sequence[list[int]], expected: Sequence[Tensor], starts: Sequence[int]
+) -> str:
     """Run the steps of the trial. Returns what is wrong."""
     store = KVStore(model.kv_spec, trial.NUM_BLOCKS, trial.BLOCK_SIZE, model.dtype, model.device)
     samples = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
@@ -267,7 +330,8 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
     try:
         for slices in trial.make_steps(prompts):
             batch = build_batch(slices, store, model.kv_spec.windows, samples)
-            step = ReferencePass(batch, store)
+            rows = [starts[index] for index in batch.order for _ in range(slices[index].length)]
+            step = _MovedPass(batch, store, torch.tensor(rows, device=model.device))
             hidden = model.forward(step)[list(batch.last_rows)]
             model.choose_head(hidden)
             model.is_capturable = model.is_capturable and not _waits_for_device(model, step, hidden)
@@ -276,7 +340,7 @@ def _try_model(model: TransformersModel, prompts: Sequence[list[int]], expected:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model file may do anything
-        return first_line(error)
+        return describe_error(error, "its code fails in a step with several requests")
     largest = trial.find_error(errors, is_exact=model.dtype == torch.float32)
     return "" if largest is None else f"logits differ by {largest:.2g} of their spread"
 
@@ -293,7 +357,7 @@ def _waits_for_device(model: TransformersModel, step: Pass, hidden: Tensor) -> b
         model.logits(hidden)
         model.forward(step)  # stores the same keys again
     except RuntimeError as error:
-        log.warning("decode steps run without CUDA graphs, which is slower: %s", first_line(error))
+        log.warning("decode steps run without CUDA graphs, which is slower: %s", describe_error(error, "unknown"))
         return True
     finally:
         torch.cuda.set_sync_debug_mode("default")
