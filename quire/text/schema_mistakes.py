@@ -32,7 +32,7 @@ class SchemaProblem(InvalidRequest):
 
 
 def check_mistakes(schema: Mapping[str, Any]) -> None:
-    """Raise SchemaProblem for the first mistake. Keywords that are null count as absent: some clients write those."""
+    """Raise SchemaProblem for the first mistake. Keywords that are null are none: some clients write those."""
     references = References(schema)
     ending: set[str] = set()  # paths of schemas whose references are known to end
     seen: set[int] = set()

@@ -114,6 +114,8 @@ def _joined(base: str, reference: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _joined_short(base: str, reference: str) -> tuple[str, str]:
+    if reference.startswith("#"):  # urljoin drops the base if it is a URN
+        return base, reference[1:]
     address, fragment = urldefrag(urljoin(base, reference))
     is_long = len(address) > MAX_ADDRESS_CHARS or address.count("/") > MAX_ADDRESS_STEPS
     return (_NOWHERE, "") if is_long else (address, fragment)

@@ -138,6 +138,10 @@ ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"type": "object", "properties": {"next": {"$ref": "#"}, "kids": {"items": {"$ref": "#"}}}},
         (),
     ),
+    "a reference within a part with a URN": (
+        {"$ref": "urn:a:b", "$defs": {"c": {"$id": "urn:a:b", "$defs": {"d": ADDRESS}, "$ref": "#/$defs/d"}}},
+        (),
+    ),
     "a look-around": ({"type": "string", "pattern": "a(?!b)"}, ("pattern",)),
     "another dialect": ({"type": "string", "pattern": "(?i)^a++$"}, ("pattern",)),
     "a number beyond what is exact": ({"type": "integer", "maximum": 2**60}, ("maximum",)),
