@@ -16,6 +16,7 @@ from quire.text.tools import Tool
 
 RenderTrial = Callable[[Mapping[str, Any]], str]  # template variables to text; raises TemplateFailure
 
+MAX_ANSWER_CHARS = 16_384  # of a trial: a template may write megabytes, which every parser would read
 _USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # only in statements: in literal text it may be an ordinary word
 _ARGUMENTS = {"trial_text": "trial value", "trial_number": 3}
 _PROPERTIES = {
@@ -62,7 +63,9 @@ def _rendered_call(render: RenderTrial) -> str:
 
     prompt = rendered(_ASKED, is_open=True)
     text = rendered(_ASKED, _CALLED) or rendered(_ASKED, _CALLED, _RESULT)
-    return text.removeprefix(prompt) if prompt and text.startswith(prompt) else text.rpartition(_QUESTION)[2]
+    is_continued = bool(prompt) and text.startswith(prompt)
+    answer = text.removeprefix(prompt) if is_continued else text.rpartition(_QUESTION)[2]
+    return answer[:MAX_ANSWER_CHARS]
 
 
 def _reads(format: ToolFormat, answer: str) -> bool:

@@ -64,6 +64,10 @@ def test_unknown_formats_are_prompted() -> None:
     assert detected("{% if tools %}{{ tools }}{% endif %}" + PLAIN) == "words"
     assert detected(UNCLOSED) == "words"
     assert detected(HERMES.replace("</tools>", "</tools> <function=")) == "hermes"  # the call decides, not the source
+    # Only the beginning of a very long answer is read.
+    long = HERMES.replace("{{- '<tool_call>\\n{", "{{- '<tool_call>' * 300000 }}{{- '<tool_call>\\n{")
+    assert "300000" in long
+    assert detected(long) == "words"
     # A template that never writes calls has no format, except LFM2: quire writes its calls.
     assert detected("{% if tools %}{{ '<tool_call>' }}{% endif %}" + PLAIN) == "words"
     assert detected(LFM2_OLD) == "lfm2"
