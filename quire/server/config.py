@@ -20,7 +20,7 @@ from quire.engine.worker.kv_events import (
 )
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
-from quire.text.tool_formats import find_tool_format
+from quire.text.tool_formats import named_tool_format
 
 COMPAT = ("vllm",)
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -56,7 +56,7 @@ class ModelConfig:
             text = f"default_max_tokens = {self.default_max_tokens!r:.80} is not a whole number of at least 1"
             raise InvalidRequest(f"{text}, or -1 for the rest of the context")
         if self.tool_format is not None:
-            find_tool_format(None, self.tool_format)  # raises for an unknown format
+            named_tool_format(self.tool_format)  # raises for an unknown format
         if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
             raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is not a name")
         if self.idle_unload is not None:

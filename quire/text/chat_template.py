@@ -15,9 +15,10 @@ from quire.errors import InvalidRequest, RequestFailed, TemplateError
 from quire.text.boundaries import find_starters
 from quire.text.messages import ChatRequest, Message, Role
 from quire.text.reasoning import SWITCHES, find_reasoning
-from quire.text.rendering import Renderer, TemplateRefusal
+from quire.text.rendering import Renderer, TemplateFailure, TemplateRefusal
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import Syntax, find_tool_format
+from quire.text.tool_detection import detect_tool_format
+from quire.text.tool_formats import Syntax, ToolFormat, named_tool_format
 from quire.text.tool_prompts import (
     fitting_id,
     one_call_each,
@@ -62,8 +63,8 @@ class ChatTemplate:
         renderer: Renderer | None = None,
         tool_format: str | None = None,
     ) -> None:
-        """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it from the source."""
-        self.tool_format = find_tool_format(source, tool_format)
+        """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it by a trial."""
+        self._tool_format = None if tool_format is None else named_tool_format(tool_format)
         self.reasoning = find_reasoning(source)
         self._has_thinking_key = bool(source and _READS_THINKING.search(source))
         self._has_calls = bool(source and "tool_calls" in source)
@@ -82,6 +83,13 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return self._source is not None
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The given format, or the one that trials find at first use. Raises TemplateError if they do not end."""
+        if self._tool_format is None:
+            self._tool_format = detect_tool_format(self._source, self._render_with)
+        return self._tool_format
 
     def check(self) -> None:
         """Compile the template and render a trial, so that errors are found at load. Raises TemplateError."""
@@ -138,17 +146,18 @@ class ChatTemplate:
     def _render(self, request: ChatRequest) -> tuple[str, str]:
         tools = () if request.tool_choice.mode is ToolMode.NONE else request.tools
         messages: Sequence[Message] = request.messages
-        if not self.tool_format.is_in_template:
-            messages, tools = tools_as_text(messages, tools, self.tool_format), ()
-        elif self.tool_format.is_single:
-            messages = one_call_each(messages)
+        if tools or any(message.tool_calls or message.role is Role.TOOL for message in messages):
+            if not self.tool_format.is_in_template:
+                messages, tools = tools_as_text(messages, tools, self.tool_format), ()
+            elif self.tool_format.is_single:
+                messages = one_call_each(messages)
         rules = TurnRules() if is_plain(messages) else self._turn_rules()
         try:
             return self._render_turns(request, merge_turns(messages, rules), tools)
         except TemplateRefusal:
             # Retry without the effort, which is only a hint, and with stricter rules: trials do not find every refusal.
             other = replace(request, reasoning_effort=None)
-            for other_rules in (rules, STRICTEST):
+            for other_rules in (rules, replace(STRICTEST, puts_system_last=rules.puts_system_last)):
                 with suppress(TemplateError):
                     return self._render_turns(other, merge_turns(messages, other_rules), tools)
             raise
@@ -256,7 +265,13 @@ class ChatTemplate:
             self._renderer = Renderer(self._source)
         everything = {**self._tokenizer.special_tokens, "tools": None, "documents": None, **variables}
         everything.setdefault("add_generation_prompt", True)
-        return self._renderer.check(everything) if is_trial else self._renderer.render(everything)
+        render = self._renderer.check if is_trial else self._renderer.render
+        try:
+            return render(everything)
+        except TemplateFailure as error:
+            if isinstance(error, TemplateRefusal) or everything["tools"] is not None:
+                raise
+        return render({**everything, "tools": []})  # some templates read the list of tools even if there are none
 
 
 class _Finder:

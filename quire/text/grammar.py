@@ -6,6 +6,7 @@ a compiler can find, such as a regular expression that does not parse, are repor
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from quire.core.request import check_tokens
 from quire.errors import InvalidRequest
+from quire.text.schema_mistakes import check_mistakes
 from quire.text.schema_sizes import MAX_HELD_CHARS
 from quire.text.schemas import hold_schema
 
@@ -114,12 +116,20 @@ def json_style(schema: object) -> dict[str, Any]:
 
 
 def check_schema(schema: object) -> None:
-    """Raise InvalidRequest if the schema is not a JSON object, too large or nested too deeply."""
+    """Raise InvalidRequest if the schema is not a JSON object, too large, nested too deeply or has a mistake."""
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
-    _check_source(schema_text(schema))
+    source = schema_text(schema)
+    _check_source(source)
+    _check_given(source)
+
+
+@functools.lru_cache(maxsize=128)  # agents send the same tools with every request
+def _check_given(source: str) -> None:
+    schema = json.loads(source)
     if (depth := _depth(schema)) > MAX_DEPTH:
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
+    check_mistakes(schema)
 
 
 def lark_text(text: str) -> str:

@@ -56,6 +56,7 @@ class HeldPattern:
 
     sources: tuple[str, ...]
     problem: str = ""
+    is_invalid: bool = False  # no dialect reads it: `problem` is its mistake
     start: tuple[Ranges, ...] = ()  # possible first characters of a match, as far as they are known
 
 
@@ -65,7 +66,7 @@ def hold_pattern(pattern: str) -> HeldPattern:
     try:
         return _Parser(pattern).held()
     except _Unreadable as error:
-        return HeldPattern((), str(error))
+        return HeldPattern((), str(error), is_invalid=isinstance(error, _Invalid))
 
 
 def start_apart(one: HeldPattern, other: HeldPattern) -> bool:
@@ -97,6 +98,10 @@ class _Unreadable(Exception):
     """The pattern is not a JavaScript regular expression, or cannot be translated at all."""
 
 
+class _Invalid(_Unreadable):
+    """The pattern is not a regular expression of any common dialect."""
+
+
 @dataclass(slots=True)
 class _Term:
     """One piece of a sequence: an atom with its text, a plain group, or an assertion."""
@@ -119,14 +124,14 @@ class _Parser:
     def held(self) -> HeldPattern:
         options = self._options()
         if self._at < len(self._pattern):
-            raise _Unreadable("a closing parenthesis has no opening one")
+            raise _Invalid("a closing parenthesis has no opening one")
         extra: list[str] = []
         options = _unwrapped(options)
         if len(options) == 1:
             options, extra = self._take_looks(options[0])
         source = self._whole(options)
         starts = [_start(option) for option in options]
-        return HeldPattern((source, *extra), self._problem, starts[0] if len(starts) == 1 else ())
+        return HeldPattern((source, *extra), self._problem, start=starts[0] if len(starts) == 1 else ())
 
     # Writing
 
@@ -191,15 +196,16 @@ class _Parser:
         if term.assertion:
             raise _Unreadable("an assertion cannot be repeated")
         self._at = found.end()
-        if _QUANTIFIER.match(self._pattern, self._at):
-            raise _Unreadable("a quantifier follows another")
+        if another := _QUANTIFIER.match(self._pattern, self._at):
+            # Some dialects have possessive quantifiers, which end with a plus sign.
+            raise (_Unreadable if another[1] == "+" else _Invalid)("a quantifier follows another")
         sign, least, comma, most = found.groups()
         if sign:
             suffix, repeats = sign, 1
         else:
             low, high = int(least[:9]), int(most[:9]) if most else None
             if high is not None and high < low:
-                raise _Unreadable(f"{found[0]} is not a range")
+                raise _Invalid(f"{found[0]} is not a range")
             suffix = f"{{{low}{comma}{'' if high is None else high}}}"
             repeats = max(1, low, high or 0)
         repeats *= max(1, _repeats([[term]]))
@@ -223,7 +229,7 @@ class _Parser:
             case "\\":
                 return self._escape()
             case "*" | "+" | "?":
-                raise _Unreadable(f"{char} repeats nothing")
+                raise _Invalid(f"{char} repeats nothing")
             case "{" if _QUANTIFIER.match(self._pattern, self._at - 1):
                 raise _Unreadable("a quantifier repeats nothing")
         return _one(ord(char))
@@ -238,7 +244,7 @@ class _Parser:
             self._at = found.end()
         options = self._options()
         if self._at >= len(self._pattern):
-            raise _Unreadable("a group is not closed")
+            raise _Invalid("a group is not closed")
         self._at += 1
         if assertion:
             return _Term(assertion=assertion, look=options)
@@ -276,14 +282,14 @@ class _Parser:
 
     def _class_item(self) -> _Term:
         if self._at >= len(self._pattern):
-            raise _Unreadable("a character class is not closed")
+            raise _Invalid("a character class is not closed")
         char = self._pattern[self._at]
         self._at += 1
         return _one(ord(char)) if char != "\\" else self._escape(in_class=True)
 
     def _escape(self, *, in_class: bool = False) -> _Term:
         if self._at >= len(self._pattern):
-            raise _Unreadable("it ends with a backslash")
+            raise _Invalid("it ends with a backslash")
         char = self._pattern[self._at]
         self._at += 1
         if char.lower() in _CLASSES:
@@ -380,7 +386,7 @@ def _range(first: _Term, last: _Term) -> tuple[int, int]:
         raise _Unreadable("a character range lacks its first or last character")
     low, high = first.ranges[0][0], last.ranges[0][0]
     if low > high:
-        raise _Unreadable("a character range is not in order")
+        raise _Invalid("a character range is not in order")
     return low, high
 
 

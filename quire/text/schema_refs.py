@@ -39,6 +39,11 @@ class References:
         self._found: dict[tuple[str, str], Place | None] = {}
         self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
         self._anchors: dict[str, Place] = {}
+        self._has_old_ids = False  # ids of drafts 4 to 7 that are not resolved
+        self._is_scanned = False  # a schema without references needs no scan
+
+    def _scan(self) -> None:
+        self._is_scanned = True
         level = [self.root]
         while level:  # level by level, so that depth needs no stack
             for place in level:
@@ -47,9 +52,19 @@ class References:
 
     def find(self, reference: str, base: str) -> Place | None:
         key = (reference, base)
+        if not self._is_scanned:
+            self._scan()
         if key not in self._found:
             self._found[key] = self._find(reference, base)
         return self._found[key]
+
+    def is_dangling(self, reference: str, base: str) -> bool:
+        """Whether a reference that was not found names a part of this schema, and not another document."""
+        try:
+            address, _ = _joined(base, reference)
+        except ValueError:
+            return False
+        return address in self._documents and address != _NOWHERE and not self._has_old_ids
 
     def _find(self, reference: str, base: str) -> Place | None:
         try:
@@ -75,6 +90,7 @@ class References:
             return
         if isinstance(place.schema.get("$id"), str):
             self._documents.setdefault(place.base, place)
+        self._has_old_ids |= isinstance(place.schema.get("id"), str) or str(place.schema.get("$id")).startswith("#")
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(anchor := place.schema.get(keyword), str):
                 self._anchors.setdefault(f"{place.base}#{anchor}", place)
@@ -98,6 +114,8 @@ def _joined(base: str, reference: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _joined_short(base: str, reference: str) -> tuple[str, str]:
+    if reference.startswith("#"):  # urljoin drops the base if it is a URN
+        return base, reference[1:]
     address, fragment = urldefrag(urljoin(base, reference))
     is_long = len(address) > MAX_ADDRESS_CHARS or address.count("/") > MAX_ADDRESS_STEPS
     return (_NOWHERE, "") if is_long else (address, fragment)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quire.errors import InvalidRequest
 from quire.text.patterns import HeldPattern, hold_pattern, start_apart
 from quire.text.schema_closing import LEFT_OPEN, PropertyNames
 from quire.text.schema_keywords import (
@@ -41,6 +40,7 @@ from quire.text.schema_logic import (
     kinds_of,
     negated,
 )
+from quire.text.schema_mistakes import SchemaProblem
 from quire.text.schema_refs import Place, References
 from quire.text.schema_sizes import MAX_HELD_CHARS, Room, num_chars
 
@@ -60,13 +60,11 @@ class Unenforced(NamedTuple):
     why: str
 
 
-class SchemaNotHeld(InvalidRequest):
+class SchemaNotHeld(SchemaProblem):
     """A strict schema has a keyword that cannot be enforced."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"grammar: {path} cannot be enforced: {why}")
-        self.path = path
-        self.why = why
+        super().__init__(path, f"cannot be enforced: {why}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ described in the system prompt (`quire/text/tool_prompts.py`) and the model writ
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from quire.text.tools import Tool
 from quire.text.xml_calls import FUNCTION, XmlCall
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
-_USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # only in statements: in literal text it may be an ordinary word
 _BLANK = " \t\r\n"
 
 
@@ -41,8 +39,6 @@ class ToolFormat:
     """How a model writes calls, and the markers around them."""
 
     name: str
-    signs: tuple[str, ...]  # the format applies if one of these is in the template's source ...
-    other_signs: tuple[str, ...]  # ... and none of these, which mark related formats
     opening: str  # of one call, or of the list of calls
     closing: str
     before: str = ""  # between the opening and the JSON
@@ -56,73 +52,36 @@ class ToolFormat:
     syntax: Syntax = Syntax.JSON
     bare: str = ""  # the start of a call whose opening is missing; empty: such calls are text
     other_markers: tuple[str, ...] = ()  # further special tokens that the parser needs
+    signs: tuple[str, ...] = ()  # one of these is in the source of a template that does not write earlier calls
 
 
-PROMPTED = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
+PROMPTED = ToolFormat("words", "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
 
 # In search order. To support another format, add a row, and a transcript in tests/text/test_tool_formats.py.
 TOOL_FORMATS = (
-    ToolFormat(
-        "qwen_xml",
-        ("<parameter=",),
-        ("<seed:tool_call>",),
-        "<tool_call>",
-        "</tool_call>",
-        before="\n",
-        after="\n",
-        syntax=Syntax.XML,
-        bare=FUNCTION,
-    ),
-    ToolFormat(
-        "gemma4",
-        ("<|tool_call>",),
-        (),
-        "<|tool_call>",
-        "<tool_call|>",
-        syntax=Syntax.GEMMA,
-        other_markers=(GEMMA_QUOTE,),
-    ),
-    ToolFormat("harmony", ("<|channel|>commentary",), (), "", "", is_single=True, syntax=Syntax.HARMONY),
+    ToolFormat("qwen_xml", "<tool_call>", "</tool_call>", before="\n", after="\n", syntax=Syntax.XML, bare=FUNCTION),
+    ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", syntax=Syntax.GEMMA, other_markers=(GEMMA_QUOTE,)),
+    ToolFormat("harmony", "", "", is_single=True, syntax=Syntax.HARMONY),
     ToolFormat(
         "lfm2",
-        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
-        (),
         "<|tool_call_start|>",
         "<|tool_call_end|>",
         is_list=True,
         syntax=Syntax.PYTHON,
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
-    ToolFormat(
-        "hermes", ("<tool_call>",), ("<function=", "<arg_key>"), "<tool_call>", "</tool_call>", before="\n", after="\n"
-    ),
-    ToolFormat("mistral", ("[TOOL_CALLS]",), ("[ARGS]",), "[TOOL_CALLS]", "", is_list=True, id_chars=9),
-    ToolFormat(
-        "llama3",
-        ("<|python_tag|>", '"parameters": '),
-        (),
-        "<|python_tag|>",
-        "",
-        arguments="parameters",
-        may_be_bare=True,
-        is_single=True,
-    ),
+    ToolFormat("hermes", "<tool_call>", "</tool_call>", before="\n", after="\n"),
+    ToolFormat("mistral", "[TOOL_CALLS]", "", is_list=True, id_chars=9),
+    ToolFormat("llama3", "<|python_tag|>", "", arguments="parameters", may_be_bare=True, is_single=True),
     PROMPTED,
 )
 
 
-def find_tool_format(source: str | None, name: str | None = None) -> ToolFormat:
-    """The format of this name, or the one detected from a template's source."""
-    if name is not None:
-        for row in TOOL_FORMATS:
-            if row.name == name:
-                return row
-        raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
-    if source is None or not _USES_TOOLS.search(source):
-        return PROMPTED
+def named_tool_format(name: str) -> ToolFormat:
     for row in TOOL_FORMATS:
-        if any(sign in source for sign in row.signs):
-            return PROMPTED if any(sign in source for sign in row.other_signs) else row
-    return PROMPTED
+        if row.name == name:
+            return row
+    raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
 
 
 def new_call_id() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.errors import InvalidRequest
 from quire.text.grammar import check_schema
+from quire.text.schema_mistakes import SchemaProblem
 from quire.text.tokenizer import check_text
 
 MAX_TOOLS = 128
@@ -72,6 +73,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
         check_text(tool.description, name=f"{path}.description")
         try:
             check_schema(tool.parameters)
+        except SchemaProblem as error:
+            raise InvalidRequest(f"{error.at(schema_path)} {error.what}") from None
         except InvalidRequest as error:
             raise InvalidRequest(f"{schema_path}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 

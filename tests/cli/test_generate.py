@@ -65,6 +65,11 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
             ("--json-schema", "FILE"),
             "--json-schema FILE: the schema is not JSON: Expecting value: line 1 column 1 (char 0)",
         ),
+        (
+            ("--json-schema", "WRONG"),
+            '--json-schema WRONG: properties.a.type = "text" is not one of null, boolean, integer, number, string,'
+            " array, object",
+        ),
         (("--regex", "a\\"), r"--regex 'a\\': the regular expression ends with a backslash that escapes nothing"),
         (
             ("--json-schema", "nowhere"),
@@ -78,8 +83,10 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
 )
 def test_shapes_that_cannot_be(tmp_path: Path, options: tuple[str, ...], refusal: str) -> None:
     (tmp_path / "file").write_text("start: x")
-    arguments = [str(tmp_path / "file") if option == "FILE" else option for option in options]
-    expected = refusal.replace("FILE", str(tmp_path / "file"))
+    (tmp_path / "wrong").write_text('{"properties": {"a": {"type": "text"}}}')
+    files = {name: str(tmp_path / name.lower()) for name in ("FILE", "WRONG")}
+    arguments = [files.get(option, option) for option in options]
+    expected = refusal.replace("FILE", files["FILE"]).replace("WRONG", files["WRONG"])
     assert quire("generate", "Hi", *arguments).stderr == f"quire: {expected}\n"
 
 

@@ -33,7 +33,7 @@ from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.tool_formats import CallParser, find_tool_format
+from quire.text.tool_formats import PROMPTED, CallParser
 from quire.text.tools import Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
 from tests.server.streams import events_of
@@ -319,7 +319,7 @@ class FakeActiveRequest:
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
         if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
-            parser = CallParser(find_tool_format(None), chat.callable_tools)
+            parser = CallParser(PROMPTED, chat.callable_tools)
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:

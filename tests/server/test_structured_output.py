@@ -26,12 +26,12 @@ ODD = {
     "properties": {
         "mail": {"type": "string", "maxLength": 4, "pattern": "^(?!x)"},
         "tags": {"type": "array", "maxItems": 2, "items": SHORT, "uniqueItems": True},
-        "kind": {"type": "any"},
+        "kind": {"type": "string", "format": "color"},
         "far": {"$ref": "https://example.com/schema"},
     },
     "required": ["mail"],
 }
-NAMED = ["properties.mail.pattern", "properties.tags.uniqueItems", "properties.kind.type", "properties.far.$ref"]
+NAMED = ["properties.mail.pattern", "properties.tags.uniqueItems", "properties.kind.format", "properties.far.$ref"]
 # Enforceable, but refused by the compiler: no string satisfies both lengths.
 BROKEN = {"type": "object", "properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}, "required": ["a"]}
 
@@ -109,6 +109,47 @@ def test_strict_refuses_by_keyword_and_path(server: Server, field: str, ask: tup
     assert answer.status == 400
     message = answer.json["error"]["message"]
     assert message == f"{field}.properties.mail.pattern cannot be enforced: a look-around is not supported"
+
+
+WRONG = {"type": "object", "properties": {"mail": {"type": "text"}}}
+LOST = {"type": "object", "properties": {"mail": {"$ref": "#/$defs/mail"}}}
+MISTAKES = [
+    (WRONG, 'type = "text" is not one of null, boolean, integer, number, string, array, object'),
+    (LOST, '$ref = "#/$defs/mail" is not in this schema'),
+]
+
+
+def ollama(**fields: Any) -> tuple[str, Any]:
+    return "/api/chat", {"model": "tiny", "messages": SAY, "stream": False, **fields}
+
+
+def doors(schema: Any) -> list[tuple[str, tuple[str, Any]]]:
+    """Every field that takes a schema, none of them strict."""
+    return [
+        ("response_format.json_schema.schema", chat(response_format=form(schema))),
+        ("response_format.json_schema.schema", completion(response_format=form(schema))),
+        ("response_format.schema", chat(response_format={"type": "json_object", "schema": schema})),
+        ("structured_outputs.json", chat(structured_outputs={"json": schema})),
+        ("guided_json", completion(guided_json=schema)),
+        ("json_schema", completion(json_schema=schema)),
+        ("tools[0].function.parameters", chat(tools=[chat_tool("odd", schema)])),
+        ("text.format.schema", response(text={"format": {"type": "json_schema", "name": "x", "schema": schema}})),
+        ("tools[0].parameters", response(tools=[{"type": "function", "name": "odd", "parameters": schema}])),
+        ("output_config.format.schema", message(output_config={"format": {"type": "json_schema", "schema": schema}})),
+        ("tools.0.input_schema", message(tools=[{"name": "odd", "input_schema": schema}])),
+        ("format", ollama(format=schema)),
+        ("tools[0].function.parameters", ollama(tools=[chat_tool("odd", schema)])),
+    ]
+
+
+@pytest.mark.parametrize(("schema", "rule"), MISTAKES, ids=["type", "$ref"])
+@pytest.mark.parametrize("number", range(len(doors({}))))
+def test_a_mistake_in_a_schema_is_refused_without_strict(server: Server, schema: Any, rule: str, number: int) -> None:
+    field, ask = doors(schema)[number]
+    answer = server.post(*ask)
+    assert answer.status == 400, answer.body
+    error = answer.json["error"]
+    assert (error if isinstance(error, str) else error["message"]) == f"{field}.properties.mail.{rule}"
 
 
 def test_a_fully_enforced_schema_has_no_header(server: Server) -> None:

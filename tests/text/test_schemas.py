@@ -49,30 +49,24 @@ ROWS: dict[str, Row] = {
     # types and values
     "type": Row(INT, [1, -7], [1.5, "1", None]),
     "types": Row({"type": ["string", "null"]}, ["a", None], [1, False]),
-    "an unknown type": Row({"type": "any"}, [1, "a", None], [], ("type",)),
-    "an unknown type among others": Row({"type": ["string", "date"]}, ["a"], [], ("type",)),
     "const": Row({"const": {"a": [1, None]}}, [{"a": [1, None]}], [{"a": [1]}, {}]),
     "a long const": Row({"const": "x" * 5000}, ["x" * 5000], ["x" * 4999]),
     "a large const": Row({"const": 2**62}, [2**62], [2**62 + 1]),
     "a const that readers round": Row({"const": BIG}, [BIG], [BIG - 1], ("const",)),
     "enum": Row(COLORS, ["red"], ["pink", 1]),
     "an enum of kinds": Row({"enum": [1, "1", True, None, []]}, [1, "1", True, None, []], [0, False, [1]]),
-    "an enum that is no list": Row({"enum": "red"}, ["red"], [], ("enum",)),
     # numbers
     "minimum": Row({"type": "number", "minimum": 5}, [5, 7.5], [4.9, -6]),
     "exclusive bounds": Row({**INT, "exclusiveMinimum": 0, "exclusiveMaximum": 3}, [1, 2], [0, 3]),
     "exclusive bounds of draft 4": Row({**DRAFT_4, **INT, "minimum": 0, "exclusiveMinimum": True}, [1], [0]),
     "a bound beyond what is exact": Row({**INT, "minimum": BIG}, [BIG], [0], ("minimum",)),
-    "a bound that is no number": Row({**INT, "maximum": "7"}, [1], [], ("maximum",)),
     "multipleOf": Row({"type": "number", "multipleOf": 0.25}, [0.75, -2], [0.3]),
     "multipleOf of many digits": Row({**INT, "multipleOf": 99999999}, [99999999], [5], ("multipleOf",)),
     "multipleOf that rounding breaks": Row({"type": "number", "multipleOf": 0.07}, [0.14], [0.1], ("multipleOf",)),
     "multipleOf twice": Row({**INT, "allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, [12, 24], [4, 6, 8]),
-    "bounds of other kinds": Row({**STR, "minimum": "x", "multipleOf": -1}, ["a"], [1]),
     # strings
     "lengths": Row({**STR, "minLength": 2, "maxLength": 3}, ["ab", "äöü", "😀😀"], ["a", "abcd"]),
     "a length with a point": Row({**STR, "maxLength": 2.0}, ["ab"], ["abc"]),
-    "a length that is none": Row({**STR, "maxLength": -1}, ["ab"], [], ("maxLength",)),
     "pattern": Row({**STR, "pattern": "^[a-c]+$"}, ["abc"], ["abd", ""]),
     "a pattern without quotes": Row({**STR, "pattern": '^[^"]+$'}, ["a\\b"], ['a"b']),
     "a pattern with look-aheads that may stand alone": Row(
@@ -80,7 +74,6 @@ ROWS: dict[str, Row] = {
     ),
     "a pattern with a look-ahead": Row({**STR, "pattern": "^(?!a)[a-z]+$"}, ["ba"], ["ab", "7"], ("pattern",)),
     "a pattern with a word boundary": Row({**STR, "pattern": r"\bx\b"}, ["a x"], ["axb", "y"], ("pattern",)),
-    "a pattern that is none": Row({**STR, "pattern": "(a"}, ["a"], [], ("pattern",)),
     "a date": Row({**STR, "format": "date"}, ["2024-02-29", "2000-02-29"], ["2023-02-29", "1900-02-29", "2024-2-1"]),
     "a time": Row({**STR, "format": "time"}, ["12:30:00Z", "23:59:60Z"], ["12:30:60Z", "12:30"]),
     "a date-time": Row({**STR, "format": "date-time"}, ["2024-02-29T00:00:00+01:00"], ["2023-02-29T00:00:00Z"]),
@@ -264,7 +257,6 @@ ROWS: dict[str, Row] = {
     "an id": Row({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **INT}}}, [1], ["a"]),
     "a pointer with escapes": Row({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": INT}}, [1], ["a"]),
     "a remote reference": Row(obj({"a": {"$ref": "https://x.org/s"}}), [{"a": 1}], [[]], ("properties.a.$ref",)),
-    "a reference into the void": Row({"$ref": "#/$defs/b", "$defs": {}}, [1], [], ("$ref",)),
     "a dynamic reference": Row({"$dynamicRef": "#x"}, [1], [], ("$dynamicRef",)),
     "a problem in a definition": Row(
         {**arr(items={"$ref": "#/$defs/a"}), "$defs": {"a": {**STR, "format": "x"}}},
@@ -275,7 +267,6 @@ ROWS: dict[str, Row] = {
     # annotations
     "annotations": Row({"title": "T", "default": 1, "examples": [2], "x-other": {"not": {}}, **INT}, [1], ["a"]),
     "a property named like a keyword": Row(obj({"not": INT, "$ref": STR}), [{"not": 1, "$ref": "a"}], [{"not": "a"}]),
-    "no schema": Row({"items": 7}, [[1]], [], ("items",)),
 }
 
 
@@ -311,7 +302,7 @@ def written(matcher: llguidance.LLMatcher, rng: random.Random) -> str | None:
 
 
 # Two are excluded: one is not a schema of any draft, the other forbids more without its patterns than with them.
-JUDGED = [row for name, row in ROWS.items() if name not in ("bounds of other kinds", "patterns that overlap")]
+JUDGED = [row for name, row in ROWS.items() if name != "patterns that overlap"]
 
 
 @pytest.mark.parametrize("row", JUDGED)

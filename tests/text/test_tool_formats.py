@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, TemplateError
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, find_tool_format
+from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, named_tool_format
 from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters
 from quire.text.tool_prompts import fitting_id
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
-from tests.text.tool_templates import HERMES, PLAIN, TEMPLATES, THINKING
+from tests.text.family_templates import LFM2_OLD
+from tests.text.tool_templates import FOREIGN, HERMES, PLAIN, TEMPLATES, THINKING, UNCLOSED
 from tests.text.vocabularies import SPECIAL, TOOLS, byte_level_gguf, byte_level_json
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
@@ -34,20 +35,57 @@ NOW = Tool("now")
 # Detection
 
 
+def detected(source: str | None) -> str:
+    template = ChatTemplate(source, Tokenizer.from_gguf(byte_level_gguf()))
+    name = template.tool_format.name
+    template.close()
+    return name
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_shows_its_format(name: str) -> None:
-    assert find_tool_format(TEMPLATES[name]).name == name
+    assert detected(TEMPLATES[name]) == name
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_calls_that_no_parser_reads_are_prompted(name: str) -> None:
+    template = ChatTemplate(FOREIGN[name], Tokenizer.from_gguf(byte_level_gguf()))
+    assert template.tool_format is PROMPTED
+    rendered = template.render(ChatRequest(CONVERSATIONS[1], tools=(WEATHER,)))
+    template.close()
+    assert rendered.count('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"') == 1
+    assert '{"name": "get_weather", "description": "Of a city"' in rendered
+    assert "<tool_response>\n21\n</tool_response>" in rendered
 
 
 def test_unknown_formats_are_prompted() -> None:
-    assert find_tool_format(None) is PROMPTED
-    assert find_tool_format("{{ 'tools: <tool_call>' }}" + PLAIN) is PROMPTED  # the template never reads the variable
-    assert find_tool_format(HERMES + "<function=") is PROMPTED  # a related format that writes calls differently
-    assert find_tool_format("{% if tools %}{{ tools }}{% endif %}") is PROMPTED
-    assert find_tool_format(PLAIN, "hermes").name == "hermes"
+    assert detected(None) == "words"
+    assert detected("{{ 'tools: <tool_call>' }}" + PLAIN) == "words"  # the template never reads the variable
+    assert detected("{% if tools %}{{ tools }}{% endif %}" + PLAIN) == "words"
+    assert detected(UNCLOSED) == "words"
+    assert detected(HERMES.replace("</tools>", "</tools> <function=")) == "hermes"  # the call decides, not the source
+    # Only the beginning of a very long answer is read.
+    long = HERMES.replace("{{- '<tool_call>\\n{", "{{- '<tool_call>' * 300000 }}{{- '<tool_call>\\n{")
+    assert "300000" in long
+    assert detected(long) == "words"
+    # A template that never writes calls has no format, except LFM2: quire writes its calls.
+    assert detected("{% if tools %}{{ '<tool_call>' }}{% endif %}" + PLAIN) == "words"
+    assert detected(LFM2_OLD) == "lfm2"
+    assert (
+        ChatTemplate(PLAIN, Tokenizer.from_gguf(byte_level_gguf()), tool_format="hermes").tool_format.name == "hermes"
+    )
     names = "qwen_xml, gemma4, harmony, lfm2, hermes, mistral, llama3, words"
     with pytest.raises(InvalidRequest, match=f"tool_format = 'xml' is not one of {names}"):
-        find_tool_format(PLAIN, "xml")
+        named_tool_format("xml")
+
+
+def test_a_format_is_not_detected_for_chats_without_tools(json_tokenizer: Tokenizer) -> None:
+    endless = "{%- if tools %}{%- for i in range(99999) %}{%- for j in range(99999) %}{%- endfor %}{%- endfor %}"
+    template = ChatTemplate(HERMES.replace("{%- if tools %}", endless, 1), json_tokenizer)
+    assert "Weather?" in template.render(ChatRequest((ASKED,)))
+    with pytest.raises(TemplateError, match="did not finish within 1 s"):
+        template.render(ChatRequest((ASKED,), tools=(WEATHER,)))
+    template.close()
 
 
 # Rendering

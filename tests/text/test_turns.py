@@ -16,7 +16,9 @@ from quire.server.protocols.openai.responses_parsing import parse_responses
 from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.text.chat_template import ChatTemplate
 from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.template_worker import environment
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_prompts import template_tool
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.turns import STRICTEST, TurnRules, is_plain, merge_turns
 from tests.text.test_chat_template import STYLES
@@ -66,7 +68,7 @@ STRICT = {
 RULES = {
     "no system": TurnRules(False, True, False, False, True),
     "alternating": TurnRules(True, True, False, False, True),
-    "mistral": TurnRules(True, False, False, False, False),
+    "mistral": TurnRules(True, False, False, False, False, True),
     "silent": TurnRules(False, True, False, True, True),
     "first system only": TurnRules(True, True, False, True, True),
 }
@@ -130,6 +132,50 @@ def test_a_permissive_template_gets_conversations_unchanged(tokenizer: Tokenizer
         expected = "".join(f"<|im_start|>{one.role.value}\n{one.text}<|im_end|>\n" for one in talk)
         assert template.render(ChatRequest(talk, add_generation_prompt=False)) == expected
     template.close()
+
+
+SECOND = [LAST, say("assistant", "", call("c2"), call("c3")), say("tool", "r2", of="c2"), say("tool", "r3", of="c3")]
+THIRD = [say("user", "u3"), say("assistant", "", call("c4")), say("tool", "r4", of="c4")]
+# With the number of the last user turn, which gets the system text.
+ROUNDS = {
+    "a question": ([FIRST], 0),
+    "a result": (CALLED, 0),
+    "an answer to a result": ([*CALLED, ANSWER], 0),
+    "a question after one round": ([*CALLED, ANSWER, LAST], 4),
+    "two rounds": ([*CALLED, ANSWER, *SECOND], 4),
+    "a round after a plain answer": ([FIRST, ANSWER, *THIRD], 2),
+    "two calls in a row": ([*CALLED, say("assistant", "", call("c5")), say("tool", "r5", of="c5")], 0),
+    "three rounds": ([*CALLED, ANSWER, *SECOND, ANSWER, *THIRD, ANSWER, LAST], 13),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_the_system_text_is_where_the_template_puts_it(name: str, tokenizer: Tokenizer) -> None:
+    turns, last_user = ROUNDS[name]
+    template = ChatTemplate(STRICT["mistral"], tokenizer)
+    tools = (Tool("look"),)
+    rendered = template.render(ChatRequest([SYSTEM, *turns], tools=tools))
+    template.close()
+    start = directly(tokenizer, [SYSTEM, *turns[: last_user + 1]], tools)
+    assert "[INST] s1\n\nu" in start
+    assert rendered.startswith(start)  # a round of calls continues the prompt of its question
+    placed = [*turns[:last_user], say("user", f"s1\n\n{turns[last_user].text}"), *turns[last_user + 1 :]]
+    assert rendered == directly(tokenizer, placed, tools)
+    if turns[-1].role is Role.USER:
+        assert rendered == directly(tokenizer, [SYSTEM, *turns], tools)
+
+
+def directly(tokenizer: Tokenizer, turns: list[Message], tools: tuple[Tool, ...]) -> str:
+    """The turns as Jinja renders them with the template, without quire."""
+    entries: list[dict[str, Any]] = []
+    for turn in turns:
+        entries.append({"role": turn.role.value, "content": turn.text})
+        if turn.tool_calls:
+            functions = [{"name": one.name, "arguments": json.loads(one.arguments)} for one in turn.tool_calls]
+            entries[-1]["tool_calls"] = [{"function": function} for function in functions]
+    shown = [template_tool(tool) for tool in tools]
+    made = environment().from_string(STRICT["mistral"])
+    return made.render(messages=entries, tools=shown, **tokenizer.special_tokens)
 
 
 @pytest.mark.parametrize("name", TALKS)

@@ -114,6 +114,103 @@ PLAIN = (
 # A template that opens the reasoning block itself.
 THINKING = PLAIN.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}") + "{# </think> #}"
 
+
+def _foreign(described: str, call: str, *, head: str = "", tail: str = "", between: str = "") -> str:
+    """A template that writes each call as `call`, a Jinja text with `f` as the function."""
+    return (
+        "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{%- set f = tool.function %}"
+        + described
+        + "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}"
+        "{{- '<|im_start|>' + message.role + '\\n' }}{%- if message.tool_calls %}"
+        + head
+        + "{%- for one in message.tool_calls %}{%- set f = one.function %}"
+        + call
+        + (f"{{%- if not loop.last %}}{between}{{%- endif %}}" if between else "")
+        + "{%- endfor %}"
+        + tail
+        + "{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    )
+
+
+_SIGNATURE = """{{- '{"name": "' + f.name + '", "parameters": ' + f.parameters | tojson + '}' }}"""
+_PARAMETERS = "{%- for name, value in f.arguments | items %}"
+# How families without a row write calls. Each source has a string that occurs in the templates of a row.
+FOREIGN = {
+    # Command R7B and Cohere 2: other names of the keys, in a list.
+    "command r7b": _foreign(
+        _SIGNATURE,
+        """{{- '    {"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' + f.name + '", "parameters": ' }}"""
+        "{{- f.arguments | tojson + '}' }}",
+        head="{{- '<|START_ACTION|>[\\n' }}",
+        tail="{{- '\\n]<|END_ACTION|>' }}",
+        between="{{- ',\\n' }}",
+    ),
+    # Command R+: a block of code. Reads the tools even if there are none.
+    "command r plus": "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}"
+    + _foreign(
+        _SIGNATURE,
+        """{{- '    {\\n        "tool_name": "' + f.name + '",\\n        "parameters": ' }}"""
+        "{{- f.arguments | tojson(indent=4) + '\\n    }' }}",
+        head="{{- 'Action:\\n```json\\n[\\n' }}",
+        tail="{{- '\\n]```' }}",
+        between="{{- ',\\n' }}",
+    ),
+    # Muse: XML in a namespace of its own, in a message to the tool.
+    "muse glimmer": _foreign(
+        _SIGNATURE,
+        "{{- ' to=' + f.name + '<|message|><atem:invoke name=\"' + f.name + '\">' }}"
+        + _PARAMETERS
+        + "{{- '<atem:parameter name=\"' + name + '\">' ~ value ~ '</atem:parameter>' }}{%- endfor %}"
+        "{{- '</atem:invoke>' }}",
+    ),
+    # Functionary 3.1: the name in the tag, JSON inside; another marker for one of its tools.
+    "functionary 3.1": _foreign(
+        _SIGNATURE,
+        "{%- if f.name == 'python' %}{{- '<|python_tag|>' + f.arguments | tojson }}{%- else %}"
+        "{{- '<function=' + f.name + '>' + f.arguments | tojson + '</function>' }}{%- endif %}",
+    ),
+    # Apriel 1.5: a list in <tool_calls>; the instructions name <tool_call> instead.
+    "apriel 1.5": _foreign(
+        "{{- 'Return calls within <tool_call></tool_call>: ' + f.name }}",
+        """{{- '{"name": "' + f.name + '", "arguments": ' + f.arguments | tojson + '}' }}""",
+        head="{{- '\\n<tool_calls>[' }}",
+        tail="{{- ']</tool_calls>' }}",
+        between="{{- ', ' }}",
+    ),
+    # GLM: a pair of tags for the key and the value of each argument.
+    "glm": _foreign(
+        "{{- '<tool_call>' + f.name }}",
+        "{{- '<tool_call>' + f.name + '\\n' }}"
+        + _PARAMETERS
+        + "{{- '<arg_key>' + name + '</arg_key>\\n<arg_value>' ~ value ~ '</arg_value>\\n' }}{%- endfor %}"
+        "{{- '</tool_call>' }}",
+    ),
+    # Seed-OSS: as qwen_xml, with other tags around it.
+    "seed": _foreign(
+        "{{- '<tool_call>' + f.name }}",
+        "{{- '<seed:tool_call>\\n<function=' + f.name + '>\\n' }}"
+        + _PARAMETERS
+        + "{{- '<parameter=' + name + '>' ~ value ~ '</parameter>\\n' }}{%- endfor %}"
+        "{{- '</function>\\n</seed:tool_call>' }}",
+    ),
+    # Mistral Small 3.2: the name before the arguments.
+    "mistral small": _foreign(
+        "{{- f.name }}", "{{- '[TOOL_CALLS]' + f.name + '[CALL_ID]abcdefghi[ARGS]' + f.arguments | tojson }}"
+    ),
+    # Arguments as Python writes them, which is not JSON.
+    "python values": _foreign(
+        "{{- f.name }}",
+        """{{- '<tool_call>\\n{"name": "' + f.name + '", "arguments": ' }}"""
+        "{{- f.arguments ~ '}\\n</tool_call>' }}",
+    ),
+    # The template refuses calls.
+    "no calls": _foreign("{{- '<tool_call>' + f.name }}", "{{- raise_exception('no calls') }}"),
+}
+
+# Another marker after the call: the format's own closing is missing.
+UNCLOSED = HERMES.replace("}\\n</tool_call>'", "}<|call|>'").replace("</tool_call>", "")
+
 TEMPLATES = {
     "hermes": HERMES,
     "llama3": LLAMA3,

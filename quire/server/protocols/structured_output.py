@@ -14,6 +14,7 @@ from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
 from quire.text.messages import ChatRequest
+from quire.text.schema_mistakes import SchemaProblem
 from quire.text.schemas import SchemaNotHeld
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
 from quire.text.tools import Tool
@@ -86,9 +87,9 @@ async def answer_in_shape(
 
 
 def shape_error(field: str, error: InvalidRequest) -> ApiError:
-    if isinstance(error, SchemaNotHeld):
-        field = f"{field}.{error.path}"[:MAX_PATH_CHARS]
-        return ApiError(Kind.INVALID, f"{field} cannot be enforced: {error.why}", param=field)
+    if isinstance(error, SchemaProblem):
+        field = error.at(field)[:MAX_PATH_CHARS]
+        return ApiError(Kind.INVALID, f"{field} {error.what}", param=field)
     found = _COMPILER_MESSAGE.match(str(error))
     what = str(error) if found is None else found["what"]
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
