@@ -22,10 +22,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from first_examples import RIGHT, Example, examples
+from first_examples import RIGHT, Example, distinct, examples
 
 from quire import LLM, GenerationOutput, GenerationParams
 from quire.backends.native.library import choose_kernels, kernels_available
+from quire.cli.first_answer import QUESTION
 from quire.engine.llm import as_chat
 from quire.engine.outputs import Completion, TokenLogprob
 from quire.text.grammar import regex_grammar
@@ -135,13 +136,13 @@ def main() -> None:
         GenerationParams(seed=seed, max_tokens=MAX_TOKENS, temperature=given.temperature, top_p=given.top_p)
         for seed in range(given.answers)
     ]
-    todo = examples()
+    todo = distinct(examples())
     precisions = given.precision or ("balanced", "exact")
     runs = [(name, precision) for name in given.kernels or kernels_available() for precision in precisions]
     is_good = True
     for kernels, precision in [*runs, *([(FP32, "")] if given.fp32 else [])]:
         with opened(kernels, precision, given.model) as llm:
-            texts = sample(llm, todo[0].prompt, params)
+            texts = sample(llm, QUESTION, params)
             answered = answer_examples(llm, todo)
         is_good &= report(f"{kernels} {precision}".strip(), texts, todo, answered)
     sys.exit(not is_good)
@@ -149,7 +150,7 @@ def main() -> None:
 
 def report(name: str, texts: Sequence[str], todo: Sequence[Example], answered: Answered) -> bool:
     """Print what one variant did. Return whether it reached the bars."""
-    right = RIGHT[todo[0].prompt]
+    right = RIGHT[QUESTION]
     num_right, num_good = texts.count(right), len(todo) - len(answered.wrong)
     print(
         f"{name}: {num_right} of {len(texts)} sampled answers and {num_good} of {len(todo)} examples are right;"

@@ -50,6 +50,14 @@ def examples() -> list[Example]:
     return [hello, *_of_the_page(), *_curls(text), *_pythons(text), *_commands(text)]
 
 
+def distinct(todo: Sequence[Example]) -> list[Example]:
+    """Each prompt once, with the smallest limit: its answer must fit."""
+    found: dict[tuple[Any, ...], Example] = {}
+    for one in sorted(todo, key=lambda one: (one.max_tokens is None, one.max_tokens)):
+        found.setdefault((one.prompt, one.is_raw, one.choices), one)
+    return list(found.values())
+
+
 def _of_the_page() -> Iterator[Example]:
     source = PAGE.read_text(encoding="utf-8")
     (listed,) = re.findall(r"^const EXAMPLES = (\[.*?\]);$", source, re.MULTILINE | re.DOTALL)
@@ -71,21 +79,20 @@ def _curls(text: str) -> Iterator[Example]:
 
 
 def _pythons(text: str) -> Iterator[Example]:
-    """Examples in Python: `create(messages=...)` of a client, and `chat` of `LLM`."""
+    """Examples in Python: `create(messages=...)` of a client, and `chat` and `generate` of `LLM`."""
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        tree = ast.parse(block)
-        limits = [ast.literal_eval(node.value) for node in ast.walk(tree) if _is_named(node, "max_tokens")]
-        limit = limits[0] if limits else None
-        for node in ast.walk(tree):
-            if _is_named(node, "messages"):
-                yield Example("README.md, Python", _question(ast.literal_eval(node.value)), limit)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chat":
-                for prompt in ast.literal_eval(node.args[0]):
-                    yield Example("README.md, Python", prompt, limit)
-
-
-def _is_named(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.keyword) and node.arg == name
+        nodes = list(ast.walk(ast.parse(block)))
+        named = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
+        limit = next((ast.literal_eval(value) for name, value in named if name == "max_tokens"), None)
+        for name, value in named:
+            if name == "messages":
+                yield Example("README.md, Python", _question(ast.literal_eval(value)), limit)
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in ("chat", "generate"):
+                    prompts = ast.literal_eval(node.args[0])
+                    for prompt in [prompts] if isinstance(prompts, str) else prompts:
+                        yield Example("README.md, Python", prompt, limit, is_raw=node.func.attr == "generate")
 
 
 def _commands(text: str) -> Iterator[Example]:

@@ -13,8 +13,8 @@ import typer
 
 from quire.cli.server_client import printable
 
-# The default model's answer has a large margin at every token, so kernels that round differently give the same one
-# (benchmarks/first_answer.py).
+# Chosen for a large margin at every token of the default model's answer: kernels round differently, and this must not
+# change the answer (benchmarks/first_answer.py).
 QUESTION = "What is the capital city of Japan?"
 MAX_TOKENS = 64
 LIMIT_S = 300.0

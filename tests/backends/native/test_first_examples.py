@@ -34,9 +34,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def check(benchmark: Any, llm: LLM) -> None:
-    answered = benchmark.answer_examples(llm, benchmark.examples())
+    answered = benchmark.answer_examples(llm, benchmark.distinct(benchmark.examples()))
     assert answered.wrong == {}
-    assert len(answered.margins) >= 10
+    assert len(answered.margins) >= 5
     assert answered.least.nats >= benchmark.LEAST_MARGIN, str(answered.least)
 
 
