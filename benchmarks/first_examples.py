@@ -87,12 +87,12 @@ def _pythons(text: str) -> Iterator[Example]:
         for name, value in named:
             if name == "messages":
                 yield Example("README.md, Python", _question(ast.literal_eval(value)), limit)
-        for node in nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in ("chat", "generate"):
-                    prompts = ast.literal_eval(node.args[0])
-                    for prompt in [prompts] if isinstance(prompts, str) else prompts:
-                        yield Example("README.md, Python", prompt, limit, is_raw=node.func.attr == "generate")
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if method in ("chat", "generate"):
+                prompts = ast.literal_eval(call.args[0])
+                for prompt in [prompts] if isinstance(prompts, str) else prompts:
+                    yield Example("README.md, Python", prompt, limit, is_raw=method == "generate")
 
 
 def _commands(text: str) -> Iterator[Example]:
