@@ -87,6 +87,7 @@ SLOW_FILES_S = {
     "server/test_schemathesis.py": 31,
     "cli/test_batch.py": 30,
     "backends/native/test_invariance.py": 27,
+    "backends/native/test_first_examples.py": 100,
     "server/test_page.py": 27,
     "server/test_disk_cache.py": 27,
     "backends/torch/test_models.py": 25,

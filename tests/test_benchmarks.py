@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from quire.backends.native.library import kernels_available
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 BARE = ("msgspec", "starlette", "uvicorn", "typer", "rich", "gguf", "pytest", "jinja2", "hypothesis", "yaml")
 
@@ -75,10 +77,14 @@ def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
 
 
 def test_the_first_answer_of_the_default_model_is_right(default_model: Path) -> None:
-    command = [sys.executable, str(FOLDER / "first_answer.py"), "--model", str(default_model), "--answers", "20"]
+    options = ["--answers", "20", "--kernels", kernels_available()[0], "--precision", "balanced"]
+    command = [sys.executable, str(FOLDER / "first_answer.py"), "--model", str(default_model), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    assert outcome.stdout == "20 of 20 answers name Paris (100%; the bar is 95%)\n"
+    assert " balanced: 20 of 20 sampled answers and 5 of 5 examples are right; least margin " in outcome.stdout
+    command += ["--top-p", "1", "--temperature", "2"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 1, "most answers are wrong at this temperature"
 
 
 def test_the_core_benchmark_runs() -> None:

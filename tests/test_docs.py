@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from quire.cli.first_answer import QUESTION
 from quire.cli.main import COMMANDS, FILES, app
 from tests import families_page, options_page
 from tests.server.rig import serving
@@ -185,8 +186,8 @@ def test_python_runs_as_written(page: Path, address: str) -> None:
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, f"{example}: {outcome.stderr}"
         assert outcome.stdout
-        if "capital of France" in example:
-            assert "The capital of France is Paris." in outcome.stdout
+        if QUESTION in example:
+            assert "The capital city of Japan is Tokyo." in outcome.stdout
 
 
 @pytest.mark.parametrize("page", SERVED, ids=lambda page: page.name)
@@ -227,7 +228,7 @@ def test_make_serve_starts_a_server_and_prints_an_answer(default_model: Path) ->
         process.communicate()
     text = "".join(lines)
     assert "quire serves smollm2-135m-instruct at http://127.0.0.1:" in text
-    assert "  > What is the capital of France?\n  The capital of France is Paris.\n" in text
+    assert f"  > {QUESTION}\n  The capital city of Japan is Tokyo.\n" in text
     for claim in re.findall(r"^      cache: .*$", (ROOT / "README.md").read_text(), re.MULTILINE):
         assert claim.strip() in text  # the README shows the same line
     assert "export OPENAI_BASE_URL=http://127.0.0.1:" in text

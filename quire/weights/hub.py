@@ -31,8 +31,8 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
             license="Apache-2.0",
-            # Its makers recommend top_p = 0.9, with which a third of the answers to the README's question are wrong
-            # (benchmarks/first_answer.py).
+            # Its makers recommend top_p = 0.9, with which a third of the answers to "What is the capital of France?"
+            # are wrong.
             generation=GenerationDefaults(temperature=0.2, top_p=0.5),
             description="135 million parameters in 4 bits: small enough for any laptop, for trying things out",
         ),
