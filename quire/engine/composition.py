@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -210,14 +210,17 @@ def make_engine(
     *,
     is_server: bool = False,
     chain_secret: bytes = b"",
+    on_open: Callable[[ModelSpec], None] | None = None,
 ) -> Engine:
     """Load a model and compose its engine. The checkpoint is closed: the runner holds the weights.
 
     `is_server`: clients wait for single tokens, so the backend's limit of prompts beside answers is used.
-    `chain_secret`: see `make_scheduler`.
+    `chain_secret`: see `make_scheduler`. `on_open` is called before the weights are loaded.
     """
     checkpoint = open_checkpoint(path, config.load_format)
     try:
+        if on_open is not None:
+            on_open(checkpoint.spec)
         runner = make_runner(checkpoint, config, progress)
     finally:
         checkpoint.close()

@@ -503,6 +503,12 @@ def _load_and_run(channel: Channel) -> int:
             publisher = stack.enter_context(contextlib.closing(open_publisher(first.kv_events)))
         with _timed(timings_s, "import"):
             import_backend(first.config)
+        prepared: list[Grammars] = []  # while the weights are loaded
+
+        def prepare_grammars(vocab_size: int) -> None:
+            prepared.append(open_grammars(Path(first.path), first.config.load_format, vocab_size))
+            prepared[-1].prepare()
+
         with _timed(timings_s, "weights"):
             engine = make_engine(
                 Path(first.path),
@@ -511,12 +517,15 @@ def _load_and_run(channel: Channel) -> int:
                 observer,
                 is_server=True,
                 chain_secret=first.chain_secret,
+                on_open=lambda spec: prepare_grammars(spec.vocab_size),
             )
         stack.callback(engine.close)
-        grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
+        if prepared[0].vocab_size != engine.capacity.vocab_size:  # a library's model may have more logits
+            prepared[0].close()
+            prepare_grammars(engine.capacity.vocab_size)
         cache = engine.scheduler.cache
         reporter = CacheReporter(cache) if first.reports_cache else None
-        worker = Worker(channel, engine, observer, grammars, publisher, reporter)
+        worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
