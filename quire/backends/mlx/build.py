@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx_lm
@@ -102,7 +102,7 @@ def _make_runner(
         block_size=options.block_size,
         model=model_key(checkpoint.spec, shapes, max_model_len),
     )
-    return MlxRunner(model, store, capacity, facts, layout, thread)
+    return MlxRunner(model, store, capacity, replace(facts, layout=layout), thread)
 
 
 def _use_device(name: str) -> bool:

@@ -90,6 +90,8 @@ class NativeRunner:
             num_threads=self.model.engine.num_threads,
             weight_bytes=self.model.weight_bytes,
             kv_bytes=self.model.memory.num_bytes,
+            layout=self._layout(),
+            is_row_exact=True,
         )
 
     def use_threads(self, num_threads: int) -> None:

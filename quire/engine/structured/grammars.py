@@ -6,14 +6,11 @@ Knows nothing of requests and steps. A compiled grammar is cached for its owner,
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,6 +18,7 @@ from quire.engine.model_text import make_tokenizer
 from quire.engine.structured.masks import GrammarFailed, Matcher
 from quire.engine.structured.normal_time import NormalTime
 from quire.engine.structured.trial import GrammarTrial, Vocabulary, one_line
+from quire.engine.thread_priority import lower_thread_priority
 from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
 NUM_THREADS = 3  # of each pool
-NICENESS = 10  # of the threads that compile slow grammars: about a tenth of a core beside one busy thread
 STACK_BYTES = 16 << 20  # stack of each thread: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # a state takes one to two kB
@@ -73,7 +70,7 @@ class Grammars:
         self._jobs: dict[_Owned, Future[Compiled]] = {}
         self._normal_time = NormalTime()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
-        self._slow_pool = ThreadPoolExecutor(NUM_THREADS, "slow grammar", initializer=_lower_priority)
+        self._slow_pool = ThreadPoolExecutor(NUM_THREADS, "slow grammar", initializer=lower_thread_priority)
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -174,14 +171,6 @@ def _submit(pool: ThreadPoolExecutor, function: Callable[..., T], *values: Any, 
         return pool.submit(function, *values, **options)
     finally:
         threading.stack_size(before)
-
-
-def _lower_priority() -> None:
-    """Let the steps of the model run first. On Linux a thread has its own priority."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with suppress(OSError):  # forbidden
-            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS))
 
 
 def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:

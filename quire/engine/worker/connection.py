@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from quire import errors
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
@@ -31,6 +33,7 @@ from quire.engine.worker.protocol import (
     Cancel,
     Explained,
     Failed,
+    Fingerprinted,
     Finish,
     FromWorker,
     GetStats,
@@ -232,6 +235,9 @@ class WorkerConnection:
                 self._watch()
                 if not self.ready.done():
                     self.ready.set_result(None)
+            case Fingerprinted(system_fingerprint=found):
+                if self.facts is not None:
+                    self.facts = msgspec.structs.replace(self.facts, system_fingerprint=found)
             case Stats(query_id=query_id) if query_id == self._probe_id:
                 self._is_probing = False
                 self._watch()
