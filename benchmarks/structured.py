@@ -1,9 +1,10 @@
 """Measures the cost of grammars: steps of constrained requests against steps of plain ones, alternating in one run.
 
-    python benchmarks/structured.py                                 # 16 of each, the default model
-    python benchmarks/structured.py --hostile                       # grammars that are refused, and their cost to others
-    python benchmarks/structured.py --unique 10000                  # memory, over that many different schemas
-    python benchmarks/structured.py --first                         # the first structured answer of a fresh server
+    python benchmarks/structured.py                         # 16 of each, the default model
+    python benchmarks/structured.py --hostile               # grammars that are refused, and their cost to others
+    python benchmarks/structured.py --unique 10000          # memory, over that many different schemas
+    python benchmarks/structured.py --first                 # the first structured answer of a fresh server
+    python benchmarks/structured.py --first --wait 10       # the same, 10 s after the server is ready
 
 All requests decode while the clock runs, with the same lengths in both. The answers are long arrays of records, so none
 ends early. The target: a step with 16 constrained rows takes less than 5 % longer. The cost of a mask depends on the
@@ -96,10 +97,11 @@ def main() -> None:
     parser.add_argument("--hostile", action="store_true")
     parser.add_argument("--unique", type=int, default=0)
     parser.add_argument("--first", action="store_true")
+    parser.add_argument("--wait", type=float, default=0.0)
     options = parser.parse_args()
     path = resolve(options.model)
     if options.first:
-        measure_first(path, options.rounds)
+        measure_first(path, options.rounds, options.wait)
         return
     if options.unique:
         engine = make_engine(path, EngineConfig(backend="fake"))
@@ -205,24 +207,24 @@ def summary(times: Sequence[float]) -> str:
 # The first structured answer of a fresh server
 
 
-def measure_first(path: Path, num_rounds: int) -> None:
+def measure_first(path: Path, num_rounds: int, wait_s: float) -> None:
     """Compare the first structured answer of a server with later ones of other schemas, which are compiled too."""
     for num_busy in (0, NUM_BUSY):
         rounds = []
         for _ in range(num_rounds):
             with cpu_bound_processes(num_busy):
-                rounds.append(first_and_later(path))
+                rounds.append(first_and_later(path, wait_s))
         ready_s, first_s, later_s = (statistics.median(times) for times in zip(*rounds, strict=True))
         longest_s = max(first for _, first, _ in rounds)
         print(
-            f"beside {num_busy} CPU-bound processes, medians of {num_rounds} servers: ready after {ready_s:.2f} s; first"
-            f" token of the first structured answer after {first_s:.3f} s (longest {longest_s:.3f}), of a later one"
-            f" after {later_s:.3f} s: ratio {first_s / later_s:.1f}",
+            f"beside {num_busy} CPU-bound processes, medians of {num_rounds} servers: ready after {ready_s:.2f} s;"
+            f" {wait_s:g} s later, first token of the first structured answer after {first_s:.3f} s (longest"
+            f" {longest_s:.3f}), of a later one after {later_s:.3f} s: ratio {first_s / later_s:.1f}",
             flush=True,
         )
 
 
-def first_and_later(path: Path) -> tuple[float, float, float]:
+def first_and_later(path: Path, wait_s: float) -> tuple[float, float, float]:
     """Seconds until a server is ready, to the first token of its first structured answer, and of later ones."""
     start_s = time.perf_counter()
     command = [sys.executable, "-m", "quire", "serve", str(path), "--port", "0"]
@@ -231,6 +233,7 @@ def first_and_later(path: Path) -> tuple[float, float, float]:
         try:
             url = next(line.split()[-1] for line in process.stdout if "http://" in line)
             ready_s = time.perf_counter() - start_s
+            time.sleep(wait_s)
             times = [first_token_s(url, {f"name{number}": {"type": "string"}}) for number in range(1 + NUM_LATER)]
         finally:
             process.send_signal(signal.SIGINT)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import quire
 from quire.backends.base import RunnerFacts
-from quire.engine.tiers.weights_digest import weights_digest
 from quire.engine.thread_priority import lower_thread_priority
+from quire.engine.tiers.weights_digest import weights_digest
 
 # The digest of larger files is not awaited by the start of a worker: 1.6 GB/s with one core that has SHA instructions.
 MAX_AWAITED_BYTES = 256 << 20
+MAX_FORGOTTEN_BYTES = 16 << 20  # takes 10 ms: not worth an entry in the memo
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +39,7 @@ def describe(weights: str, load_format: str, facts: RunnerFacts) -> dict[str, st
 
 
 def system_fingerprint(arithmetic: Mapping[str, str], text: str, *, has_drafts: bool) -> str:
-    """Identifies everything on the side of the server that changes answers. `text`: the digest of the text files.
+    """Identifies everything on the side of the server that changes answers. `text`: the names and digests of the text files.
 
     `has_drafts`: tokens are guessed and verified in larger batches, with a runner whose results depend on the batch.
     """
@@ -62,10 +63,11 @@ class Fingerprinting:
     ) -> None:
         self._weights = weights
         self._text = text
-        self._memo = memo
         self._fingerprint_of = fingerprint_of
         self._on_end = on_end
-        self._is_large = sum(file.stat().st_size for file in (*weights, *text)) > MAX_AWAITED_BYTES
+        num_bytes = sum(file.stat().st_size for file in (*weights, *text))
+        self._memo = memo if num_bytes > MAX_FORGOTTEN_BYTES else None
+        self._is_large = num_bytes > MAX_AWAITED_BYTES
         self._found = ""
         self._thread = threading.Thread(target=self._run, name="fingerprint", daemon=True)
         self._thread.start()
@@ -87,8 +89,8 @@ class Fingerprinting:
                 lower_thread_priority()
             max_threads = 1 if self._is_large else None
             weights = weights_digest(self._weights, self._memo, max_threads)
-            text = weights_digest(self._text, self._memo, max_threads) if self._text else ""
-            self._found = self._fingerprint_of(weights, text)
+            text = [f"{file.name}={weights_digest([file], self._memo, max_threads)}" for file in self._text]
+            self._found = self._fingerprint_of(weights, " ".join(text))
         except OSError as error:
             log.warning("answers have no system_fingerprint: a file of the model cannot be read: %s", error)
         self._on_end()

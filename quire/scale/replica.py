@@ -293,11 +293,8 @@ class Replica:
                 self._take_report(message)
             case Loading():
                 pass
-            case Ready():
-                self._facts.set_result(message)
-            case Fingerprinted(system_fingerprint=found):
-                self._system_fingerprint = found
-                self._tell_all(message)
+            case Ready() | Fingerprinted():
+                self._take_facts(message)
             case Failed(kind=kind, message=text):
                 self.error = error_of(kind, text)
             case Stats(query_id=query_id) if query_id == STATS_ID:
@@ -322,6 +319,13 @@ class Replica:
             return
         for front in self._fronts.values():
             front.push(_part(message, front.number))
+
+    def _take_facts(self, message: Ready | Fingerprinted) -> None:
+        if isinstance(message, Ready):
+            self._facts.set_result(message)
+        else:
+            self._system_fingerprint = message.system_fingerprint
+            self._tell_all(message)
 
     def _take_report(self, report: CacheReport) -> None:
         if report.is_cleared:

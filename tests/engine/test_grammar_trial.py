@@ -1,4 +1,4 @@
-"""The child process that tries grammars: when it starts, the priorities of its forks, and how long they may have them."""
+"""The child process that tries grammars: when it starts, the priorities of its forks, and the bound of normal ones."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def test_a_worker_starts_the_child_before_the_first_grammar(tiny_model: Path) ->
     run(work())
 
 
-def test_a_killed_child_is_started_again_without_a_request(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_child_is_started_again_without_a_request(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "MIN_LIFE_S", 0.0)
     grammars.prepare()
     grammars.compile(regex_grammar("before"))
@@ -123,7 +121,7 @@ def test_a_slow_grammar_does_not_delay_another_one(grammars: Grammars, monkeypat
 def test_a_trial_ends_at_its_time_limit(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "COMPILE_LIMIT_S", ENDLESS_S)
     monkeypatch.setattr(trial, "WAIT_LIMIT_S", 0.5)
-    with pytest.raises(InvalidRequest, match="does not finish within 0.5 s"):
+    with pytest.raises(InvalidRequest, match=r"does not finish within 0\.5 s"):
         grammars.compile(SLOW)
     (child,) = trial_children()
     assert child.children() == []
@@ -198,8 +196,9 @@ def test_hostile_grammars_use_up_the_time_of_their_owner_only(
     monkeypatch.setattr(trial, "COMPILE_LIMIT_S", 0.3)
     grammars._normal_time = NormalTime(clock=lambda: 0.0)
     for number in range(6):
+        hostile = Grammar(GrammarKind.JSON_SCHEMA, SLOW.source.replace("}", " " * number + "}"))
         with pytest.raises(InvalidRequest, match=r"more than 0\.3 s"):
-            grammars.submit(Grammar(GrammarKind.JSON_SCHEMA, SLOW.source.replace("}", " " * number + "}")), "a").result()
+            grammars.submit(hostile, "a").result()
     assert grammars._normal_time.take("a") == 0.0
     assert grammars._normal_time.take("b") == PATIENCE_S
     grammars.submit(regex_grammar("b"), "b").result()

@@ -30,17 +30,17 @@ class _Identity(NamedTuple):
     inode: int
 
 
-def weights_digest(files: Sequence[Path], memo: Path, max_threads: int | None = None) -> str:
+def weights_digest(files: Sequence[Path], memo: Path | None, max_threads: int | None = None) -> str:
     """SHA-256 of the contents of all files, in hexadecimal. The order and the names of the files do not matter.
 
     Digests are remembered in the JSON file `memo` by real path, size, modification time and inode, so that the next
     start does not read the files. The memo only saves time: one that is damaged or cannot be written is ignored.
-    `max_threads`: that read files at the same time; None: as many as pay.
+    None: there is none. `max_threads`: that read files at the same time; None: as many as pay.
     """
     if not files:
         raise ValueError("no files to digest")
     paths = [Path(os.path.realpath(file)) for file in files]
-    known = _read_memo(memo)
+    known = {} if memo is None else _read_memo(memo)
     digests: dict[Path, str] = {}
     unknown: dict[Path, _Identity] = {}
     for path in paths:
@@ -56,7 +56,8 @@ def weights_digest(files: Sequence[Path], memo: Path, max_threads: int | None = 
             known.pop(str(path), None)
             if _identity(path) == unknown[path]:  # else it changed while it was read
                 known[str(path)] = [*unknown[path], digest]
-        _write_memo(memo, known)
+        if memo is not None:
+            _write_memo(memo, known)
     return sha256("\n".join(sorted(digests[path] for path in paths)).encode()).hexdigest()
 
 
