@@ -18,6 +18,7 @@ from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow
 COMPILE_LIMIT_S = 2.0  # CPU time
 FIRST_MASK_LIMIT_S = 0.1  # CPU time: a grammar with a slow first mask stays slow
 WAIT_LIMIT_S = 120.0  # wall-clock time: the machine may be busy with steps
+EXCHANGE_LIMIT_S = 120.0  # of one exchange with the child, or of its start
 LOOK_S = 0.02  # interval of the questions whether a slow trial has ended
 MIN_LIFE_S = 10.0  # a child that lives for a shorter time is not started again at once: it may be killed each time
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class GrammarTrial:
         with self._lock:
             self._start()
             try:
-                return self._child.ask(order, WAIT_LIMIT_S)
+                return self._child.ask(order, EXCHANGE_LIMIT_S)
             except Interrupted:
                 raise
             except NoAnswer as error:  # not the fault of the grammar, which is compiled in a fork
@@ -135,7 +136,7 @@ class GrammarTrial:
             raise RequestFailed("the engine is closed")
         try:
             if self._child.start():
-                self._child.ask(self._first_order(), WAIT_LIMIT_S)
+                self._child.ask(self._first_order(), EXCHANGE_LIMIT_S)
         except Interrupted:
             raise
         except NoAnswer as error:
