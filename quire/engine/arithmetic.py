@@ -39,9 +39,10 @@ def describe(weights: str, load_format: str, facts: RunnerFacts) -> dict[str, st
 
 
 def system_fingerprint(arithmetic: Mapping[str, str], text: str, *, has_drafts: bool) -> str:
-    """Identifies everything on the side of the server that changes answers. `text`: the names and digests of the text files.
+    """Identifies everything on the side of the server that changes answers.
 
-    `has_drafts`: tokens are guessed and verified in larger batches, with a runner whose results depend on the batch.
+    `text`: the names and digests of the files that determine prompts and sampling. `has_drafts`: tokens are guessed and
+    verified in larger batches, with a runner whose results depend on the batch.
     """
     facts = {**arithmetic, "text": text, "drafts": str(has_drafts), "quire": quire.__version__}
     return "fp_" + sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -222,7 +222,7 @@ def test_a_client_learns_it_with_the_start_or_later(
             if is_late:
                 assert engine.system_fingerprint is None
                 flag.touch()
-                await asyncio.to_thread(eventually, lambda: engine.system_fingerprint, "it is known")
+                await asyncio.to_thread(eventually, lambda: engine.system_fingerprint is not None, "it is known")
             assert engine.system_fingerprint == expected
 
     run(work())

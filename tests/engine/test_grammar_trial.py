@@ -20,6 +20,7 @@ from quire.engine.structured import normal_time, trial
 from quire.engine.structured.grammars import Grammars
 from quire.engine.structured.normal_time import OF_ALL, OF_OWNER, PATIENCE_S, NormalTime
 from quire.errors import InvalidRequest, RequestFailed
+from quire.text.child_process import Interrupted
 from quire.text.grammar import Grammar, GrammarKind, choice_grammar, regex_grammar
 from quire.text.tokenizer import Tokenizer
 from tests.engine.serving import client, run
@@ -61,6 +62,14 @@ def fork_of(child: psutil.Process) -> psutil.Process:
 
 def nice_values(pid: int) -> set[int]:
     return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+
+
+def wait_for_priority(fork: psutil.Process, nice: int) -> None:
+    eventually(lambda: len(fork.threads()) == 2 and nice_values(fork.pid) == {nice}, f"both threads have {nice = }")
+
+
+def wait_for_end(fork: psutil.Process) -> None:
+    eventually(lambda: not fork.is_running(), "the fork has ended")
 
 
 # When the child starts
@@ -157,7 +166,7 @@ def test_a_fork_that_was_killed_or_stopped_is_replaced_once(
     for _ in range(2):
         fork = fork_of(child)
         (fork.suspend if is_stopped else fork.kill)()
-        eventually(lambda fork=fork: not fork.is_running(), "the fork has ended")
+        wait_for_end(fork)
     with pytest.raises(RequestFailed, match="the process that checks grammars was killed"):
         job.result(HANG_S)
     assert [one.pid for one in trial_children()] == [child.pid]
@@ -189,11 +198,10 @@ def test_a_trial_begins_at_normal_priority_and_goes_on_at_a_low_one(
             job = pool.submit(compiler.trial._try, source, patience_s)
             (child,) = eventually(trial_children, "the child is started")
             fork = fork_of(child)
-            eventually(lambda fork=fork: len(fork.threads()) == 2, "the compiling thread has started")
-            eventually(lambda fork=fork, nice=expected: nice_values(fork.pid) == {nice}, f"priority {expected}")
+            wait_for_priority(fork, expected)
             assert child.nice() == psutil.Process().nice()  # of the next fork
             fork.kill()
-            assert isinstance(job.exception(HANG_S), trial.Interrupted)
+            assert isinstance(job.exception(HANG_S), Interrupted)
 
 
 @on_linux
