@@ -1134,8 +1134,6 @@ def test_events_of_an_active_request() -> None:
     assert cache_view(cast("ActiveRequest", FakeActiveRequest(chat(), [], Priority.HIGH))) is None
 
 
-
-
 # Cache explanations
 
 
