@@ -1,8 +1,10 @@
 """Measures the cost of grammars: steps of constrained requests against steps of plain ones, alternating in one run.
 
-    python benchmarks/structured.py                                 # 16 of each, the default model python
-    benchmarks/structured.py --hostile                       # grammars that are refused, and their cost to others
-    python benchmarks/structured.py --unique 10000                  # memory, over that many different schemas
+    python benchmarks/structured.py                         # 16 of each, the default model
+    python benchmarks/structured.py --hostile               # grammars that are refused, and their cost to others
+    python benchmarks/structured.py --unique 10000          # memory, over that many different schemas
+    python benchmarks/structured.py --first                 # the first structured answer of a fresh server
+    python benchmarks/structured.py --first --wait 10       # the same, 10 s after the server is ready
 
 All requests decode while the clock runs, with the same lengths in both. The answers are long arrays of records, so none
 ends early. The target: a step with 16 constrained rows takes less than 5 % longer. The cost of a mask depends on the
@@ -13,11 +15,19 @@ records of common fields, and records with costly ones.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import statistics
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from busy import cpu_bound_processes
 
 from quire.core.request import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
@@ -73,6 +83,8 @@ HOSTILE: tuple[Grammar, ...] = (
 )  # fmt: skip
 NUM_PROMPT_TOKENS = 64
 WARM_UP_STEPS = 4
+NUM_BUSY = 2  # CPU-bound processes
+NUM_LATER = 5  # structured answers after the first
 
 
 def main() -> None:
@@ -84,8 +96,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--hostile", action="store_true")
     parser.add_argument("--unique", type=int, default=0)
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("--wait", type=float, default=0.0)
     options = parser.parse_args()
     path = resolve(options.model)
+    if options.first:
+        measure_first(path, options.rounds, options.wait)
+        return
     if options.unique:
         engine = make_engine(path, EngineConfig(backend="fake"))
         measure_memory(open_grammars(path, "auto", engine.capacity.vocab_size), options.unique)
@@ -185,6 +202,61 @@ def summary(times: Sequence[float]) -> str:
     ordered = sorted(times)
     p50, p99 = statistics.median(ordered), ordered[min(int(len(ordered) * 0.99), len(ordered) - 1)]
     return f"{len(times)} steps, p50 {p50 * 1000:.1f} ms, p99 {p99 * 1000:.1f}, max {ordered[-1] * 1000:.1f}"
+
+
+# The first structured answer of a fresh server
+
+
+def measure_first(path: Path, num_rounds: int, wait_s: float) -> None:
+    """Compare the first structured answer of a server with later ones of other schemas, which are compiled too."""
+    for num_busy in (0, NUM_BUSY):
+        rounds = []
+        for _ in range(num_rounds):
+            with cpu_bound_processes(num_busy):
+                rounds.append(first_and_later(path, wait_s))
+        ready_s, first_s, later_s = (statistics.median(times) for times in zip(*rounds, strict=True))
+        longest_s = max(first for _, first, _ in rounds)
+        print(
+            f"beside {num_busy} CPU-bound processes, medians of {num_rounds} servers: ready after {ready_s:.2f} s;"
+            f" {wait_s:g} s later, first token of the first structured answer after {first_s:.3f} s (longest"
+            f" {longest_s:.3f}), of a later one after {later_s:.3f} s: ratio {first_s / later_s:.1f}",
+            flush=True,
+        )
+
+
+def first_and_later(path: Path, wait_s: float) -> tuple[float, float, float]:
+    """Seconds until a server is ready, to the first token of its first structured answer, and of later ones."""
+    start_s = time.perf_counter()
+    command = [sys.executable, "-m", "quire", "serve", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = next(line.split()[-1] for line in process.stdout if "http://" in line)
+            ready_s = time.perf_counter() - start_s
+            time.sleep(wait_s)
+            times = [first_token_s(url, {f"name{number}": {"type": "string"}}) for number in range(1 + NUM_LATER)]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+    return ready_s, times[0], statistics.median(times[1:])
+
+
+def first_token_s(url: str, properties: dict[str, Any]) -> float:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    body = {
+        "messages": [{"role": "user", "content": "Name a city."}],
+        "max_tokens": 4,
+        "stream": True,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    headers = {"Content-Type": "application/json"}
+    start_s = time.perf_counter()
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        for line in answer:
+            if b'"content":"' in line and b'"content":""' not in line:
+                return time.perf_counter() - start_s
+    raise SystemExit("the answer has no token")
 
 
 # Memory

@@ -66,7 +66,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:
-    """Description of a runner for logs and the startup banner."""
+    """Description of a runner: for people, and for the key of everything that it computes."""
 
     backend: str  # with version
     device: str
@@ -78,6 +78,8 @@ class RunnerFacts:
     window_bytes: int = 0  # the part of it that holds window blocks
     state_bytes: int = 0  # the part of it that holds recurrent states
     notice: str = ""  # what users must know about the answers; empty: nothing
+    layout: str = ""  # see `BlockIO.layout`
+    is_row_exact: bool = False  # a row has the same bits in any batch, so that drafts change no answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ class Copied:
 class BlockIO(Protocol):
     """Copies pieces of a runner's memory to and from host buffers. Called by the engine, between steps.
 
-    A buffer has `sizes.of(kind)` bytes: the piece in all layers. `layout` describes these bytes: two runners with the
-    same weights and the same layout understand each other's buffers.
+    A buffer has `sizes.of(kind)` bytes: the piece in all layers. `layout` describes these bytes and the arithmetic that
+    computes them: two runners with the same weights and the same layout understand each other's buffers.
     """
 
     sizes: MemorySizes

@@ -235,7 +235,8 @@ class FakeRunner:
         return self._capacity
 
     def facts(self) -> RunnerFacts:
-        return RunnerFacts("fake", f"{self._step_s * 1000:g}ms" if self._step_s else "none", "none", 1)
+        device = f"{self._step_s * 1000:g}ms" if self._step_s else "none"
+        return RunnerFacts("fake", device, "none", 1, layout=self._block_io.layout, is_row_exact=True)
 
     def use_threads(self, num_threads: int) -> None:
         del num_threads  # this runner uses one

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +27,17 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import make_policy
 from quire.core.saves import NO_SAVES
 from quire.core.scheduler import Scheduler
+from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.engine import Engine
 from quire.engine.tiers.break_even import measure_prefill
 from quire.engine.tiers.cache_folder import root_secret
 from quire.engine.tiers.opening import OpenedTiers, TierSettings
+from quire.engine.tiers.weights_digest import DIGESTS, weights_digest
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import memory_size, parse_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.hub import cache_dir
-from quire.weights.opening import LOAD_FORMATS, open_checkpoint, weight_files
+from quire.weights.opening import LOAD_FORMATS, open_checkpoint, text_files, weight_files
 from quire.weights.spec import ModelSpec
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`.
@@ -210,14 +212,17 @@ def make_engine(
     *,
     is_server: bool = False,
     chain_secret: bytes = b"",
+    on_open: Callable[[ModelSpec], None] | None = None,
 ) -> Engine:
     """Load a model and compose its engine. The checkpoint is closed: the runner holds the weights.
 
     `is_server`: clients wait for single tokens, so the backend's limit of prompts beside answers is used.
-    `chain_secret`: see `make_scheduler`.
+    `chain_secret`: see `make_scheduler`. `on_open` is called before the weights are loaded.
     """
     checkpoint = open_checkpoint(path, config.load_format)
     try:
+        if on_open is not None:
+            on_open(checkpoint.spec)
         runner = make_runner(checkpoint, config, progress)
     finally:
         checkpoint.close()
@@ -254,11 +259,32 @@ def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers 
             f"host_cache = {memory_size(settings.host_bytes)}: the KV cache of this backend is in host memory already;"
             " kv_memory sets its size"
         )
-    files = weight_files(path, config.load_format)
     capacity = runner.capacity()
     pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
     name = path.stem if path.is_file() else path.name
-    return OpenedTiers(settings, block_io, pool_sizes, name, files, config.load_format, runner.facts())
+
+    def arithmetic() -> dict[str, str]:
+        digest = weights_digest(weight_files(path, config.load_format), _digest_memo(config))
+        return describe(digest, config.load_format, runner.facts())
+
+    return OpenedTiers(settings, block_io, pool_sizes, name, arithmetic)
+
+
+def _digest_memo(config: EngineConfig) -> Path:
+    """Where digests of files are remembered: beside the content that they are a key of."""
+    return (disk_cache_folder(config) or cache_dir()) / DIGESTS
+
+
+def begin_fingerprint(path: Path, config: EngineConfig, engine: Engine, on_end: Callable[[], None]) -> Fingerprinting:
+    """Compute the `system_fingerprint` of an engine in a thread, which calls `on_end`."""
+    facts = engine.runner.facts()
+    has_drafts = config.enable_drafts and engine.capacity.max_drafts > 0 and not facts.is_row_exact
+
+    def fingerprint_of(weights: str, text: str) -> str:
+        return system_fingerprint(describe(weights, config.load_format, facts), text, has_drafts=has_drafts)
+
+    files = weight_files(path, config.load_format), text_files(path)
+    return Fingerprinting(*files, _digest_memo(config), fingerprint_of, on_end)
 
 
 def disk_cache_folder(config: EngineConfig) -> Path | None:

@@ -146,6 +146,13 @@ class ClusterClient:
         return next((one.connection.facts for one in self.replicas), None)
 
     @property
+    def system_fingerprint(self) -> str | None:
+        """That of all replicas; None if they differ, in their devices for example: any of them may answer."""
+        facts = (one.connection.facts for one in self.replicas)
+        found = {one.system_fingerprint for one in facts if one is not None}
+        return (found.pop() or None) if len(found) == 1 else None
+
+    @property
     def is_caching(self) -> bool:
         return self._config.enable_prefix_caching
 

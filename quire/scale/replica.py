@@ -32,6 +32,7 @@ from quire.engine.worker.protocol import (
     Cancel,
     DropBlocks,
     Failed,
+    Fingerprinted,
     Finish,
     FromWorker,
     GetStats,
@@ -132,6 +133,7 @@ class Replica:
         self._keys: set[bytes] = set()  # content of the cache, for fronts that connect later
         self._num_free_blocks = 0
         self._fingerprint = ""
+        self._system_fingerprint: str | None = None  # if it was not known when the worker was ready
         self._facts: asyncio.Future[Ready] = self._loop.create_future()
         self._stats: asyncio.Future[Stats] | None = None
         self.error: QuireError | None = None  # why it ended
@@ -210,6 +212,8 @@ class Replica:
             self._drop(earlier)
         facts = await asyncio.shield(self._facts)
         own = self._fronts[front] = _Front(front, self._loop.time())
+        if self._system_fingerprint is not None:
+            facts = msgspec.structs.replace(facts, system_fingerprint=self._system_fingerprint)
         own.push(msgspec.structs.replace(facts, fingerprint=self._fingerprint))
         own.push(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks))
         return own
@@ -289,8 +293,8 @@ class Replica:
                 self._take_report(message)
             case Loading():
                 pass
-            case Ready():
-                self._facts.set_result(message)
+            case Ready() | Fingerprinted():
+                self._take_facts(message)
             case Failed(kind=kind, message=text):
                 self.error = error_of(kind, text)
             case Stats(query_id=query_id) if query_id == STATS_ID:
@@ -315,6 +319,13 @@ class Replica:
             return
         for front in self._fronts.values():
             front.push(_part(message, front.number))
+
+    def _take_facts(self, message: Ready | Fingerprinted) -> None:
+        if isinstance(message, Ready):
+            self._facts.set_result(message)
+        else:
+            self._system_fingerprint = message.system_fingerprint
+            self._tell_all(message)
 
     def _take_report(self, report: CacheReport) -> None:
         if report.is_cleared:

@@ -54,6 +54,8 @@ class ServiceInterface(Protocol):
     def metrics(self) -> Metrics: ...
     @property
     def activity(self) -> ActivityCounters: ...
+    @property
+    def system_fingerprint(self) -> str | None: ...
     def pinned_tokens(self, request: GenerationRequest) -> int: ...
     def count(self, count: Callable[..., None], *values: object) -> None: ...
     def close_request(self, active: ActiveRequest) -> None: ...
@@ -115,6 +117,10 @@ class ActiveRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(error if isinstance(error, Exception) else None)
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        return self._service.system_fingerprint
 
     @property
     def num_prompt_tokens(self) -> int:

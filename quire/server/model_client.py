@@ -27,6 +27,9 @@ class ModelClient(Protocol):
     def facts(self) -> Ready | None: ...
 
     @property
+    def system_fingerprint(self) -> str | None: ...
+
+    @property
     def is_caching(self) -> bool: ...
 
     @property

@@ -91,6 +91,10 @@ class ModelService:
         return self.names[0]
 
     @property
+    def system_fingerprint(self) -> str | None:
+        return self.client.system_fingerprint
+
+    @property
     def max_model_len(self) -> int:
         return self.client.max_model_len
 

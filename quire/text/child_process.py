@@ -98,6 +98,11 @@ class Child:
             self.kill()  # also on interrupts: a late answer must not be read as the next answer
             raise
 
+    def wait(self) -> None:
+        """Wait for the end of the process that runs now. May be called while another thread uses the child."""
+        if (process := self._process) is not None:
+            process.wait()
+
     def kill(self) -> None:
         if self._end is not None:
             self._end()
@@ -166,9 +171,14 @@ def _work_done(pid: int) -> object:
 def _died(process: subprocess.Popen[bytes]) -> NoAnswer:
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_LIMIT_S)
-    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # the limits that it sets itself end it in other ways
+    return died(process.returncode)
+
+
+def died(returncode: int | None) -> NoAnswer:
+    """Say why a process has ended that should have answered."""
+    if returncode in (-signal.SIGKILL, -signal.SIGTERM):  # the limits that it sets itself end it in other ways
         return Interrupted("was killed")
-    return Died(process.returncode)
+    return Died(returncode)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -183,7 +193,9 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    if process.poll() is None:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # the group is its own: with the processes that it has forked
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with suppress(OSError):

@@ -11,6 +11,9 @@ from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 
 LOAD_FORMATS = ("auto", "dummy")  # the weights in the files; random weights in the shapes of config.json
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
@@ -39,6 +42,11 @@ def weight_files(path: Path, load_format: str = "auto") -> list[Path]:
         return [path / "config.json", *weights]
     first = _only_gguf(path) if path.is_dir() else path
     return part_paths(first)
+
+
+def text_files(path: Path) -> list[Path]:
+    """Return the files beside the weights that determine prompts and default sampling. A GGUF has them inside."""
+    return [path / name for name in TEXT_FILES if (path / name).exists()] if (path / "config.json").exists() else []
 
 
 def _open_dummy(path: Path) -> Checkpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
@@ -85,7 +84,7 @@ def test_slices_change_no_mask(default_model: Path) -> None:
     compiler = grammars_module._Compiler(tokenizer, eos_token_ids, tokenizer.vocab_size)
     tokenizers = (compiler._tokenizer, compiler._tokenizer.with_slices([]))
     for schema, text in SLICED:
-        source = compiler._translate(json_schema_grammar(schema))
+        source = compiler.translate(json_schema_grammar(schema))
         sliced, plain = (compiler._library.LLMatcher(one, source, log_level=0) for one in tokenizers)
         for token in (*tokenizer.encode_plain(text, at_start=False), eos_token_ids[0]):
             assert sliced.compute_bitmask() == plain.compute_bitmask()
@@ -285,17 +284,20 @@ def test_tenants_take_turns_in_the_grammar_queue() -> None:
     waiting = GrammarQueue(grammars, lambda: None)
     for number in range(6):
         waiting.add(add_of(number, f"g{number}", "greedy"))
+    assert [name for name, _ in grammars.jobs] == ["greedy g0", "greedy g1"]  # a thread stays free for other tenants
     waiting.add(add_of(10, "p", "patient"))
-    assert [name for name, _ in grammars.jobs] == ["greedy g0", "greedy g1"]  # one for each thread
+    waiting.add(add_of(11, "q", "patient"))
+    assert [name for name, _ in grammars.jobs[2:]] == ["patient p"]
     waiting.cancel(0)
     waiting.take()
-    assert len(grammars.jobs) == 2  # the thread still compiles the grammar of the cancelled request
+    assert len(grammars.jobs) == 3  # the thread still compiles the grammar of the cancelled request
     grammars.fail("greedy g0")
     assert not waiting.take()
+    assert [name for name, _ in grammars.jobs[3:]] == ["greedy g2"]
     grammars.fail("greedy g1")
     assert [message.request_ids for message, _ in waiting.take()] == [(1,)]
-    assert [name for name, _ in grammars.jobs[2:]] == ["greedy g2", "patient p"]
-    assert len(waiting) == 5
+    assert [name for name, _ in grammars.jobs[4:]] == ["patient q"]  # its turn
+    assert len(waiting) == 6
 
 
 def test_a_full_grammar_queue_leaves_room_for_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,15 +515,3 @@ def test_the_vocabulary_of_a_gguf_is_opened_from_its_file(default_model: Path) -
     matcher = made.compile(json_object_grammar()).matcher()
     assert not matcher.consume(min(allowed(matcher.mask())))
     made.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_grammars_are_compiled_at_a_low_priority(grammars: Grammars) -> None:
-    grammars.compile(regex_grammar("priority[ab]{3}"))
-    me = psutil.Process()
-    expected = max(me.nice(), 10)
-    assert grammars._pool is not None
-    threads = [thread.native_id for thread in grammars._pool._threads]
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads if thread is not None} == {expected}
-    children = [child for child in me.children() if any(part.endswith("trial_child.py") for part in child.cmdline())]
-    assert {child.nice() for child in children} == {expected}

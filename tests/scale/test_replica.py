@@ -17,7 +17,7 @@ from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.process import HANG_LIMIT_S
-from quire.engine.worker.protocol import Add, Cancel, DropBlocks, GetStats, ToWorker, encode, to_worker
+from quire.engine.worker.protocol import Add, Cancel, DropBlocks, Fingerprinted, GetStats, ToWorker, encode, to_worker
 from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
@@ -624,6 +624,26 @@ def test_the_joined_map_of_replicas_of_different_sizes(tiny_model: Path) -> None
             assert sum(one.num_cells for one in found.cells) <= max(max_cells, 2)
 
     run(tiny_model, work, num_replicas=1)
+
+
+def test_the_system_fingerprint_is_that_of_all_replicas(tiny_model: Path) -> None:
+    """Also one that a worker reports late. Where replicas differ there is none: any of them may answer."""
+
+    async def work(direct: Direct, client: ClusterClient) -> None:
+        first = client.system_fingerprint
+        assert first is not None
+        for number, replica in enumerate(direct.replicas.values()):
+            replica._take(Fingerprinted("fp_late"))
+            expected = (None, "fp_late")[number]
+            while client.system_fingerprint != expected:
+                await asyncio.sleep(0.01)
+        client.set_replicas(["r0"])
+        client.set_replicas(["r0", "r1"])  # a front that connects later learns it too
+        while len(client.replicas) < 2:
+            await asyncio.sleep(0.01)
+        assert client.system_fingerprint == "fp_late"
+
+    run(tiny_model, work)
 
 
 def test_a_replica_with_another_model_is_not_used(tiny_model: Path) -> None:

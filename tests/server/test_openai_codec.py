@@ -37,7 +37,7 @@ from quire.server.protocols.openai.completions import (
     token_offsets,
     whole_completion,
 )
-from quire.server.protocols.openai.encoding import AnswerEvents, cache_view, fingerprint, head_of
+from quire.server.protocols.openai.encoding import AnswerEvents, cache_view, head_of
 from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
@@ -1102,6 +1102,7 @@ class FakeActiveRequest:
         self.request = request
         self.request_id = "req_1"
         self.model = "m"
+        self.system_fingerprint = "fp_x"
         self.created = 1_700_000_000
         self.priority = priority
         self.usage = USAGE
@@ -1131,11 +1132,6 @@ def test_events_of_an_active_request() -> None:
     assert chunks[0]["service_tier"] == "flex"
     assert chunks[-2]["cache"]["prompt_tokens"] == 10
     assert cache_view(cast("ActiveRequest", FakeActiveRequest(chat(), [], Priority.HIGH))) is None
-
-
-def test_the_fingerprint_is_of_the_model() -> None:
-    assert fingerprint("a") == fingerprint("a") != fingerprint("b")
-    assert len(fingerprint("a" * 500)) < 20
 
 
 # Cache explanations

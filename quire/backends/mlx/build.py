@@ -111,7 +111,7 @@ def _make_runner(
         block_size=options.block_size,
         model=model_key(checkpoint.spec, shapes, max_model_len),
     )
-    return MlxRunner(model, store, capacity, facts, layout, thread)
+    return MlxRunner(model, store, capacity, replace(facts, layout=layout), thread)
 
 
 def _use_device(name: str) -> bool:

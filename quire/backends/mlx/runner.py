@@ -69,7 +69,7 @@ class MlxRunner:
     """`thread` does all work: it has loaded the model, and computes every step."""
 
     def __init__(
-        self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts, layout: str, thread: OwnThread
+        self, model: PagedModel, store: KVStore, capacity: Capacity, facts: RunnerFacts, thread: OwnThread
     ) -> None:
         self.model = model
         self.store = store
@@ -83,7 +83,7 @@ class MlxRunner:
         self._limits = store.limits
         self._thread = thread
         self._is_closed = False
-        self._block_io = MlxBlockIO(store, layout, facts.weight_bytes, self._run_between_steps)
+        self._block_io = MlxBlockIO(store, facts.layout, facts.weight_bytes, self._run_between_steps)
 
     def capacity(self) -> Capacity:
         return self._capacity

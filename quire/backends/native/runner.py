@@ -92,6 +92,8 @@ class NativeRunner:
             weight_bytes=self.model.weight_bytes,
             kv_bytes=self.model.memory.num_bytes,
             notice=rope_notice(self.model.spec, self.capacity().max_model_len),
+            layout=self._layout(),
+            is_row_exact=True,
         )
 
     def use_threads(self, num_threads: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,28 @@ def torch_layout(kind: str, model: Model, store: KVStore, max_model_len: int) ->
         "torch",
         LAYOUT,
         libraries=torch.__version__,
-        device=store.device.type,
-        kind=kind,
+        device=_arithmetic_of(store.device),
+        kind=kind if kind != "fused" else f"fused-{_triton_version()}",
         kv=_stored_type(store),
         block_size=store.block_size,
         window=max(store.windows, default=0),
         model=model_key(model.spec, model.kv_spec.within(max_model_len), max_model_len),
     )
+
+
+def _arithmetic_of(device: torch.device) -> str:
+    """The kind of a device, as libraries and compilers choose kernels by it."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda-{major}.{minor}"
+    return f"{device.type}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # the kernels are interpreted
+        return "none"
 
 
 def _stored_type(store: KVStore) -> str:

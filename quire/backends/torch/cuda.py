@@ -193,6 +193,7 @@ class CudaRunner:
             num_threads=1,
             weight_bytes=self.model.num_bytes,
             notice=self.model.notice,
+            layout=self._layout(),
             **memory_facts(self.store, self.states),
         )
 
@@ -214,9 +215,12 @@ class CudaRunner:
     def block_io(self) -> BlockIO:
         """The first call allocates staging memory and compiles kernels, or loads them."""
         if self._block_io is None:
-            layout = torch_layout("fused", self.model, self.store, self._capacity.max_model_len)
-            self._block_io = CudaBlockIO(self.store, self.states, counts_of(self._capacity), layout, self._stream)
+            counts = counts_of(self._capacity)
+            self._block_io = CudaBlockIO(self.store, self.states, counts, self._layout(), self._stream)
         return self._block_io
+
+    def _layout(self) -> str:
+        return torch_layout("fused", self.model, self.store, self._capacity.max_model_len)
 
     def _has_compiled(self) -> bool:
         return self._compiling is None or not self._compiling.is_running

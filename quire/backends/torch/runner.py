@@ -22,7 +22,7 @@ from quire.backends.sampling import (
 )
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
-from quire.backends.torch.block_io import make_host_block_io
+from quire.backends.torch.block_io import make_host_block_io, torch_layout
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
@@ -101,6 +101,7 @@ class TorchRunner:
             num_threads=torch.get_num_threads() if is_cpu else 1,
             weight_bytes=self.model.num_bytes,
             notice=self.model.notice,
+            layout=torch_layout("reference", self.model, self.store, self._capacity.max_model_len),
             **memory_facts(self.store, self.states),
         )
 

@@ -6,19 +6,19 @@ Knows nothing of requests and steps. A compiled grammar is cached for its owner,
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.engine.model_text import make_tokenizer
 from quire.engine.structured.masks import GrammarFailed, Matcher
+from quire.engine.structured.normal_time import NormalTime
 from quire.engine.structured.trial import GrammarTrial, Vocabulary, one_line
+from quire.engine.thread_priority import lower_thread_priority
 from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
-NUM_THREADS = 2
-NICENESS = 10  # of these threads: about a tenth of a core beside one busy thread
+NUM_THREADS = 3  # of each pool
 STACK_BYTES = 16 << 20  # stack of each thread: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # a state takes one to two kB
@@ -48,6 +47,7 @@ SLICES = (
 )
 
 
+T = TypeVar("T")
 _Owned = tuple[str, Grammar]  # owner and grammar
 
 
@@ -60,14 +60,17 @@ class Grammars:
     def __init__(self, open_tokenizer: Callable[[], tuple[Tokenizer, tuple[int, ...]]], vocab_size: int) -> None:
         """`open_tokenizer` returns a tokenizer and the model's end-of-text ids. It is called once, at first use."""
         self._open_tokenizer = open_tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        self._is_closed = False
         self._opening = threading.Lock()
         self._lock = threading.Lock()  # protects the fields below
         self._compiler: _Compiler | None = None
         self._compiled: OrderedDict[_Owned, Compiled] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._jobs: dict[_Owned, Future[Compiled]] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._normal_time = NormalTime()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
+        self._slow_pool = ThreadPoolExecutor(NUM_THREADS, "slow grammar", initializer=lower_thread_priority)
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -85,28 +88,31 @@ class Grammars:
             known = self._jobs.get((owner, grammar))
             if known is not None:
                 return known
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar", initializer=_lower_priority)
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                job = self._jobs[owner, grammar] = self._pool.submit(self._compile, grammar, owner)
-            finally:
-                threading.stack_size(before)
+            job = self._jobs[owner, grammar] = _submit(self._pool, self._compile, grammar, owner)
             return job
+
+    def prepare(self) -> None:
+        """Open the vocabulary and start the child process that tries grammars, in a thread: the first grammar need not.
+
+        An error is not reported: the first grammar gets the same.
+        """
+        with self._lock:
+            _submit(self._pool, self._open, keeps_running=True)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile and wait for the result."""
         return self.find(grammar) or self.submit(grammar).result()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._is_closed = True
+        for pool in (self._pool, self._slow_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:
-            self._compiler.close()
+            self._compiler.trial.close()
 
     def _compile(self, grammar: Grammar, owner: str) -> Compiled:
         try:
-            compiled = self._make(grammar)
+            compiled = self._make(grammar, owner)
             with self._lock:
                 self._remember((owner, grammar), compiled)
             return compiled
@@ -114,13 +120,31 @@ class Grammars:
             with self._lock:
                 self._jobs.pop((owner, grammar), None)
 
-    def _make(self, grammar: Grammar) -> Compiled:
+    def _make(self, grammar: Grammar, owner: str) -> Compiled:
         if grammar.kind is GrammarKind.TOKENS:
-            return _TokenMask(grammar.source, self._vocab_size)
+            return _TokenMask(grammar.source, self.vocab_size)
+        compiler = self._open()
+        source = compiler.translate(grammar)
+        taken_s = self._normal_time.take(owner)
+        tried = compiler.trial.run(source, taken_s)  # in another process first: some grammars crash the compiler
+        self._normal_time.give_back(owner, taken_s - tried.normal_s)
+        tried.check()
+        if tried.is_slow:
+            with self._lock:
+                job = _submit(self._slow_pool, compiler.compile, source, len(grammar.source))
+            return job.result()
+        start_s = time.thread_time()
+        compiled = compiler.compile(source, len(grammar.source))
+        self._normal_time.give_back(owner, start_s - time.thread_time())
+        return compiled
+
+    def _open(self, *, keeps_running: bool = False) -> _Compiler:
         with self._opening:
             if self._compiler is None:
-                self._compiler = _Compiler(*self._open_tokenizer(), self._vocab_size)
-        return self._compiler.compile(grammar)
+                self._compiler = _Compiler(*self._open_tokenizer(), self.vocab_size, keeps_running=keeps_running)
+            if self._is_closed:
+                self._compiler.trial.close()
+            return self._compiler
 
     def _remember(self, owned: _Owned, compiled: Compiled) -> None:
         if (replaced := self._compiled.pop(owned, None)) is not None:
@@ -140,12 +164,13 @@ class Grammars:
         return next(owned for owned in self._compiled if owned[0] == most)
 
 
-def _lower_priority() -> None:
-    """Let the steps of the model run first. On Linux a thread has its own priority."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with suppress(OSError):  # forbidden
-            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS))
+def _submit(pool: ThreadPoolExecutor, function: Callable[..., T], *values: Any, **options: Any) -> Future[T]:
+    """Submit to a pool, whose threads get their stack then. The size is the process's: callers hold a lock."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        return pool.submit(function, *values, **options)
+    finally:
+        threading.stack_size(before)
 
 
 def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:
@@ -298,7 +323,9 @@ class VocabularyAdapter:
 
 
 class _Compiler:
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int, *, keeps_running: bool = False
+    ) -> None:
         try:
             import llguidance
         except ModuleNotFoundError as error:
@@ -311,6 +338,9 @@ class _Compiler:
             special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
             slices=SLICES,
         )
+        self.trial = GrammarTrial(vocabulary, LIMITS)
+        if keeps_running:
+            self.trial.keep_running()  # the child prepares the vocabulary at the same time
         self._library = llguidance
         self._mask_bytes = -(-vocab_size // 8)
         self._tokenizer = llguidance.LLTokenizer(
@@ -320,23 +350,18 @@ class _Compiler:
             slices=list(vocabulary.slices),
         )
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._trial = GrammarTrial(vocabulary, LIMITS)
 
-    def compile(self, grammar: Grammar) -> Compiled:
-        source = self._translate(grammar)
-        self._trial.check(source)  # in another process first: some grammars crash the compiler
+    def compile(self, source: str, num_characters: int) -> Compiled:
+        """Compile a translated grammar that has passed its trial. `num_characters`: before its translation."""
         with _panics_converted:
             start = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if start.is_error():
                 raise InvalidRequest(f"grammar: {one_line(start.get_error())}")
             start.compute_bitmask()  # copies reuse the result
         # Measured: 80 kB for small schemas, 50 bytes per character for large ones.
-        return _LLCompiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * len(grammar.source))
+        return _LLCompiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * num_characters)
 
-    def close(self) -> None:
-        self._trial.close()
-
-    def _translate(self, grammar: Grammar) -> str:
+    def translate(self, grammar: Grammar) -> str:
         """The grammar in llguidance's format."""
         matcher = self._library.LLMatcher
         if grammar.kind is GrammarKind.REGEX:

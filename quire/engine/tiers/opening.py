@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from quire.backends.base import BlockIO, RunnerFacts
+from quire.backends.base import BlockIO
 from quire.core.lower_tier import LowerTier, PieceCounts, PieceSizes
 from quire.core.saves import SaveLimits
 from quire.core.step import Tier
@@ -19,7 +19,6 @@ from quire.engine.tiers.cache_folder import open_root, root_secret
 from quire.engine.tiers.disk_store import DiskStore
 from quire.engine.tiers.host_memory import HostStore, Slots
 from quire.engine.tiers.transfers import Transfers
-from quire.engine.tiers.weights_digest import weights_digest
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes
 
@@ -27,7 +26,6 @@ READ_BYTES = 256 << 20  # of buffers that are filled from files at the same time
 SAVE_BYTES = 128 << 20  # of buffers that wait to be written
 MIN_PIECES = 2
 NUM_READERS = max(1, min(16, os.cpu_count() or 1))
-DIGESTS = "digests.json"  # in the cache folder: digests of weights that were computed before
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +59,9 @@ class OpenedTiers:
         block_io: BlockIO,
         pool_sizes: PieceCounts,
         model: str,
-        weights: Sequence[Path],
-        load_format: str,
-        runner_facts: RunnerFacts,
+        arithmetic: Callable[[], Mapping[str, str]],
     ) -> None:
-        """`pool_sizes`: blocks, window blocks and states of the runner."""
+        """`pool_sizes`: blocks, window blocks and states of the runner. `arithmetic`: what determines their content."""
         self.block_io = block_io
         sizes = block_io.sizes
         self.secret = b""  # of the folder; empty: there is none
@@ -80,7 +76,7 @@ class OpenedTiers:
             self._host = HostStore(self._slots[-1])
             self.tiers.append(LowerTier(Tier.HOST, pieces, counts))
         if settings.disk_bytes and settings.folder is not None:
-            self._disk = _open_disk(settings, block_io, model, weights, load_format, runner_facts)
+            self._disk = _open_disk(settings, model, arithmetic)
             self.secret = root_secret(settings.folder)
             self.tiers.append(LowerTier(Tier.DISK, pieces, store_bytes=settings.disk_bytes))
         read_counts, save_counts = (
@@ -140,22 +136,8 @@ def at_most(counts: PieceCounts, pool_sizes: PieceCounts) -> PieceCounts:
     return blocks, windows, states
 
 
-def _open_disk(
-    settings: TierSettings,
-    block_io: BlockIO,
-    model: str,
-    weights: Sequence[Path],
-    load_format: str,
-    runner_facts: RunnerFacts,
-) -> DiskStore:
+def _open_disk(settings: TierSettings, model: str, arithmetic: Callable[[], Mapping[str, str]]) -> DiskStore:
     assert settings.folder is not None
     open_root(settings.folder)
-    facts = {
-        "weights": weights_digest(weights, settings.folder / DIGESTS),
-        "load_format": load_format,
-        "layout": block_io.layout,
-        "backend": runner_facts.backend,
-        "dtype": runner_facts.dtype,
-        "secret": sha256(root_secret(settings.folder)).hexdigest()[:16],  # keys depend on it
-    }
-    return DiskStore(settings.folder, facts, settings.disk_bytes, name=model)
+    secret = sha256(root_secret(settings.folder)).hexdigest()[:16]  # keys depend on it
+    return DiskStore(settings.folder, {**arithmetic(), "secret": secret}, settings.disk_bytes, name=model)

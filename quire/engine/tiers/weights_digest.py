@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.engine.tiers.cache_folder import write_private
 
+DIGESTS = "digests.json"  # the memo, in a cache folder
 PIECE_BYTES = 64 << 20  # pieces of a file are digested in parallel
 BUFFER_BYTES = 1 << 20
 MAX_THREADS = 8
@@ -29,16 +30,17 @@ class _Identity(NamedTuple):
     inode: int
 
 
-def weights_digest(files: Sequence[Path], memo: Path) -> str:
+def weights_digest(files: Sequence[Path], memo: Path | None, max_threads: int | None = None) -> str:
     """SHA-256 of the contents of all files, in hexadecimal. The order and the names of the files do not matter.
 
     Digests are remembered in the JSON file `memo` by real path, size, modification time and inode, so that the next
     start does not read the files. The memo only saves time: one that is damaged or cannot be written is ignored.
+    None: there is none. `max_threads`: that read files at the same time; None: as many as pay.
     """
     if not files:
         raise ValueError("no files to digest")
     paths = [Path(os.path.realpath(file)) for file in files]
-    known = _read_memo(memo)
+    known = {} if memo is None else _read_memo(memo)
     digests: dict[Path, str] = {}
     unknown: dict[Path, _Identity] = {}
     for path in paths:
@@ -49,22 +51,24 @@ def weights_digest(files: Sequence[Path], memo: Path) -> str:
         else:
             unknown[path] = identity
     if unknown:
-        for path, digest in _digest_files(unknown).items():
+        for path, digest in _digest_files(unknown, max_threads or MAX_THREADS).items():
             digests[path] = digest
             known.pop(str(path), None)
             if _identity(path) == unknown[path]:  # else it changed while it was read
                 known[str(path)] = [*unknown[path], digest]
-        _write_memo(memo, known)
+        if memo is not None:
+            _write_memo(memo, known)
     return sha256("\n".join(sorted(digests[path] for path in paths)).encode()).hexdigest()
 
 
-def _digest_files(files: dict[Path, _Identity]) -> dict[Path, str]:
+def _digest_files(files: dict[Path, _Identity], max_threads: int) -> dict[Path, str]:
     """Digest of each file: SHA-256 of the SHA-256 digests of its pieces."""
     pieces = [(path, start) for path, identity in files.items() for start in range(0, identity.size, PIECE_BYTES)]
-    num_threads = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(pieces)))
+    num_threads = max(1, min(max_threads, os.cpu_count() or 1, len(pieces)))
     found = {path: sha256(f"{identity.size}\n".encode()) for path, identity in files.items()}
-    with ThreadPoolExecutor(num_threads) as pool:
-        for (path, _), digest in zip(pieces, pool.map(_digest_piece, pieces), strict=True):
+    with ExitStack() as stack:  # one thread: the caller's, with its priority
+        run = map if num_threads == 1 else stack.enter_context(ThreadPoolExecutor(num_threads)).map
+        for (path, _), digest in zip(pieces, run(_digest_piece, pieces), strict=True):
             found[path].update(digest)
     return {path: digest.hexdigest() for path, digest in found.items()}
 
@@ -118,4 +122,5 @@ def _write_memo(memo: Path, known: dict[str, list[Any]]) -> None:
     """Write the newest entries. Entries of deleted files are dropped."""
     kept = [(path, entry) for path, entry in known.items() if os.path.exists(path)][-MAX_MEMO_FILES:]
     with suppress(OSError):
+        memo.parent.mkdir(parents=True, exist_ok=True)
         write_private(memo, json.dumps({"format": _MEMO_FORMAT, "files": dict(kept)}).encode())

@@ -106,6 +106,11 @@ class EngineClient:
         return None if connection is None else connection.facts
 
     @property
+    def system_fingerprint(self) -> str | None:
+        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
+        return (self.facts.system_fingerprint or None) if self.facts is not None else None
+
+    @property
     def is_caching(self) -> bool:
         return self._config.enable_prefix_caching
 

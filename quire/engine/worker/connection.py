@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from quire import errors
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
@@ -31,6 +33,7 @@ from quire.engine.worker.protocol import (
     Cancel,
     Explained,
     Failed,
+    Fingerprinted,
     Finish,
     FromWorker,
     GetStats,
@@ -226,12 +229,8 @@ class WorkerConnection:
                 self._refuse(request_ids, errors.error_of(message.kind, message.message))
             case Loading(num_done=num_done, num_bytes=num_bytes):
                 self._on_loading(num_done, num_bytes)
-            case Ready():
-                self.facts = message
-                self._ready_s = self._loop.time()
-                self._watch()
-                if not self.ready.done():
-                    self.ready.set_result(None)
+            case Ready() | Fingerprinted():
+                self._take_facts(message)
             case Stats(query_id=query_id) if query_id == self._probe_id:
                 self._is_probing = False
                 self._watch()
@@ -246,6 +245,17 @@ class WorkerConnection:
                     self._on_report(message)
             case Working():
                 pass  # handled by the watchdog of the process
+
+    def _take_facts(self, message: Ready | Fingerprinted) -> None:
+        if isinstance(message, Fingerprinted):
+            assert self.facts is not None  # it follows Ready
+            self.facts = msgspec.structs.replace(self.facts, system_fingerprint=message.system_fingerprint)
+            return
+        self.facts = message
+        self._ready_s = self._loop.time()
+        self._watch()
+        if not self.ready.done():
+            self.ready.set_result(None)
 
     def _begin(self, message: Begun) -> None:
         """Mark generations as started. The cache result is that of the first sample: the others share its KV."""

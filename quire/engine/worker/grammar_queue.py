@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from quire.errors import QueueFull, QuireError, RequestFailed
 
 MAX_COMPILING = 256  # requests; a common grammar takes milliseconds, a hostile one two seconds
 HARD_FACTOR = 4  # requests of all tenants together: at most this many times MAX_COMPILING
+MAX_OF_TENANT = NUM_THREADS - 1  # compiled at the same time: one tenant does not use every thread
 SIGN_OF_LIFE_S = 5.0  # interval of messages while the worker only waits for grammars
 
 
@@ -33,7 +34,7 @@ class GrammarQueue:
         self._wake = wake
         self._lines: dict[str, deque[Add]] = {}  # of tenants with waiting requests, in the order of their turns
         self._compiling: list[_Compiling] = []
-        self._abandoned: list[Future[Compiled]] = []  # of cancelled requests; they still use a thread
+        self._abandoned: list[_Compiling] = []  # cancelled requests whose grammars still use a thread
         self._last_sign_s = 0.0
 
     def __len__(self) -> int:
@@ -58,9 +59,8 @@ class GrammarQueue:
 
     def _begin(self) -> None:
         """Start jobs while threads are free. Tenants take turns, one request each."""
-        self._abandoned = [job for job in self._abandoned if not job.done()]
-        while self._lines and self._num_running() < NUM_THREADS:
-            tenant = next(iter(self._lines))
+        self._abandoned = [one for one in self._abandoned if not one.job.done()]
+        while (tenant := self._next_tenant()) is not None:
             line = self._lines.pop(tenant)
             message = line.popleft()
             if line:
@@ -69,8 +69,12 @@ class GrammarQueue:
             self._compiling.append(_Compiling(message, job))
             job.add_done_callback(lambda _: self._wake())
 
-    def _num_running(self) -> int:
-        return sum(not one.job.done() for one in self._compiling) + len(self._abandoned)
+    def _next_tenant(self) -> str | None:
+        """The tenant whose turn it is. None: no thread is free for any of them."""
+        running = Counter(one.message.tenant for one in (*self._compiling, *self._abandoned) if not one.job.done())
+        if running.total() >= NUM_THREADS:
+            return None
+        return next((tenant for tenant in self._lines if running[tenant] < MAX_OF_TENANT), None)
 
     def _job(self, message: Add) -> Future[Compiled]:
         assert message.grammar is not None
@@ -83,7 +87,7 @@ class GrammarQueue:
 
     def cancel(self, request_id: int) -> None:
         """Remove a request with all its samples: a client that cancels one cancels all of them."""
-        self._abandoned += [one.job for one in self._compiling if request_id in one.message.request_ids]
+        self._abandoned += [one for one in self._compiling if request_id in one.message.request_ids]
         self._compiling = [one for one in self._compiling if request_id not in one.message.request_ids]
         for tenant, line in list(self._lines.items()):
             kept = deque(message for message in line if request_id not in message.request_ids)

@@ -146,6 +146,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     kv_events: KvEventsStatus | None = None  # the sockets that were bound
     chain_secret: bytes = b""  # only for a client that asked for reports of the cache
     fingerprint: str = ""  # of the model and its settings, from a replica
+    system_fingerprint: str = ""  # empty: not known yet, `Fingerprinted` follows
 
     @property
     def weight_bytes(self) -> int:
@@ -155,6 +156,12 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     @property
     def kv_bytes(self) -> int:
         return self.facts.kv_bytes
+
+
+class Fingerprinted(msgspec.Struct, tag="fingerprinted", frozen=True):
+    """Sent after `Ready` if the files of the model are large and their digest was not known."""
+
+    system_fingerprint: str
 
 
 class Started(NamedTuple):
@@ -324,7 +331,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
 ToWorker = Load | Add | Cancel | Finish | DropBlocks | Query
 Answer = Explained | Stats | Blocks | BlocksViewed | HeldFound | CacheAnswer
-FromWorker = Loading | Ready | Begun | Stepped | Working | CacheReport | Refused | Answer | Failed
+FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answer | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -19,12 +19,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.core.block_map import BlockMap, held_ranges, view_blocks
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.composition import import_backend, make_bare_engine, make_engine
+from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.cache_report import CacheReporter
@@ -47,6 +49,7 @@ from quire.engine.worker.protocol import (
     Explained,
     Failed,
     FindHeld,
+    Fingerprinted,
     Finish,
     GetBlocks,
     GetStats,
@@ -71,6 +74,7 @@ from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work
 from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
 
 if TYPE_CHECKING:
+    from quire.engine.arithmetic import Fingerprinting
     from quire.engine.worker.event_publisher import EventPublisher
 
 AUDIT_AFTER_S = 1.0  # an audit starts after this much idle time
@@ -116,6 +120,7 @@ class Worker:
 
     `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
     Without `publisher`, changes of the cache are not announced; without `reporter`, not reported to the client.
+    `fingerprinting`: reported when it ends, unless the client has the result already.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class Worker:
         grammars: Grammars | None = None,
         publisher: EventPublisher | None = None,
         reporter: CacheReporter | None = None,
+        fingerprinting: Fingerprinting | None = None,
     ) -> None:
         self._channel = channel
         self._engine = engine
@@ -143,6 +149,7 @@ class Worker:
         self._grammars = grammars
         self._publisher = publisher
         self._reporter = reporter
+        self._fingerprinting = fingerprinting
         self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
         engine.on_plan = self._announce
@@ -190,6 +197,9 @@ class Worker:
             self._handle(messages)
             if self._compilations:
                 self._take_compiled(self._compilations)
+            if self._fingerprinting is not None and self._fingerprinting.found:
+                self._channel.send(Fingerprinted(self._fingerprinting.found))
+                self._fingerprinting = None
             if self._engine.has_work:
                 self._step()
             elif self._is_preparing:
@@ -503,6 +513,12 @@ def _load_and_run(channel: Channel) -> int:
             publisher = stack.enter_context(contextlib.closing(open_publisher(first.kv_events)))
         with _timed(timings_s, "import"):
             import_backend(first.config)
+        prepared: list[Grammars] = []  # while the weights are loaded
+
+        def prepare_grammars(vocab_size: int) -> None:
+            prepared.append(open_grammars(Path(first.path), first.config.load_format, vocab_size))
+            prepared[-1].prepare()
+
         with _timed(timings_s, "weights"):
             engine = make_engine(
                 Path(first.path),
@@ -511,12 +527,17 @@ def _load_and_run(channel: Channel) -> int:
                 observer,
                 is_server=True,
                 chain_secret=first.chain_secret,
+                on_open=lambda spec: prepare_grammars(spec.vocab_size),
             )
         stack.callback(engine.close)
-        grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
+        if prepared[0].vocab_size != engine.capacity.vocab_size:  # a library's model may have more logits
+            prepared[0].close()
+            prepare_grammars(engine.capacity.vocab_size)
         cache = engine.scheduler.cache
         reporter = CacheReporter(cache) if first.reports_cache else None
-        worker = Worker(channel, engine, observer, grammars, publisher, reporter)
+        channel.expect_wake()
+        fingerprinting = begin_fingerprint(Path(first.path), first.config, engine, channel.wake)
+        worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter, fingerprinting)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
@@ -526,7 +547,8 @@ def _load_and_run(channel: Channel) -> int:
         tiers = cache.stats().tiers
         secret = cache.tree.secret if first.reports_cache else b""
         max_model_len = engine.scheduler.max_model_len
-        channel.send(Ready(engine.capacity, max_model_len, facts, timings_s, step_s, tiers, events, secret))
+        ready = Ready(engine.capacity, max_model_len, facts, timings_s, step_s, tiers, events, secret)
+        channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprinting.wait()))
         try:
             worker.run(rest)
         except Gone:

@@ -15,6 +15,7 @@ from quire.core.check import check_scheduler
 from quire.core.lower_tier import NS_PER_S
 from quire.core.request import SamplingParams
 from quire.core.step import Tier
+from quire.engine.arithmetic import describe
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.tiers.opening import OpenedTiers, TierSettings
@@ -37,11 +38,11 @@ def make(
 ) -> Engine:
     """Make an engine over a new runner. `disk_files`: about as many blocks fit into the folder."""
     runner = FakeRunner(capacity, is_late=is_late, seed=seed)
-    weights = folder.parent / "weights"
-    weights.write_text("the same for all")
     settings = TierSettings(host_bytes, disk_files * 250, folder if disk_files else None)
     pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
-    tiers = OpenedTiers(settings, runner.block_io(), pool_sizes, "model", [weights], "auto", runner.facts())
+    tiers = OpenedTiers(
+        settings, runner.block_io(), pool_sizes, "model", lambda: describe("digest", "auto", runner.facts())
+    )
     scheduler = make_scheduler(runner, EngineConfig(max_chunk_tokens=8), tiers=tiers)
     assert scheduler.cache.tiers is not None
     tiers.start(scheduler.cache.tiers)

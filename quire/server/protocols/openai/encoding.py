@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from quire import __version__
 from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.server.errors import ApiError, Kind
@@ -208,7 +205,7 @@ def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
         object=kind,
         created=active.created,
         model=active.model,
-        system_fingerprint=fingerprint(active.model),
+        system_fingerprint=active.system_fingerprint,
         service_tier=TIERS[active.priority],
     )
 
@@ -218,12 +215,6 @@ def cache_view(active: ActiveRequest) -> CacheView | None:
     if not active.request.wants_cache or active.cache is None:
         return None
     return view(active.cache, len(active.requests[0].prompt), active.cache_text)
-
-
-@lru_cache(maxsize=64)
-def fingerprint(model: str) -> str:
-    """Identifies the version of quire and the model: with an equal fingerprint, a seed gives the same answer."""
-    return "fp_" + hashlib.sha256(f"quire {__version__} {model}".encode()).hexdigest()[:12]
 
 
 def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:

@@ -314,7 +314,7 @@ class AnswerHead(Struct, kw_only=True):
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
     created: Annotated[int, Meta(description="Unix time in seconds.")]
     model: str
-    system_fingerprint: str
+    system_fingerprint: str | None  # null until the digest of large files is known
     service_tier: str
 
 
