@@ -20,6 +20,7 @@ from quire.text.vocab_spec import AddedToken
 # CPU time. Building takes 0.13 s for each MB of JSON, encoding 1.5 s for a million characters (ARM Neoverse-N1).
 BUILD_LIMIT_S, BUILD_LIMIT_S_PER_MB = 1.0, 0.5
 ENCODE_LIMIT_S, ENCODE_LIMIT_S_PER_CHAR = 1.0, 1e-5
+MEMORY_BYTES, MEMORY_BYTES_PER_BYTE = 512 << 20, 16  # of address space, and more for each byte of JSON
 WAIT_LIMIT_S = 60.0  # wall-clock time: on a busy machine the CPU time above takes longer
 MAX_IDS_PER_CHAR = 32
 # Encoded at load. Runs of letters, digits and spaces find the most common patterns that backtrack without end.
@@ -67,7 +68,8 @@ class ChildEncoder:
     """
 
     def __init__(self, spec: str, inside: str | None, plain_added: list[tuple[str, bool]]) -> None:
-        self._description = {"spec": spec, "inside": inside, "plain_added": plain_added}
+        max_bytes = MEMORY_BYTES + MEMORY_BYTES_PER_BYTE * len(spec)
+        self._description = {"spec": spec, "inside": inside, "plain_added": plain_added, "max_bytes": max_bytes}
         self._build_limit_s = BUILD_LIMIT_S + BUILD_LIMIT_S_PER_MB * len(spec) / 1e6
         self._lock = threading.Lock()
         self._child = Child(_CHILD)

@@ -14,7 +14,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-MAX_MEMORY_BYTES = 2 << 30  # of address space; the largest known vocabulary, of Gemma, needs 600 MiB
 LONG_CHARS = 4096
 
 
@@ -82,11 +81,12 @@ def answer(encoder: Encoder, order: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def limit_memory() -> None:
+def limit_memory(max_bytes: int) -> None:
+    """Limit the address space."""
     with suppress(ImportError, ValueError, OSError):  # not available on every platform
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -97,7 +97,6 @@ def limit_cpu(max_cpu_s: float) -> None:
 
 
 def main() -> None:
-    limit_memory()
     encoder: Encoder | None = None
     for line in sys.stdin.buffer:
         order = json.loads(line)
@@ -105,6 +104,7 @@ def main() -> None:
         found: dict[str, Any] = {}
         try:
             if encoder is None:
+                limit_memory(order["max_bytes"])
                 encoder = Encoder(order["spec"], order["inside"], order["plain_added"])
             else:
                 found = answer(encoder, order)
