@@ -140,7 +140,7 @@ class ChildEncoder:
 
 
 def _is_valid(answer: Mapping[str, Any], *, has_offsets: bool) -> bool:
-    """Whether an answer has the right shape. It is not trusted: a library that reads hostile input may be taken over."""
+    """Whether an answer has the right shape. It is not trusted: hostile input may take over the child."""
     ids = answer.get("ids")
     if not isinstance(ids, list) or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         return False

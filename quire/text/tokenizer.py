@@ -66,7 +66,8 @@ class Tokenizer:
         self._growth = bounds.growth
         with _guarded(ModelFileError, "the tokenizer cannot be built"):
             self._encoder = make_encoder(spec, self._added, bounds)
-        for token_id in self._ids("special", ""):
+            frame = self._encoder.encode("special", "")
+        for token_id in frame:
             if not 0 <= token_id < self.vocab_size:  # the library does not check the ids of a post-processor
                 self.close()
                 raise ModelFileError(f"tokenizer.json: post_processor adds {token_id}, vocabulary of {self.vocab_size}")

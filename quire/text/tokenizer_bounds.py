@@ -34,8 +34,10 @@ _FORMS = frozenset(("NFC", "NFD", "NFKC", "NFKD"))
 _LINEAR = {
     "normalizer": _FORMS | {"Lowercase", "Strip", "StripAccents", "Nmt", "ByteLevel", "Prepend", "Replace"},
     "pre_tokenizer": frozenset(
-        ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer")
-        + ("CharDelimiterSplit", "UnicodeScripts", "Split")
+        (
+            *("ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer"),
+            *("CharDelimiterSplit", "UnicodeScripts", "Split"),
+        )
     ),
     "post_processor": frozenset(("TemplateProcessing", "ByteLevel", "RobertaProcessing", "BertProcessing")),
 }
@@ -73,27 +75,29 @@ def find_bounds(spec: Mapping[str, Any]) -> Bounds:
                     f"tokenizer.json: {name} of type {str(kind)[:40]!r}: one character may become {growth} characters,"
                     f" more than {MAX_GROWTH}"
                 )
-            if kind == "TemplateProcessing":
+            if field == "post_processor" and not {"single", "pair", "special_tokens"}.isdisjoint(part):
                 _check_frame(part, name)
     return Bounds(growth, is_linear)
 
 
-def _parts(root: Any, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The parts of a field with their names. Sequences are resolved; the library refuses what is not an object."""
-    found, unread = 0, [(field, root)]
+def _parts(root: object, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The parts of a field with their names. Sequences are resolved.
+
+    The library also reads lists in place of objects, and ignores the type of some parts: nothing depends on it here.
+    """
+    found, unread = 0, [] if root is None else [(field, root)]
     while unread:
         name, part = unread.pop()
         if not isinstance(part, Mapping):
-            continue
+            raise ModelFileError(f"tokenizer.json: {name} is a {type(part).__name__}, not an object")
         found += 1
-        if found > MAX_PARTS:
+        members = part.get(_LISTS[field], [])
+        if not isinstance(members, list):
+            raise ModelFileError(f"tokenizer.json: {name}.{_LISTS[field]} is not a list")
+        if found + len(members) > MAX_PARTS:
             raise ModelFileError(f"tokenizer.json: {field} has more than {MAX_PARTS} parts")
-        members = part.get(_LISTS[field])
-        if part.get("type") == "Sequence" and isinstance(members, list):
-            if len(members) > MAX_PARTS:
-                raise ModelFileError(f"tokenizer.json: {name} has {len(members)} parts, more than {MAX_PARTS}")
-            unread += [(f"{name}.{_LISTS[field]}[{i}]", one) for i, one in reversed([*enumerate(members)])]
-        else:
+        unread += [(f"{name}.{_LISTS[field]}[{i}]", one) for i, one in reversed([*enumerate(members)])]
+        if part.get("type") != "Sequence":
             yield name, part
 
 
@@ -127,22 +131,22 @@ def _growth(part: Mapping[str, Any], once: set[str]) -> int:
 
 def _check_frame(part: Mapping[str, Any], name: str) -> None:
     """Refuse a template that adds many tokens to a text, or repeats the text."""
-    names = part.get("special_tokens")
-    for field in ("single", "pair"):
+    name = f"tokenizer.json: {name}"
+    for field in ("single", "pair"):  # quire encodes no pairs, but the library builds the template
         pieces = part.get(field)
-        where = f"tokenizer.json: {name}.{field}"
-        if not isinstance(pieces, list) or not isinstance(names, Mapping):
-            raise ModelFileError(f"{where} is not a list of pieces with special_tokens")
+        if not isinstance(pieces, list) or not all(isinstance(piece, Mapping) for piece in pieces):
+            raise ModelFileError(f"{name}.{field} is not a list of objects")
         if len(pieces) > MAX_FRAME_IDS:
-            raise ModelFileError(f"{where} has {len(pieces)} pieces, more than {MAX_FRAME_IDS}")
-        texts = [piece for piece in pieces if isinstance(piece, Mapping) and "Sequence" in piece]
-        if len(texts) > (1 if field == "single" else 2):
-            raise ModelFileError(f"{where} repeats the text: {len(texts)} pieces of type Sequence")
-    num_ids = 0
-    for token in names.values():
-        num_ids += sum(_size(token.get(key)) for key in ("ids", "tokens")) if isinstance(token, Mapping) else 0
-    if num_ids > 2 * MAX_FRAME_IDS:
-        raise ModelFileError(f"tokenizer.json: {name}.special_tokens has {num_ids} ids, more than {2 * MAX_FRAME_IDS}")
+            raise ModelFileError(f"{name}.{field} has {len(pieces)} pieces, more than {MAX_FRAME_IDS}")
+    texts = [piece["Sequence"] for piece in part["single"] if "Sequence" in piece]
+    if len(texts) != 1 or not isinstance(texts[0], Mapping) or texts[0].get("id") != "A":
+        raise ModelFileError(f"{name}.single has the texts {str(texts)[:60]}, not one of id 'A'")
+    tokens = part.get("special_tokens")
+    if not isinstance(tokens, Mapping) or not all(isinstance(token, Mapping) for token in tokens.values()):
+        raise ModelFileError(f"{name}.special_tokens is not an object of objects")
+    num_ids = sum(max(_size(token.get("ids")), _size(token.get("tokens"))) for token in tokens.values())
+    if num_ids > MAX_FRAME_IDS:
+        raise ModelFileError(f"{name}.special_tokens has {num_ids} ids, more than {MAX_FRAME_IDS}")
 
 
 def check_added(contents: Sequence[str]) -> None:
