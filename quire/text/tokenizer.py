@@ -16,7 +16,7 @@ from typing import Any
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QuireError
 from quire.text.encoder import make_encoder
 from quire.text.gguf_vocab import SPACE, ending_ids, gguf_vocab
-from quire.text.tokenizer_bounds import find_bounds
+from quire.text.tokenizer_bounds import MAX_FRAME_IDS, find_bounds
 from quire.text.vocab_spec import (
     add_from_config,
     check_spec,
@@ -67,10 +67,12 @@ class Tokenizer:
         with _guarded(ModelFileError, "the tokenizer cannot be built"):
             self._encoder = make_encoder(spec, self._added, bounds)
             frame = self._encoder.encode("special", "")
-        for token_id in frame:
-            if not 0 <= token_id < self.vocab_size:  # the library does not check the ids of a post-processor
-                self.close()
-                raise ModelFileError(f"tokenizer.json: post_processor adds {token_id}, vocabulary of {self.vocab_size}")
+        # The library does not check the ids of a post-processor.
+        unknown_ids = [token_id for token_id in frame if not 0 <= token_id < self.vocab_size]
+        if unknown_ids or len(frame) > MAX_FRAME_IDS:
+            self.close()
+            what = f"{unknown_ids[0]}, vocabulary of {self.vocab_size}" if unknown_ids else f"{len(frame)} tokens"
+            raise ModelFileError(f"tokenizer.json: post_processor adds {what}")
         self._is_exact = spec["normalizer"] is None or not any(token.normalized for token in self.control)
         self._bytes: list[bytes | None] = [None] * self.vocab_size
         self.plain_texts: Mapping[int, str] = _PlainTexts(self)

@@ -123,6 +123,12 @@ def _unreachable(*_: object) -> None:
     raise AssertionError("the library was called")
 
 
+def test_a_template_adds_a_few_tokens() -> None:
+    with pytest.raises(ModelFileError, match="post_processor adds 200 tokens"):
+        opened(framed(10, 20))
+    assert len(opened(framed(8, 8)).encode("")) == 64
+
+
 def test_json_that_takes_much_memory_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab_spec.json, "loads", _unreachable)
     with pytest.raises(ModelFileError, match="has 8000001 values, more than 6291456"):
