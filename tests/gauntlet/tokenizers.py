@@ -103,7 +103,7 @@ def use_loaded(server: Server, folder: Path, cases: Sequence[tuple[Edit, str]], 
             server.post("/v1/completions", {"model": "hostile", "prompt": text, "max_tokens": 4}),
             server.post("/tokenize", {"model": "hostile", "prompt": text}),
             server.chat("Hi", model="hostile", prediction={"type": "content", "content": text}),
-            server.chat("Hi", model="hostile", structured_outputs={"choice": [text[:400], "a"]}),
+            server.chat("Hi", model="hostile", ignore_eos=False, structured_outputs={"choice": [text[:400], "a"]}),
         ):
             outcomes["answered" if answer.status == 200 else "400" if is_refused(answer, 400) else "other"] += 1
         outcomes["used"] += server.chat("Hi", model="hostile").status == 200
