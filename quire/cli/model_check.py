@@ -25,6 +25,7 @@ from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
 from quire.core.block import BLOCK_SIZE
 from quire.engine.composition import EngineConfig, choose_backend
+from quire.engine.model_text import make_tokenizer
 from quire.errors import InvalidRequest, QuireError
 from quire.sizes import memory_size
 from quire.weights.checkpoint import Checkpoint
@@ -67,6 +68,9 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     problem = find_backend_problem(spec.unsupported, read_config(path))
     if not problem and not spec.unsupported:
         check_tensors(checkpoint)
+    has_tokenizer = path.is_file() or (path / "tokenizer.json").exists()
+    if not problem and has_tokenizer:
+        make_tokenizer(path, checkpoint.tokenizer_files()).close()
     backend = choose_backend(EngineConfig(), spec)
     memory = read_memory()
     if backend == "native":  # it does not use a GPU
@@ -97,7 +101,7 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         **_cache_facts(spec, place, memory, is_fp32=backend == "torch" and place.device == "cpu"),
         "has_weights": _has_weights(path),
-        "has_tokenizer": path.is_file() or (path / "tokenizer.json").exists(),
+        "has_tokenizer": has_tokenizer,
         "tokens_per_s": None if problem or is_mapped else _estimate_speed(spec, place),
     }
 

@@ -87,11 +87,11 @@ class ModelText:
             raise ContextTooLong(
                 f"prompt of {len(text)} characters cannot fit the context of {max_model_len} tokens: {TOO_LONG_HINT}"
             )
-        return tuple(self.tokenizer.encode(text, add_special=add_special))
+        return tuple(self.tokenizer.encode(text, add_special=add_special, max_chars=limit))
 
     def encode_chat(self, chat: ChatRequest, max_model_len: int) -> tuple[int, ...]:
         self._check_size(chat, max_model_len)
-        return tuple(self.template.encode(chat))
+        return tuple(self.template.encode(chat, max_chars=MAX_CHARS_PER_TOKEN * max_model_len))
 
     def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Where messages start in a prompt, except the first: see `find_boundaries`. The last starts the answer."""
@@ -145,7 +145,8 @@ class ModelText:
 
     def _encode_prediction(self, text: str) -> PackedPrompt | None:
         """The tokens of an expected answer. The rest of a very long one is not used."""
-        tokens = self.tokenizer.encode_plain(text[: MAX_CHARS_PER_TOKEN * MAX_PREDICTED], at_start=False)
+        limit = MAX_CHARS_PER_TOKEN * MAX_PREDICTED
+        tokens = self.tokenizer.encode_plain(text[:limit], at_start=False, max_chars=limit)
         return PackedPrompt.of(tokens[:MAX_PREDICTED]) if tokens else None
 
     def new_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> AnswerParser:
@@ -239,6 +240,7 @@ class ModelText:
 
     def close(self) -> None:
         self.template.close()
+        self.tokenizer.close()
 
 
 def make_tokenizer(path: Path, files: TokenizerFiles) -> Tokenizer:

@@ -224,7 +224,8 @@ class ModelService:
         """
         if isinstance(prompt, tuple):
             return prompt
-        if isinstance(prompt, str) and (_is_short((prompt,)) if is_short is None else is_short):
+        is_short = _is_short((prompt,)) if is_short is None else is_short
+        if isinstance(prompt, str) and is_short and self.text.tokenizer.is_inline:
             return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         if isinstance(prompt, str):
             return await self.in_turn(
@@ -263,7 +264,8 @@ class ModelService:
             raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
         chat = prompt if isinstance(prompt, ChatRequest) else None
         params = self._bounded(request)
-        built = self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
+        build = partial(self.text.request, tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
+        built = await self.in_turn(owner, build) if params.prediction else build()  # a prediction is tokenised
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens, owner) for end in request.breakpoints]

@@ -95,10 +95,10 @@ class ChatTemplate:
         """Compile the template and render a trial, so that errors are found at load. Raises TemplateError."""
         self._render_with({"messages": [{"role": "user", "content": "Hi"}]}, is_trial=True)
 
-    def encode(self, request: ChatRequest) -> list[int]:
-        """The prompt's token ids. Raises TemplateError."""
+    def encode(self, request: ChatRequest, *, max_chars: int | None = None) -> list[int]:
+        """The prompt's token ids. Raises TemplateError, or ContextTooLong for more than `max_chars` characters."""
         text, marker = self._render(request)
-        return self._tokenizer.encode_marked(text, marker)
+        return self._tokenizer.encode_marked(text, marker, max_chars=max_chars)
 
     def render(self, request: ChatRequest) -> str:
         """The prompt as text, for display only: encoding it turns control strings in messages into control tokens."""
@@ -274,6 +274,9 @@ class ChatTemplate:
         return render({**everything, "tools": []})  # some templates read the list of tools even if there are none
 
 
+_NONE: tuple[frozenset[str], tuple[int, ...]] = frozenset(), ()
+
+
 class _Finder:
     """Finds control strings in a text. The time depends on the text, not on the number of control strings."""
 
@@ -288,9 +291,9 @@ class _Finder:
             string[:size] for strings in groups.values() for string in strings for size in range(1, len(string))
         )
         self._longest = max(map(len, self._prefixes), default=0)
-        # A lookahead, because occurrences may overlap.
-        starts = "|".join(re.escape(start) for start in self._by_start)
-        self._pattern = re.compile(f"(?=({starts}))", re.DOTALL) if starts else None
+        # A set of characters: alternatives would be tried one after the other at every character of a text.
+        starts = "".join(re.escape(start) for start in sorted({start[0] for start in self._by_start}))
+        self._pattern = re.compile(f"[{starts}]") if starts else None
 
     def mark(self, text: str, marker: str) -> str:
         """The text with `marker` inserted after the first character of each control string.
@@ -304,7 +307,7 @@ class _Finder:
         done = 0
         for match in self._pattern.finditer(text):
             at = match.start()
-            strings, sizes = self._by_start[match[1]]
+            strings, sizes = self._by_start.get(text[at : at + 2], _NONE)
             if any(text[at : at + size] in strings for size in sizes):
                 pieces += (text[done : at + 1], marker)
                 done = at + 1

@@ -7,14 +7,16 @@ raises ModelFileError, and every defect of a text raises InvalidRequest.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from quire.errors import InvalidRequest, ModelFileError, QuireError
+from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QuireError
+from quire.text.encoder import make_encoder
 from quire.text.gguf_vocab import SPACE, ending_ids, gguf_vocab
+from quire.text.tokenizer_bounds import MAX_FRAME_IDS, find_bounds
 from quire.text.vocab_spec import (
     add_from_config,
     check_spec,
@@ -24,9 +26,8 @@ from quire.text.vocab_spec import (
     parse,
 )
 
-if TYPE_CHECKING:
-    import tokenizers
-
+MAX_GROWN = 4  # characters after normalization, for each character that can fit the context
+MAX_DECODED_BYTES = 64 * 1024 * 1024
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -60,13 +61,19 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         unknown = spec["model"].get("unk_token")
         self._never_plain = self.control_ids - {spec["model"]["vocab"].get(unknown)}
-        self._full = _build(spec)
-        for token_id in _ids(self._full, "", add_special=True):
-            if not 0 <= token_id < self.vocab_size:  # the library does not check the ids of a post-processor
-                raise ModelFileError(f"tokenizer.json: post_processor adds {token_id}, vocabulary of {self.vocab_size}")
-        self._pre_tokenizer: Any = spec["pre_tokenizer"]
+        bounds = find_bounds(spec)
+        self.is_inline = bounds.is_inline  # the tokenizer runs in this process, and is fast
+        self._growth = bounds.growth
+        with _guarded(ModelFileError, "the tokenizer cannot be built"):
+            self._encoder = make_encoder(spec, self._added, bounds)
+            frame = self._encoder.encode("special", "")
+        # The library does not check the ids of a post-processor.
+        unknown_ids = [token_id for token_id in frame if not 0 <= token_id < self.vocab_size]
+        if unknown_ids or len(frame) > MAX_FRAME_IDS:
+            self.close()
+            what = f"{unknown_ids[0]}, vocabulary of {self.vocab_size}" if unknown_ids else f"{len(frame)} tokens"
+            raise ModelFileError(f"tokenizer.json: post_processor adds {what}")
         self._is_exact = spec["normalizer"] is None or not any(token.normalized for token in self.control)
-        self._plain: dict[bool, tokenizers.Tokenizer] = {}
         self._bytes: list[bytes | None] = [None] * self.vocab_size
         self.plain_texts: Mapping[int, str] = _PlainTexts(self)
 
@@ -100,8 +107,8 @@ class Tokenizer:
         `add_special` adds BOS and EOS if the model wants them. A text longer than `max_chars` is refused before any
         work is done.
         """
-        check_text(text, max_chars=max_chars)
-        return _ids(self._full, text, add_special=add_special)
+        self._check(text, max_chars)
+        return self._ids("special" if add_special else "full", text)
 
     def encode_plain(self, text: str, *, at_start: bool = True, max_chars: int | None = None) -> list[int]:
         """Token ids of a text in which control strings are plain text: no control token is returned.
@@ -109,8 +116,8 @@ class Tokenizer:
         The unknown token is the exception, for a character that is not in the vocabulary. `at_start`: the text is the
         start of the prompt, where some models add a space.
         """
-        check_text(text, max_chars=max_chars)
-        ids = _ids(self._plain_tokenizer(at_start), text, add_special=False)
+        self._check(text, max_chars)
+        ids = self._ids("start" if at_start else "inside", text)
         if self._never_plain.isdisjoint(ids):
             return ids
         # Merges or whole words may still produce a control token: its text is then encoded byte by byte.
@@ -119,18 +126,17 @@ class Tokenizer:
             spelled += self._spell(token_id) if token_id in self._never_plain else [token_id]
         return spelled
 
-    def encode_marked(self, text: str, marker: str) -> list[int]:
+    def encode_marked(self, text: str, marker: str, *, max_chars: int | None = None) -> list[int]:
         """Token ids of a text in which a `marker` inside a control string makes it plain text.
 
         The text between two real control tokens is encoded as one piece without its markers. The ids are those the
         text would have if the marked strings were not control strings.
         """
-        check_text(text)
+        self._check(text, max_chars)
         if marker not in text and self._is_exact:
-            return _ids(self._full, text, add_special=False)
+            return self._ids("full", text)
         with _guarded(InvalidRequest, "text cannot be encoded"):
-            encoding = self._full.encode(text, add_special_tokens=False)
-            found = list(zip(encoding.ids, encoding.offsets, strict=True))
+            found = list(zip(*self._encoder.find_spans(text), strict=True))
         ids: list[int] = []
         pending: list[int] = []
         start, is_clean = 0, True
@@ -151,9 +157,12 @@ class Tokenizer:
         If the model writes a space before its first word (`strip_prefix_space`), that space is removed, as by the
         decoder of its tokenizer.json.
         """
-        text = b"".join(
+        pieces = [
             b"" if skip_special and token_id in self.special_ids else self.token_bytes(token_id) for token_id in ids
-        ).decode("utf-8", "replace")
+        ]
+        if (size := sum(map(len, pieces))) > MAX_DECODED_BYTES:
+            raise InvalidRequest(f"the text of {len(pieces)} tokens has {size} bytes, more than {MAX_DECODED_BYTES}")
+        text = b"".join(pieces).decode("utf-8", "replace")
         return text[1:] if self.strip_prefix_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -170,9 +179,27 @@ class Tokenizer:
         return self._tokens[token_id] if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
-        with _guarded(InvalidRequest, "token"):
-            found: int | None = self._full.token_to_id(token)
-            return found
+        return self._ids_by_token.get(token)
+
+    def close(self) -> None:
+        """End the child process, if the tokenizer has one."""
+        self._encoder.close()
+
+    @cached_property
+    def _ids_by_token(self) -> dict[str, int]:
+        return {token: token_id for token_id, token in enumerate(self._tokens) if token is not None}
+
+    def _ids(self, form: str, text: str) -> list[int]:
+        with _guarded(InvalidRequest, "text cannot be encoded"):
+            return self._encoder.encode(form, text)
+
+    def _check(self, text: str, max_chars: int | None) -> None:
+        check_text(text, max_chars=max_chars)
+        if max_chars is not None and len(text) * self._growth > MAX_GROWN * max_chars:
+            raise ContextTooLong(
+                f"text has {len(text)} characters, which this tokenizer may make {self._growth} times as many: more"
+                f" than {MAX_GROWN} times the {max_chars} that can fit the context"
+            )
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._tokens[token_id]
@@ -209,27 +236,6 @@ class Tokenizer:
             return known
         return self.encode_plain(text.replace(marker, ""), at_start=at_start)
 
-    def _plain_tokenizer(self, at_start: bool) -> tokenizers.Tokenizer:
-        """The same vocabulary without control tokens. It shares the model, so it is cheap."""
-        import tokenizers
-
-        if at_start not in self._plain:
-            plain = tokenizers.Tokenizer(self._full.model)
-            if self._full.normalizer is not None:
-                plain.normalizer = self._full.normalizer
-            if self._pre_tokenizer is not None:
-                inside = _never_prepended(self._pre_tokenizer)
-                plain.pre_tokenizer = self._full.pre_tokenizer if at_start else _build_pre_tokenizer(inside)
-            plain.add_tokens(
-                [
-                    tokenizers.AddedToken(token.content, normalized=token.normalized, special=False)
-                    for token in self._added
-                    if not token.is_control and not token.special
-                ]
-            )
-            self._plain[at_start] = plain
-        return self._plain[at_start]
-
 
 class _PlainTexts(dict[int, str]):
     """The texts of the tokens that mean the same text in every context, made when they are first needed.
@@ -254,7 +260,7 @@ class _PlainTexts(dict[int, str]):
 def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -> None:
     """Raise InvalidRequest for a text that is too long or cannot be encoded as UTF-8."""
     if max_chars is not None and len(text) > max_chars:
-        raise InvalidRequest(f"{name} has {len(text)} characters, more than the {max_chars} that can fit the context")
+        raise ContextTooLong(f"{name} has {len(text)} characters, more than the {max_chars} that can fit the context")
     if text.isascii():
         return
     try:
@@ -275,42 +281,8 @@ def _guarded(error: type[QuireError], what: str) -> Iterator[None]:
         raise error(f"{what}: {str(cause)[:200]}") from None
 
 
-def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special: bool) -> list[int]:
-    with _guarded(InvalidRequest, "text cannot be encoded"):
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
-        return ids
-
-
 def _token_table(vocab: Mapping[str, int]) -> list[str | None]:
     table: list[str | None] = [None] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         table[token_id] = token
     return table
-
-
-def _build(spec: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    with _guarded(ModelFileError, "the tokenizer cannot be built"):
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
-
-
-def _build_pre_tokenizer(description: object) -> Any:
-    """Build a pre-tokenizer within an empty tokenizer: the library does not build parts alone."""
-    return _build({**_EMPTY, "pre_tokenizer": description}).pre_tokenizer
-
-
-_EMPTY: Mapping[str, Any] = {
-    "version": "1.0",
-    **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
-    "added_tokens": [],
-    "model": {"type": "BPE", "vocab": {}, "merges": []},
-}
-
-
-def _never_prepended(part: Any) -> Any:
-    """The pre-tokenizer for text inside a prompt: it must not add the space of the prompt's start."""
-    if isinstance(part, dict):
-        changed = {key: _never_prepended(value) for key, value in part.items()}
-        return changed | ({"prepend_scheme": "never"} if part.get("prepend_scheme") == "first" else {})
-    return [_never_prepended(item) for item in part] if isinstance(part, list) else part

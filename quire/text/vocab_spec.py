@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.text.gguf_vocab import MAX_VOCAB, SPACE, added_token
+from quire.text.gguf_vocab import MAX_MERGES, MAX_VOCAB, SPACE, added_token
+from quire.text.tokenizer_bounds import MAX_TOKEN_CHARS, check_added
 
-MAX_JSON_BYTES = 256 * 1024 * 1024
+MAX_JSON_BYTES = 64 * 1024 * 1024  # Gemma 3: 32 MiB
+MAX_JSON_VALUES = 6 << 20  # about 100 bytes of memory each; Gemma 3: 1,862,983
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Gemma has tokens for these tags and for runs of white space. They are ordinary text in any role.
 _TAGS = (
@@ -44,6 +46,8 @@ class AddedToken:
 def parse(tokenizer_json: bytes) -> dict[str, Any]:
     if len(tokenizer_json) > MAX_JSON_BYTES:
         raise ModelFileError(f"tokenizer.json has {len(tokenizer_json)} bytes, more than {MAX_JSON_BYTES}")
+    if (count := sum(map(tokenizer_json.count, (b"[", b"{", b",")))) > MAX_JSON_VALUES:  # one before each value
+        raise ModelFileError(f"tokenizer.json has {count} values, more than {MAX_JSON_VALUES}")
     try:
         spec = json.loads(tokenizer_json)
     except (ValueError, RecursionError) as error:
@@ -86,6 +90,7 @@ def check_spec(spec: dict[str, Any]) -> tuple[AddedToken, ...]:
             raise ModelFileError(f"token id {token_id} stands for {seen[token_id][:80]!r} and {token[:80]!r}")
     model["merges"] = _checked_merges(model.get("merges", []), vocab)
     added = [_checked_added(token) for token in spec["added_tokens"]]
+    check_added([token.content for token in added])
     for extra in added:
         # The library ignores the id of an added token and assigns the next free one, unless the token is in the
         # vocabulary.
@@ -104,11 +109,17 @@ def check_spec(spec: dict[str, Any]) -> tuple[AddedToken, ...]:
 def _check_id(token: str, token_id: object) -> None:
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < MAX_VOCAB:
         raise ModelFileError(f"token {token[:80]!r} has the id {ascii(token_id)[:40]}, not one in [0, {MAX_VOCAB})")
+    if len(token) > MAX_TOKEN_CHARS:
+        raise ModelFileError(
+            f"token {token_id}, {token[:40]!r}..., has {len(token)} characters: more than {MAX_TOKEN_CHARS}"
+        )
 
 
 def _checked_merges(merges: object, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     if not isinstance(merges, list):
         raise ModelFileError("tokenizer.json: model.merges is not a list")
+    if len(merges) > MAX_MERGES:
+        raise ModelFileError(f"tokenizer.json: model.merges has {len(merges)} entries, more than {MAX_MERGES}")
     checked = []
     for i, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge

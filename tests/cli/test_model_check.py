@@ -38,6 +38,16 @@ def test_a_model_that_runs(tmp_path: Path) -> None:
     assert "tokens/s for one request" in text
 
 
+def test_a_tokenizer_that_a_load_would_refuse(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["normalizer"] = {"type": "Prepend", "prepend": "a" * 1000}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    code, found = report(folder)
+    assert (code, found["runs"]) == (1, False)
+    assert "normalizer of type 'Prepend': one character may become 1001 characters" in found["problem"]
+
+
 def test_a_folder_with_only_a_config(tmp_path: Path) -> None:
     """Before a download: everything that the config tells."""
     folder = tmp_path / "model"

@@ -85,8 +85,9 @@ def test_faults_of_a_sentencepiece_gguf(message: str) -> None:
 
 def _frame(token_id: int) -> dict[str, Any]:
     parts = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*parts, {"Sequence": {"id": "B", "type_id": 1}}]
     names = {"x": {"id": "x", "ids": [token_id], "tokens": ["x"]}}
-    return {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": names}
+    return {"type": "TemplateProcessing", "single": parts, "pair": pair, "special_tokens": names}
 
 
 def _model(**fields: object) -> Callable[[dict[str, Any]], object]:
@@ -114,8 +115,8 @@ JSON_FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "decoder.decoders is not": lambda spec: spec.update(decoder={"type": "Sequence", "decoders": 5}),
     "post_processor adds 999999": lambda spec: spec.update(post_processor=_frame(999999)),
     "cannot be built": lambda spec: spec.update(pre_tokenizer={"type": "Nonsense"}),
-    "cannot be built: ": lambda spec: spec.update(normalizer=[[[]]]),
-    "cannot be built:  ": lambda spec: spec.update(
+    "normalizer is a list, not an object": lambda spec: spec.update(normalizer=[[[]]]),
+    "cannot be built: ": lambda spec: spec.update(
         pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
     ),
 }

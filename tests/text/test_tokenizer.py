@@ -22,6 +22,7 @@ from tests.text.vocabularies import (
     TOOLS,
     byte_level_gguf,
     byte_level_json,
+    library_tokenizer,
     sentencepiece_gguf,
 )
 
@@ -168,7 +169,7 @@ def test_word_boundaries(pre: str, text: str, words: list[str]) -> None:
     from quire.text.tokenizer import _ALPHABET
 
     letters = {byte: char for char, byte in _ALPHABET.items()}
-    cut = _with_pre(pre)._full.pre_tokenizer.pre_tokenize_str(text)
+    cut = library_tokenizer(byte_level_gguf(pre)).pre_tokenizer.pre_tokenize_str(text)
     assert [word for word, _ in cut] == ["".join(letters[byte] for byte in word.encode()) for word in words]
 
 
@@ -264,7 +265,7 @@ def _split(expressions: tuple[str, ...], text: str) -> list[str]:
 def test_pre_tokenizers_split_as_their_expressions(name: str, expressions: tuple[str, ...]) -> None:
     from tokenizers import Regex, pre_tokenizers
 
-    pre = _with_pre(name)._full.pre_tokenizer
+    pre = library_tokenizer(byte_level_gguf(name)).pre_tokenizer
     splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in expressions]
     same = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     for text in TRICKY:

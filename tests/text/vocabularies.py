@@ -57,6 +57,18 @@ def _trained() -> str:
     return str(tokenizer.to_str())
 
 
+def library_tokenizer(metadata: dict[str, Any]) -> Any:
+    """The tokenizer of the library for GGUF metadata, with its pre-tokenizer and decoder."""
+    from tokenizers import Tokenizer
+
+    from quire.text.gguf_vocab import gguf_vocab
+    from quire.text.vocab_spec import check_spec
+
+    spec = gguf_vocab(metadata).spec
+    check_spec(spec)
+    return Tokenizer.from_str(json.dumps(spec))
+
+
 def byte_level_json() -> dict[str, Any]:
     """A tokenizer.json in the style of GPT-2 with ChatML. A new copy, which tests may modify."""
     spec: dict[str, Any] = json.loads(_trained())

@@ -1,0 +1,269 @@
+"""Tokenizers that make a text longer, backtrack or fill the memory are refused, or run in a child process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
+from quire.text import encoder, tokenizer_bounds, vocab_spec
+from quire.text.chat_template import ChatTemplate
+from quire.text.gguf_vocab import PRE_TOKENIZERS
+from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.tokenizer import MAX_DECODED_BYTES, MAX_GROWN, Tokenizer
+from tests.text.vocabularies import TEXTS, byte_level_gguf, byte_level_json, sentencepiece_gguf
+from tests.waiting import eventually
+
+Edit = Callable[[dict[str, Any]], object]
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def normalized(*parts: dict[str, Any]) -> Edit:
+    return lambda spec: spec.update(normalizer={"type": "Sequence", "normalizers": list(parts)})
+
+
+def cut(*parts: dict[str, Any]) -> Edit:
+    return lambda spec: spec.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [*parts, BYTES]})
+
+
+def framed(num_pieces: int, num_ids: int, num_texts: int = 1, kind: str = "TemplateProcessing") -> Edit:
+    pieces = [{"SpecialToken": {"id": "x", "type_id": 0}}] * num_pieces
+    pieces += [{"Sequence": {"id": "A", "type_id": 0}}] * num_texts
+    names = {"x": {"id": "x", "ids": [1] * num_ids, "tokens": ["x"] * num_ids}}
+    pair = [*pieces, {"Sequence": {"id": "B", "type_id": 1}}]
+    frame = {"type": kind, "single": pieces, "pair": pair, "special_tokens": names}
+    return lambda spec: spec.update(post_processor=frame)
+
+
+def added(contents: list[str]) -> Edit:
+    return lambda spec: spec["added_tokens"].extend(
+        {"id": 1000 + i, "content": content, "special": True} for i, content in enumerate(contents)
+    )
+
+
+def opened(edit: Edit) -> Tokenizer:
+    spec = byte_level_json()
+    edit(spec)
+    return Tokenizer.from_json(json.dumps(spec).encode(), {})
+
+
+# Refused by their description alone: the library is not called.
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "two normalizers of 1000": (
+        normalized(replace("a", "a" * 1000), replace("a", "a" * 1000)),
+        "normalizer.normalizers[0] of type 'Replace': one character may become 1000 characters, more than 32",
+    ),
+    "six normalizers of 2": (normalized(*[replace("a", "aa")] * 6), "normalizers[5] of type 'Replace'"),
+    "nested sequences": (
+        normalized({"type": "Sequence", "normalizers": [replace("a", "aaaaaa")] * 2}),
+        "normalizer.normalizers[0].normalizers[1] of type 'Replace': one character may become 36",
+    ),
+    "an expression before every character": (normalized(replace("x*", "a" * 40, "Regex")), "may become 41"),
+    "a prefix of every text": (normalized({"type": "Prepend", "prepend": "a" * 40}), "may become 41"),
+    "normal forms in turn": (
+        normalized(*[{"type": "NFKD"}, replace("\u0644", "\ufdfa")] * 3),
+        "normalizers[4] of type 'NFKD'",
+    ),
+    "bytes of bytes": (cut(*[BYTES] * 20), "pre_tokenizer.pretokenizers[3] of type 'ByteLevel'"),
+    "many normalizers": (normalized(*[{"type": "NFC"}] * 1000), "normalizer has more than 32 parts"),
+    "deep sequences": (
+        lambda spec: spec.update(normalizer=json.loads('{"type": "Sequence", "normalizers": [' * 90 + "]}" * 90)),
+        "normalizer has more than 32 parts",
+    ),
+    "20,000 x 500 ids": (framed(20_000, 500), "post_processor.single has 20001 pieces, more than 64"),
+    "60 x 500 ids": (framed(60, 500), "post_processor.special_tokens has 500 ids, more than 64"),
+    "the text again and again": (framed(1, 1, num_texts=50), "post_processor.single has the texts [{'id': 'A'"),
+    "a template of text": (
+        lambda spec: spec.update(post_processor={"type": "TemplateProcessing", "single": "$A", "pair": "$A $B"}),
+        "post_processor.single is not a list of objects",
+    ),
+    # The library reads these as if they were written in the usual way.
+    "a template of another type": (framed(20_000, 500, kind="ByteLevel"), "post_processor.single has 20001 pieces"),
+    "a sequence as a list": (
+        lambda spec: spec.update(normalizer=[[replace("a", "a" * 1000)] * 2]),
+        "normalizer is a list, not an object",
+    ),
+    "a special token as a list": (
+        lambda spec: (framed(1, 1)(spec), spec["post_processor"]["special_tokens"].update(x=["x", [1] * 500, ["x"]])),
+        "post_processor.special_tokens is not an object of objects",
+    ),
+    "the second of one text": (
+        lambda spec: (framed(1, 1)(spec), spec["post_processor"]["single"][-1]["Sequence"].update(id="B")),
+        "post_processor.single has the texts [{'id': 'B', 'type_id': 0}], not one of id 'A'",
+    ),
+    "a long added token": (added(["<" + "x" * 5000 + ">"]), "has 5002 characters: more than 1024"),
+    "long added tokens": (added([f"<{i}{'x' * 1000}>" for i in range(20)]), "sum of their squared lengths is"),
+    "many added tokens": (added([f"<{i}>" for i in range(70_000)]), "added_tokens has 70006 entries, more than 65536"),
+    "a long token": (lambda spec: spec["model"]["vocab"].update({"x" * 5000: 390}), "has 5000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_description_is_refused_before_the_library_reads_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit, message = REFUSED[name]
+    monkeypatch.setattr(encoder, "InlineEncoder", _unreachable)
+    monkeypatch.setattr(encoder, "ChildEncoder", _unreachable)
+    with pytest.raises(ModelFileError) as caught:
+        opened(edit)
+    assert message in str(caught.value)
+
+
+def _unreachable(*_: object) -> None:
+    raise AssertionError("the library was called")
+
+
+def test_a_template_adds_a_few_tokens() -> None:
+    with pytest.raises(ModelFileError, match="post_processor adds 200 tokens"):
+        opened(framed(10, 20))
+    assert len(opened(framed(8, 8)).encode("")) == 64
+
+
+def test_json_that_takes_much_memory_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("json.loads", _unreachable)
+    with pytest.raises(ModelFileError, match="has 8000001 values, more than 6291456"):
+        vocab_spec.parse(b'{"added_tokens": ' + b"[]," * 4_000_000 + b"1}")
+    with pytest.raises(ModelFileError, match=r"has \d+ bytes, more than"):
+        vocab_spec.parse(b" " * (vocab_spec.MAX_JSON_BYTES + 1))
+
+
+# Unknown parts: a child process builds and tries the tokenizer.
+TRIED: dict[str, tuple[Edit, str]] = {
+    "backtracking": (cut(split("(a+)+b")), "the tokenizer cannot be built: "),
+    "backtracking over spaces": (cut(split(r"(\s|\s\s)+\d")), "the tokenizer cannot be built: "),
+    "an expression that is no expression": (cut(split("(")), "the tokenizer cannot be built: Onig"),
+    "an unknown part": (cut({"type": "Nonsense"}), "the tokenizer cannot be built: "),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_unknown_part_is_tried_in_a_child(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit, message = TRIED[name]
+    monkeypatch.setattr(encoder, "InlineEncoder", _unreachable)
+    with pytest.raises(ModelFileError) as caught:
+        opened(edit)
+    assert message in str(caught.value)
+
+
+def test_an_expression_that_needs_too_long_ends_its_child_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "ENCODE_LIMIT_S", 0.2)
+    # Cubic at every position, below the library's own limit of steps for one position.
+    tokenizer = opened(cut(split("z*z*z*q")))
+    try:
+        with pytest.raises(InvalidRequest, match=r"the tokenizer did not finish within 0\.\d+ s of CPU time"):
+            tokenizer.encode("z" * 380 + " q")
+        assert tokenizer.decode(tokenizer.encode("another text")) == "another text"  # in a new child
+    finally:
+        tokenizer.close()
+
+
+def test_a_child_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "MEMORY_BYTES", 256 << 20)
+    monkeypatch.setattr(encoder, "ENCODE_LIMIT_S", 60.0)
+    tokenizer = opened(normalized(replace("z", "z" * 8)))
+    try:
+        assert not tokenizer.is_inline
+        with pytest.raises(InvalidRequest, match="text cannot be encoded: "):
+            tokenizer.encode("z" * 400_000)  # 3.2 million characters: about 300 MB
+        assert len(tokenizer.encode("za")) >= 2
+    finally:
+        tokenizer.close()
+
+
+def test_a_text_that_may_grow_beyond_the_context_is_refused_before_it_is_encoded() -> None:
+    tokenizer = opened(normalized(replace("z", "z" * 8)))
+    tokenizer.close()  # encoding would fail
+    with pytest.raises(
+        ContextTooLong, match="501 characters, which this tokenizer may make 8 times as many: more than 4"
+    ):
+        tokenizer.encode("x" * 501, max_chars=1000)
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode_plain("x" * 501, max_chars=1000)
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode_marked("x" * 501, "\U000f0000", max_chars=1000)
+    with pytest.raises(InvalidRequest, match="was closed"):
+        tokenizer.encode("x" * 500, max_chars=1000)
+    assert MAX_GROWN >= tokenizer_bounds.INLINE_GROWTH  # no limit for real tokenizers but that of the context
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_child_encodes_as_the_library_in_this_process(text: str) -> None:
+    known = opened(cut(split(PRE_TOKENIZERS["qwen2"].splits[0])))
+    assert known.is_inline
+    forms: list[Callable[[Tokenizer], list[int]]] = [
+        lambda tokenizer: tokenizer.encode(text),
+        lambda tokenizer: tokenizer.encode_plain(text, at_start=False),
+        lambda tokenizer: tokenizer.encode_marked(f"<|im_start|>{text}<\U000f0000|im_end|><|im_end|>", "\U000f0000"),
+    ]
+    for form in forms:
+        assert form(_in_a_child()) == form(known)
+
+
+_children: list[Tokenizer] = []
+
+
+def _in_a_child() -> Tokenizer:
+    if not _children:
+        # The same expression in a spelling that is not known.
+        _children.append(opened(cut(split(f"(?:{PRE_TOKENIZERS['qwen2'].splits[0]})"))))
+        assert not _children[0].is_inline
+    return _children[0]
+
+
+def test_known_tokenizers_run_in_this_process() -> None:
+    assert Tokenizer.from_json(json.dumps(byte_level_json()).encode(), {}).is_inline
+    assert all(Tokenizer.from_gguf(byte_level_gguf(name)).is_inline for name in PRE_TOKENIZERS)
+    assert Tokenizer.from_gguf(sentencepiece_gguf()).is_inline
+
+
+def test_a_child_ends_with_its_tokenizer() -> None:
+    tokenizer = opened(cut(split("z+|.")))
+    child = tokenizer._encoder._child._process  # type: ignore[attr-defined]
+    assert child.poll() is None
+    tokenizer.close()
+    eventually(lambda: child.poll() is not None, "the child ended")
+
+
+def test_an_answer_of_the_child_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = opened(cut(split("z+|.")))
+    try:
+        child = tokenizer._encoder._child  # type: ignore[attr-defined]
+        for answer in ({}, {"ids": "abc"}, {"ids": [1, "2"]}, {"ids": [-1]}, {"ids": [True]}):
+            monkeypatch.setattr(child, "ask", lambda *_, found=answer: found)
+            with pytest.raises(InvalidRequest, match="invalid answer"):
+                tokenizer.encode("z")
+            monkeypatch.undo()
+        assert tokenizer.encode("z")
+    finally:
+        tokenizer.close()
+
+
+def test_decoding_has_a_limit() -> None:
+    tokenizer = opened(lambda spec: spec["model"]["vocab"].update({"x" * 1024: 999}))
+    with pytest.raises(
+        InvalidRequest, match=f"the text of 65537 tokens has 67109888 bytes, more than {MAX_DECODED_BYTES}"
+    ):
+        tokenizer.decode([999] * 65_537)
+    assert tokenizer.decode([999] * 3) == "x" * 3072
+
+
+def test_a_template_cannot_write_more_than_the_context() -> None:
+    tokenizer = opened(normalized())
+    template = ChatTemplate("{{ 'a' * 100000 }}{{ messages[0].content }}", tokenizer)
+    chat = ChatRequest([Message(Role.USER, (Part("Hi"),))])
+    try:
+        assert len(template.encode(chat)) == 100_002
+        with pytest.raises(ContextTooLong, match="text has 100002 characters, more than the 65536 that can fit"):
+            template.encode(chat, max_chars=65_536)
+    finally:
+        template.close()
