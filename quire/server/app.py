@@ -39,6 +39,7 @@ from quire.server.batches.types import (
     FilesQuery,
     UploadForm,
 )
+from quire.server.decoding import build_decoders
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
 from quire.server.http.openapi import openapi
@@ -311,6 +312,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/", page, "The web page.", access=Access.PUBLIC),
     Endpoint("GET", "/page/{name}", page_file, "A file of the web page.", access=Access.PUBLIC),
 )  # fmt: skip
+
+# Answers too: /openapi.json uses their type information in a thread.
+build_decoders(*{kind for row in ENDPOINTS for kind in (row.body, row.query, row.form, row.answer) if kind is not None})
 
 
 @dataclass(frozen=True, slots=True)

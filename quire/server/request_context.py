@@ -27,6 +27,7 @@ from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.auth import Key
+from quire.server.decoding import decode
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventEncoder, EventStream
 from quire.server.http.unknown_fields import unknown_fields
@@ -158,7 +159,7 @@ class RequestContext:
         if data.count(b",") > max_values:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
-            value = msgspec.json.decode(data, type=kind)
+            value = decode(data, kind)
             self._note_unknown(data, kind)
             return value
         except msgspec.ValidationError as error:

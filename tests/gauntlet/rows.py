@@ -41,6 +41,7 @@ MODULES = {
     "R30": "tenant_attacks",
     "R31": "connections",
     "R32": "soak",
+    "R33": "pairs",
 }
 
 

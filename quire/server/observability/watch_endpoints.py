@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequest
 from quire.server.auth import Key
+from quire.server.decoding import convert
 from quire.server.errors import ApiError, Kind
 from quire.server.observability.snapshot import (
     HeldAnswer,
@@ -83,7 +84,7 @@ def parse_query(context: RequestContext, kind: type[Q]) -> Q:
     """Parse the URL's query parameters. Unknown ones are ignored."""
     given = dict(context.request.query_params)
     try:
-        return msgspec.convert(given, kind, strict=False)
+        return convert(given, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`")
