@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import ip_address
 from urllib.parse import SplitResult, urlsplit
 
@@ -121,7 +120,7 @@ class Endpoint:
 
 
 async def openapi_json(context: RequestContext) -> Response:
-    body = await asyncio.to_thread(_openapi_bytes, context.models.default.name)
+    body = await context.in_turn(partial(_openapi_bytes, context.models.default.name))
     return Response(body, 200, context.headers, "application/json")
 
 

@@ -40,6 +40,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/api/pull": {"model": "../unknown"},  # refused before a download
 }
 PATHS = tuple(sorted({row.path for row in ENDPOINTS if row.body is not None}, key=lambda path: path not in FIRST))
+READ = tuple(row.path for row in ENDPOINTS if row.method == "GET" and not row.streams and "{" not in row.path)
 
 
 def large_bodies(path: str) -> list[dict[str, Any]]:
@@ -64,7 +65,7 @@ def _named(tool: dict[str, Any], number: int) -> dict[str, Any]:
 
 @dataclass
 class Pairs:
-    """Sends equal bodies at the same moment, and counts the statuses of the answers."""
+    """Sends equal requests at the same moment, and counts the statuses of the answers."""
 
     server: Server
     size: int
@@ -73,19 +74,23 @@ class Pairs:
     statuses: Counter[int] = field(default_factory=Counter)
 
     def send_all(self, *, first: int) -> None:
-        """Send one group of each body to each endpoint. `first`: where the order begins."""
+        """Send one group to each endpoint, with each of its bodies. `first`: where the order begins."""
         order = PATHS[first % len(PATHS) :] + PATHS[: first % len(PATHS)]
+        key = self.server.key
+        groups = [request_bytes(path, body, key=key) for path in order for body in large_bodies(path)]
+        groups += [request_bytes(path, None, key=key, method="GET") for path in READ]
         with ThreadPoolExecutor(self.size) as pool:
-            for path in order:
-                for body in large_bodies(path):
-                    data = request_bytes(path, body, key=self.server.key)
-                    ready = Barrier(self.size)
-                    found = list(pool.map(lambda _: self._send(data, ready), range(self.size)))  # noqa: B023
-                    self.num_sent += 1
-                    self.num_unanswered += found.count(0)
-                    self.statuses.update(found)
-                    if self.server.process.poll() is not None:
-                        return
+            for data in groups:
+                if self.server.process.poll() is not None:
+                    return
+                self._send_group(pool, data)
+
+    def _send_group(self, pool: ThreadPoolExecutor, data: bytes) -> None:
+        ready = Barrier(self.size)
+        found = list(pool.map(lambda _: self._send(data, ready), range(self.size)))
+        self.num_sent += 1
+        self.num_unanswered += found.count(0)
+        self.statuses.update(found)
 
     def _send(self, data: bytes, ready: Barrier) -> int:
         """Send the last byte at the same moment as the others. Returns 0 without an answer."""

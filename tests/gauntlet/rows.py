@@ -42,6 +42,7 @@ MODULES = {
     "R31": "connections",
     "R32": "soak",
     "R33": "pairs",
+    "R35": "turns",
 }
 
 

@@ -82,7 +82,8 @@ async def version(context: RequestContext) -> Response:
 
 async def metrics(context: RequestContext) -> Response:
     await asyncio.gather(*(_take_metrics(model) for model in context.models))
-    body, kind = context.models.exposition.render()
+    async with context.models.rendering.turn(context.key.name):  # one in each pass of the event loop
+        body, kind = context.models.exposition.render()
     return Response(body, 200, {**context.headers, "content-type": kind})
 
 

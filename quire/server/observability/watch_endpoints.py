@@ -62,10 +62,13 @@ async def watch_blocks(context: RequestContext) -> Response:
     """List the requests that hold these blocks. The page calls it on hover."""
     query = parse_query(context, BlocksQuery)
     model = context.models.find(query.model)
-    found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
-    if found is None or model.service is None:
+    found = None
+    if (service := model.service) is not None:
+        async with service.question(context.key.name):
+            found = await service.client.view_blocks(query.first, query.count)
+    if found is None or service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
-    return context.json(blocks_answer(model.name, found, tuple(model.service.active_requests), context.key))
+    return context.json(blocks_answer(model.name, found, tuple(service.active_requests), context.key))
 
 
 async def watch_held(context: RequestContext) -> Response:
@@ -77,7 +80,9 @@ async def watch_held(context: RequestContext) -> Response:
     if active is None or model.service is None:
         raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is not an open request of this key", param="id")
     ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)
-    return context.json(HeldAnswer(model.name, active.request_id, await model.service.client.find_held(ids)))
+    async with model.service.question(context.key.name):
+        held = await model.service.client.find_held(ids)
+    return context.json(HeldAnswer(model.name, active.request_id, held))
 
 
 def parse_query(context: RequestContext, kind: type[Q]) -> Q:
