@@ -55,7 +55,7 @@ def expensive() -> tuple[Expensive, ...]:
         Expensive("openapi", "/openapi.json", method="GET"),
         Expensive("requests", "/v1/requests", method="GET"),
         Expensive("stats", "/v1/cache/stats", method="GET"),
-        Expensive("watch", "/v1/watch?once=true", method="GET"),
+        Expensive("watch", "/v1/watch?once=true", method="GET", num_clients=2),
     )
 
 

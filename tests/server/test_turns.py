@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.server.app import ENDPOINTS
+from quire.server.protocols.openai.types import (
+    AnswerHead,
+    ChatAnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionUsage,
+    TopLogprob,
+)
+from quire.server.request_context import MAX_PART, in_parts
+from quire.server.tokenization import Tokens
 from tests.gauntlet.pairs import ADMIN, large_bodies
 from tests.server.rig import FAKE, Server, serving
 from tests.server.turn_log import THREAD, logging_turns, read_turns
@@ -82,7 +95,7 @@ RULES: dict[str, Rule] = {
     "GET /health": Rule((), STATIC),
     "GET /ready": Rule((), STATIC),
     "GET /version": Rule((), STATIC),
-    "GET /metrics": Rule((TURN,), "one text of all series in each pass of the event loop"),
+    "GET /metrics": Rule((TURN,), "a fifth of the event loop's time"),
     "GET /openapi.json": Rule((PARSE,), "made once"),
     "GET /docs": Rule((), STATIC),
     "GET /v1/watch": Rule((), "one snapshot for all watchers; half of the watchers", path="/v1/watch?once=true"),
@@ -123,7 +136,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "a prediction": (
         "/v1/chat/completions",
-        {**_CHAT, "max_tokens": 1, "prediction": {"type": "content", "content": TEXT}},
+        {**_CHAT, "max_tokens": 1, "prediction": {"type": "content", "content": TEXT * 2}},
         [ENCODE],
     ),
     "breakpoints": (
@@ -175,3 +188,19 @@ def test_work_on_many_tokens_takes_a_turn(name: str, server: Server, folder: Pat
     answer = server.post(path, body)
     assert answer.status == (400 if "wrong" in name else 200), answer.body
     assert read_turns(folder) == turns
+
+
+def test_an_answer_in_parts_is_the_same_json() -> None:
+    """Long lists are encoded in parts, at each depth; tags, renamed and unset fields stay."""
+    tops = [TopLogprob(f"t{i}", -0.5 * i, [i]) for i in range(3)]
+    scores = ChatLogprobs([ChatTokenLogprob("a", -1.0, [97], tops) for _ in range(3 * MAX_PART + 1)])
+    choices = [ChatChoice(i, ChatAnswerMessage("a"), scores, "length") for i in range(2)]
+    usage = CompletionUsage(1, 2, 3)
+    head = AnswerHead(
+        id="x", object="chat.completion", created=1, model="m", system_fingerprint="fp", service_tier="default"
+    )
+    chat = ChatCompletion(**msgspec.structs.asdict(head), choices=choices, usage=usage)
+    ids = Tokens(list(range(MAX_PART * 2)), 1, 1, ["é"] * (MAX_PART + 1))
+    for value in (chat, ids, Tokens([], 0, 1, []), {"a": 1}):
+        assert msgspec.json.encode(in_parts(value)) == msgspec.json.encode(value)
+    assert isinstance(in_parts(ids).tokens, msgspec.Raw)  # type: ignore[attr-defined]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 LOG = "QUIRE_TEST_TURNS"
+LOOP = "loop"  # much work on the event loop
 THREAD = "thread"  # in a thread of asyncio's pool, where keys take no turns
 
 
@@ -34,6 +36,7 @@ def install() -> None:
     if LOG not in os.environ or "serve" not in sys.orig_argv:  # a worker, or a child of one
         return
     from quire.server.limits import FairSlots
+    from quire.text.tokenizer import Tokenizer
 
     run, turn, to_thread = FairSlots.run, FairSlots.turn, asyncio.to_thread
 
@@ -51,9 +54,23 @@ def install() -> None:
         _write(THREAD)
         return await to_thread(*values, **named)
 
+    _log_long_calls(Tokenizer, "encode_plain", 4000)
+    _log_long_calls(Tokenizer, "decode", 2048)
     FairSlots.run = logged_run  # type: ignore[method-assign, assignment]
     FairSlots.turn = logged_turn  # type: ignore[method-assign, assignment]
     asyncio.to_thread = logged_thread  # type: ignore[assignment]
+
+
+def _log_long_calls(owner: type, name: str, max_size: int) -> None:
+    """Write down calls with long arguments on the event loop."""
+    original = getattr(owner, name)
+
+    def logged(self: Any, values: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and len(values) > max_size:
+            _write(LOOP)
+        return original(self, values, **named)
+
+    setattr(owner, name, logged)
 
 
 def _write(name: str) -> None:
