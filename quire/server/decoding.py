@@ -31,7 +31,8 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 def convert(values: Mapping[str, str], kind: type[T]) -> T:
     """Convert texts, such as query parameters. May be called in any thread. Raises msgspec's errors."""
-    return msgspec.convert(values, _decoder(kind).type, strict=False)
+    _decoder(kind)  # raises for an unknown type
+    return msgspec.convert(values, kind, strict=False)
 
 
 def built_types() -> frozenset[type[msgspec.Struct]]:

@@ -56,9 +56,9 @@ def install() -> None:
 
     _log_long_calls(Tokenizer, "encode_plain", 4000)
     _log_long_calls(Tokenizer, "decode", 2048)
-    FairSlots.run = logged_run  # type: ignore[method-assign, assignment]
-    FairSlots.turn = logged_turn  # type: ignore[method-assign, assignment]
-    asyncio.to_thread = logged_thread  # type: ignore[assignment]
+    FairSlots.run = logged_run  # type: ignore[method-assign]
+    FairSlots.turn = logged_turn  # type: ignore[method-assign]
+    asyncio.to_thread = logged_thread
 
 
 def _log_long_calls(owner: type, name: str, max_size: int) -> None:

@@ -54,9 +54,8 @@ def decoded_types() -> dict[str, Any]:
     from quire.server.batches.store import StoredBatch, StoredFile
 
     kinds = {kind for row in ENDPOINTS for kind in (row.body, row.query, row.form, row.answer) if kind is not None}
-    named: dict[str, Any] = {
-        f"{kind.__module__}.{kind.__qualname__}": kind for kind in {*kinds, StoredFile, StoredBatch}
-    }
+    kinds |= {StoredFile, StoredBatch}
+    named: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
     return {**named, "to_worker": to_worker.type, "from_worker": from_worker.type}
 
 
@@ -69,7 +68,8 @@ def unbuilt() -> list[str]:
 def late() -> list[str]:
     """Structs with type information that no decoder has built at import."""
     known = {one for kind in decoded_types().values() for one in types_in(kind)}
-    return sorted(one.__qualname__ for one in _structs(msgspec.Struct) if has_type_info(one) and one not in known)
+    structs: list[type] = list(_structs(msgspec.Struct))
+    return sorted(one.__qualname__ for one in structs if has_type_info(one) and one not in known)
 
 
 def _structs(kind: type) -> Iterator[type]:
