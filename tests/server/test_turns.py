@@ -126,12 +126,24 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "an echo": ("/v1/completions", {"prompt": IDS, "echo": True, "max_tokens": 1}, [PARSE]),
     "scores of a response": (
         "/v1/responses",
-        {"input": "Hi", "max_output_tokens": 120, "top_logprobs": 20, "include": ["message.output_text.logprobs"]},
+        {
+            "input": "Hi",
+            "temperature": 0,
+            "max_output_tokens": 120,
+            "top_logprobs": 20,
+            "include": ["message.output_text.logprobs"],
+        },
         [ENCODE, PARSE],
     ),
     "scores of Ollama": (
         "/api/chat",
-        {**_CHAT, "stream": False, "logprobs": True, "top_logprobs": 20, "options": {"num_predict": 120}},
+        {
+            **_CHAT,
+            "stream": False,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "options": {"num_predict": 120, "temperature": 0},
+        },
         [ENCODE, PARSE],
     ),
     "a prediction": (

@@ -10,7 +10,6 @@ import gc
 import os
 import sys
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,12 @@ def unbuilt() -> list[str]:
 def late() -> list[str]:
     """Structs with type information that no decoder has built at import."""
     known = {one for kind in decoded_types().values() for one in types_in(kind)}
-    structs: list[type] = list(_structs(msgspec.Struct))
-    return sorted(one.__qualname__ for one in structs if has_type_info(one) and one not in known)
+    return sorted(one.__qualname__ for one in _below(msgspec.Struct) if has_type_info(one) and one not in known)
 
 
-def _structs(kind: type) -> Iterator[type]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _structs(one)
+def _below(kind: type) -> list[type]:
+    found: list[type] = type.__subclasses__(kind)
+    return [*found, *(one for sub in found for one in _below(sub))]
 
 
 def reporting(folder: Path) -> dict[str, str]:
