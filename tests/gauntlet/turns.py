@@ -19,7 +19,7 @@ from tests.server.rig import Server, request_bytes, serving, status_of
 from tests.waiting import HANG_S, eventually
 
 NUM_IDS = 250_000  # of /detokenize: a body may have 262,144 values
-MAX_RATIO = 10.0
+MAX_RATIO = 8.0
 
 
 @dataclass(frozen=True)
