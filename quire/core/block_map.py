@@ -254,9 +254,10 @@ def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:
     requests: list[tuple[int, int]] = []
     for request in scheduler.running:
         held = num_tokens.keys() & request.block_table
-        for block_id in held:
-            filled = request.num_computed - request.block_table.index(block_id) * cache.block_size
-            num_tokens[block_id] = max(num_tokens[block_id], min(filled, cache.block_size))
+        num_full, rest = divmod(request.num_computed, cache.block_size)
+        num_tokens |= dict.fromkeys(held.intersection(request.block_table[:num_full]), cache.block_size)
+        for block_id in held.intersection(request.block_table[num_full : num_full + 1]):
+            num_tokens[block_id] = max(num_tokens[block_id], rest)
         if held:
             requests.append((request.request_id, len(held)))
     states = [0] * len(BlockState)

@@ -140,6 +140,15 @@ class ActiveRequest:
         )
 
     @property
+    def num_values(self) -> int:
+        """The number of tokens and scores that a whole answer is made of."""
+        params, usage = self.request.params, self.usage
+        num_values = usage.completion_tokens * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:
+            num_values += usage.prompt_tokens * (1 + params.prompt_logprobs)
+        return num_values
+
+    @property
     def cache(self) -> CacheExplanation | None:
         """The cache explanation of the first prompt."""
         return self.generations[0].cache if self.generations else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import ip_address
 from urllib.parse import SplitResult, urlsplit
 
@@ -39,6 +38,7 @@ from quire.server.batches.types import (
     FilesQuery,
     UploadForm,
 )
+from quire.server.decoding import build_decoders
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
 from quire.server.http.openapi import openapi
@@ -120,7 +120,7 @@ class Endpoint:
 
 
 async def openapi_json(context: RequestContext) -> Response:
-    body = await asyncio.to_thread(_openapi_bytes, context.models.default.name)
+    body = await context.in_turn(partial(_openapi_bytes, context.models.default.name))
     return Response(body, 200, context.headers, "application/json")
 
 
@@ -311,6 +311,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/", page, "The web page.", access=Access.PUBLIC),
     Endpoint("GET", "/page/{name}", page_file, "A file of the web page.", access=Access.PUBLIC),
 )  # fmt: skip
+
+# Answers too: /openapi.json uses their type information in a thread.
+build_decoders(*{kind for row in ENDPOINTS for kind in (row.body, row.query, row.form, row.answer) if kind is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 from quire.core.request import Priority
@@ -16,7 +16,7 @@ from quire.errors import Draining
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
 
-NUM_PARSERS = 2  # threads that decode and parse large bodies
+NUM_PARSERS = 2  # threads that decode and parse large bodies, and encode large answers
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
@@ -272,6 +272,15 @@ class FairSlots:
             raise Draining("the server is shutting down") from None
         job.add_done_callback(leave)
         return await asyncio.wrap_future(job)
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a slot for work that needs no thread: a question to a worker, or work on the event loop."""
+        await self._enter(tenant)
+        try:
+            yield
+        finally:
+            self._leave()
 
     async def _enter(self, tenant: str) -> None:
         if self._num_free:

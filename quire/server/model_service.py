@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -85,6 +86,7 @@ class ModelService:
         num_encoders = min(MAX_ENCODERS, os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(num_encoders, "quire-encode")
         self._encoder_slots = FairSlots(num_encoders)
+        self._question_slots = FairSlots(1)
 
     @property
     def model(self) -> str:
@@ -213,25 +215,23 @@ class ModelService:
 
     # Text
 
-    async def encode(
-        self, prompt: Prompt, owner: str, *, add_special: bool = True, is_short: bool | None = None
-    ) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, owner: str, *, add_special: bool = True) -> tuple[int, ...]:
         """Tokenise a prompt: a short text at once, others in a thread, because a long one takes seconds.
 
         Under load, a thread waits for the interpreter's lock longer than tokenising a short text takes. `owner`: the
-        name of the key; keys take turns. `is_short`: whether all prompts of the request together are short; None: this
-        is its only prompt.
+        name of the key; keys take turns.
         """
+        is_short = isinstance(prompt, str) and _is_short((prompt,)) and self.text.tokenizer.is_inline
+        if isinstance(prompt, tuple) or is_short:
+            return self._encode_now(prompt, add_special=add_special)
+        return await self.in_turn(owner, partial(self._encode_now, prompt, add_special=add_special))
+
+    def _encode_now(self, prompt: Prompt, *, add_special: bool = True) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
-        is_short = _is_short((prompt,)) if is_short is None else is_short
-        if isinstance(prompt, str) and is_short and self.text.tokenizer.is_inline:
-            return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         if isinstance(prompt, str):
-            return await self.in_turn(
-                owner, partial(self.text.encode, prompt, self.max_model_len, add_special=add_special)
-            )
-        return await self.in_turn(owner, partial(self.text.encode_chat, prompt, self.max_model_len))
+            return self.text.encode(prompt, self.max_model_len, add_special=add_special)
+        return self.text.encode_chat(prompt, self.max_model_len)
 
     async def render(self, chat: ChatRequest, owner: str) -> str:
         """The prompt of a conversation as text."""
@@ -247,6 +247,10 @@ class ModelService:
             self._num_encoding -= 1
             self._note_idle()
 
+    def question(self, owner: str) -> AbstractAsyncContextManager[None]:
+        """The turn of this key to ask the worker for a report, which takes time between two steps."""
+        return self._question_slots.turn(owner)
+
     async def _request(
         self,
         request: InferenceRequest,
@@ -258,22 +262,24 @@ class ModelService:
         *,
         is_short: bool,
     ) -> GenerationRequest:
-        tokens = await self.encode(prompt, owner, is_short=is_short)
-        if len(tokens) >= self.max_model_len:
-            limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
-            raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
+        """Tokenise a prompt and make its request: at once if both are quick, else in a thread, in turn."""
         chat = prompt if isinstance(prompt, ChatRequest) else None
         params = self._bounded(request)
-        build = partial(self.text.request, tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
-        built = await self.in_turn(owner, build) if params.prediction else build()  # a prediction is tokenised
+
+        def build() -> tuple[tuple[int, ...], GenerationRequest]:
+            tokens = self._encode_now(prompt)
+            if len(tokens) >= self.max_model_len:
+                limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
+                raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
+            return tokens, self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
+
+        is_quick = chat is None and is_short and not params.prediction  # a prediction is tokenised too
+        is_quick = is_quick and (isinstance(prompt, tuple) or self.text.tokenizer.is_inline)
+        tokens, built = build() if is_quick else await self.in_turn(owner, build)
         pins: list[PinPrefix] = []
-        if isinstance(prompt, ChatRequest):
-            sizes = [await self._prefix_size(prompt, end, tokens, owner) for end in request.breakpoints]
-            pins += [
-                PinPrefix(_pin_id(owner, salt, "prefix", str(tokens[:size])), size, end.ttl_s)
-                for size, end in zip(sizes, request.breakpoints, strict=True)
-                if size
-            ]
+        if chat is not None:
+            found = [await self._prefix_pin(chat, end, tokens, salt, owner) for end in request.breakpoints]
+            pins += [pin for pin in found if pin is not None]
         if request.cache_key is not None:
             pins.append(PinPrefix(_pin_id(owner, salt, "key", request.cache_key), len(tokens), request.cache_ttl_s))
         session = session or request.cache_key or ""
@@ -286,8 +292,10 @@ class ModelService:
             return params
         return replace(params, max_tokens=max(limit, params.min_tokens))
 
-    async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...], owner: str) -> int:
-        """Number of prompt tokens up to a breakpoint: the common prefix of the prompt and the rendering up to there.
+    async def _prefix_pin(
+        self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...], salt: str, owner: str
+    ) -> PinPrefix | None:
+        """The pin of a breakpoint: of the common prefix of the prompt and the rendering up to there, if there is one.
 
         A template may need a user turn. One is added after a system message, and the common prefix ends before it.
         """
@@ -296,17 +304,18 @@ class ModelService:
         messages[-1] = replace(last, parts=last.parts[: end.part + 1])
         if last.role is Role.SYSTEM:
             messages.append(Message(Role.USER, (Part("\u2060"),)))
+        head_chat = replace(chat, messages=messages, add_generation_prompt=False, continue_last=False)
+
+        def find() -> PinPrefix | None:
+            head = self._encode_now(head_chat)
+            pairs = enumerate(zip(head, tokens, strict=False))
+            size = next((i for i, (one, other) in pairs if one != other), min(len(head), len(tokens)))
+            return PinPrefix(_pin_id(owner, salt, "prefix", str(tokens[:size])), size, end.ttl_s) if size else None
+
         try:
-            head_chat = replace(chat, messages=messages, add_generation_prompt=False, continue_last=False)
-            head = await self.encode(head_chat, owner)
+            return await self.in_turn(owner, find)
         except (TemplateError, RequestFailed):
-            return 0
-        size = 0
-        for head_token, token in zip(head, tokens, strict=False):
-            if head_token != token:
-                break
-            size += 1
-        return size
+            return None
 
     def pinned_tokens(self, request: GenerationRequest) -> int:
         """Number of tokens that the request's pins will hold: full blocks, at most half of the pool."""

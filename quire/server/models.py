@@ -323,6 +323,7 @@ class Models:
         self._opener = shared.opener
         self.body_bytes = BodyBytes()
         self.parsing = FairSlots(NUM_PARSERS)
+        self.rendering = FairSlots(1)  # of metrics
         self.is_draining = False
         self.has_started = False  # the first model has been loaded
         self._num_open = 0

@@ -27,6 +27,7 @@ from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.auth import Key
+from quire.server.decoding import decode
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventEncoder, EventStream
 from quire.server.http.unknown_fields import unknown_fields
@@ -51,6 +52,8 @@ MAX_SHOWN_BYTES = 1 << 20  # larger bodies are not searched for the value to sho
 MAX_PLAIN_BYTES = 64 << 10  # of a body without a schema; a larger one is decoded and parsed in a thread
 MAX_QUICK_BYTES = 4 << 10  # the same of a body with one of SLOW_WORDS: its schemas may take a fifth of a second
 SLOW_WORDS = (b'"tools"', b"schema", b"grammar")  # in bodies whose schemas take long to parse
+MAX_PLAIN_VALUES = 2048  # in an answer; one with more tokens or scores is made in a thread
+MAX_PART = 128  # items of a list that are encoded in one call
 MIB = 1 << 20
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
@@ -140,16 +143,17 @@ class RequestContext:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             self._is_slow = is_slow(data)
-            return await self._in_turn(partial(self._decode, data, kind))
+            return await self._on_body(partial(self._decode, data, kind))
 
     async def parse(self, parse: Callable[[T], Parsed], body: T) -> Parsed:
         """Call a codec's parser: for a large body in a thread, so that the streams of others continue."""
-        return await self._in_turn(partial(parse, body))
+        return await self._on_body(partial(parse, body))
 
-    async def _in_turn(self, work: Callable[[], Parsed]) -> Parsed:
-        """Do work on the body: at once, or for a slow body in a thread, where keys take turns."""
-        if not self._is_slow:
-            return work()
+    async def _on_body(self, work: Callable[[], Parsed]) -> Parsed:
+        return await self.in_turn(work) if self._is_slow else work()
+
+    async def in_turn(self, work: Callable[[], Parsed]) -> Parsed:
+        """Do work in a thread, when it is the turn of this key."""
         return await self.models.parsing.run(self.key.name, _parsers, work)
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
@@ -158,7 +162,7 @@ class RequestContext:
         if data.count(b",") > max_values:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
-            value = msgspec.json.decode(data, type=kind)
+            value = decode(data, kind)
             self._note_unknown(data, kind)
             return value
         except msgspec.ValidationError as error:
@@ -261,6 +265,16 @@ class RequestContext:
 
     def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
+
+    async def json_of(self, make: Callable[[], object], num_values: int) -> Response:
+        """Make an answer of so many tokens and scores, and encode it: see `on_values`."""
+        if num_values <= MAX_PLAIN_VALUES:
+            return self.json(make())
+        return await self.in_turn(lambda: self.json(in_parts(make())))
+
+    async def on_values(self, work: Callable[[], Parsed], num_values: int) -> Parsed:
+        """Do work on tokens and scores: at once, or on many of them in a thread, where keys take turns."""
+        return work() if num_values <= MAX_PLAIN_VALUES else await self.in_turn(work)
 
     async def open(self, request: InferenceRequest) -> ActiveRequest:
         """Submit the request to its model, unless the client disconnects first."""
@@ -406,6 +420,20 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
 def is_slow(body: bytes) -> bool:
     """Whether a body takes long to decode and to parse: a large one, or a schema of some size."""
     return len(body) > MAX_QUICK_BYTES and (len(body) > MAX_PLAIN_BYTES or any(word in body for word in SLOW_WORDS))
+
+
+def in_parts(value: object) -> object:
+    """Encode the long lists in an answer. A call of msgspec holds the interpreter's lock, which must not last long."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        found = {name: made for name, one in fields.items() if (made := in_parts(one)) is not one}
+        return msgspec.structs.replace(value, **found) if found else value
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) <= MAX_PART:
+        return [in_parts(one) for one in value] if value and isinstance(value[0], msgspec.Struct) else value
+    parts = (msgspec.json.encode(value[at : at + MAX_PART])[1:-1] for at in range(0, len(value), MAX_PART))
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -76,31 +75,33 @@ async def tokenize(context: RequestContext) -> Response:
             body.prompt or "", context.key.name, add_special=body.add_special_tokens is not False
         )
     else:
-        with protocol_field_names(NAMES):
-            chat = _conversation(body, body.messages)
+        chat = await context.parse(_conversation, body)
         tokens = await service.encode(chat, context.key.name)
         unknown = service.text.template.unknown_args(chat.template_args)
         context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
-    names = await service.in_turn(context.key.name, partial(_names, service.text.tokenizer, tokens))
-    return context.json(Tokens(list(tokens), len(tokens), service.max_model_len, names))
+    make = partial(_answer, service.text.tokenizer, tokens, service.max_model_len)
+    return await context.json_of(make, len(tokens))
 
 
-def _names(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    return [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+def _answer(tokenizer: Tokenizer, tokens: Sequence[int], max_model_len: int) -> Tokens:
+    names = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return Tokens(list(tokens), len(tokens), max_model_len, names)
 
 
-def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
+def _conversation(body: TokenizeRequest) -> ChatRequest:
     """Return the conversation that /v1/chat/completions would make of this body."""
+    assert body.messages is not None
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens is only for prompt: the chat template adds special tokens to messages")
     asked = ChatCompletionRequest(
-        messages=messages,
+        messages=body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return conversation_of(asked)[0]
+    with protocol_field_names(NAMES):
+        return conversation_of(asked)[0]
 
 
 async def tokenizer_info(context: RequestContext) -> Response:
@@ -126,9 +127,12 @@ async def tokenizer_info(context: RequestContext) -> Response:
 async def detokenize(context: RequestContext) -> Response:
     body = await context.body(DetokenizeRequest)
     service = await context.use(body.model)
-    size = service.text.spec.vocab_size
-    for position, token in enumerate(body.tokens):
-        if token >= size:
-            raise InvalidRequest(f"tokens[{position}] = {token} is outside the vocabulary of {size}")
-    text = await asyncio.to_thread(service.text.tokenizer.decode, body.tokens, skip_special=False)
-    return context.json(DetokenizedText(text))
+    make = partial(_text, service.text.tokenizer, body.tokens, service.text.spec.vocab_size)
+    return await context.json_of(make, len(body.tokens))
+
+
+def _text(tokenizer: Tokenizer, tokens: Sequence[int], vocab_size: int) -> DetokenizedText:
+    for position, token in enumerate(tokens):
+        if token >= vocab_size:
+            raise InvalidRequest(f"tokens[{position}] = {token} is outside the vocabulary of {vocab_size}")
+    return DetokenizedText(tokenizer.decode(tokens, skip_special=False))

@@ -41,7 +41,9 @@ MODULES = {
     "R30": "tenant_attacks",
     "R31": "connections",
     "R32": "soak",
+    "R33": "pairs",
     "R34": "tokenizers",
+    "R35": "turns",
 }
 
 

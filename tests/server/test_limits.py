@@ -198,6 +198,29 @@ def test_tenants_take_turns() -> None:
     assert order == ["a", "b", "c", "a", "b", "last"]
 
 
+def test_a_turn_without_a_thread_is_given_to_the_next_tenant() -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        slots = FairSlots(1)
+
+        async def take(name: str) -> None:
+            async with slots.turn(name):
+                order.append(name)
+                await asyncio.sleep(0)
+                if name == "b":
+                    raise ValueError
+
+        jobs = [asyncio.create_task(take(name)) for name in ("a", "a", "a", "a", "b", "c")]
+        await asyncio.sleep(0)
+        jobs[1].cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.wait_for(take("last"), HANG_S)  # no slot is lost
+
+    asyncio.run(work())
+    assert order == ["a", "a", "b", "c", "a", "last"]
+
+
 def test_a_job_that_is_cancelled_when_its_turn_has_come_gives_it_up() -> None:
     async def work() -> None:
         slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()

@@ -535,8 +535,9 @@ def stream(
 
 def whole(deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None = None, **fields: Any) -> Any:
     body = body_of(**fields)
-    answer = asyncio.run(Reply(made_up(deltas, meanings, body), body).whole())
-    found = json.loads(msgspec.json.encode(answer))
+    reply = Reply(made_up(deltas, meanings, body), body)
+    asyncio.run(reply.collect())
+    found = json.loads(msgspec.json.encode(reply.finished()))
     SdkResponse.model_validate(found)
     return found
 

@@ -157,14 +157,16 @@ async def explain(context: RequestContext) -> Response:
     body = await context.body(ExplainRequest)
     service = _service(context, body.model)
     tokens, salt = await _prompt(context, service, body)
-    explanation = await service.client.explain(tokens, salt)
+    async with service.question(context.key.name):
+        explanation = await service.client.explain(tokens, salt)
     text = stopped_text(service.text.tokenizer, tokens, explanation)
     return context.json(view(explanation, len(tokens), text))
 
 
 async def stats(context: RequestContext) -> Response:
     service = _service(context, context.request.query_params.get("model"))
-    found = await service.client.stats()
+    async with service.question(context.key.name):
+        found = await service.client.stats()
     if found is None:
         raise _not_loaded(service.model)
     cache = found.cache
@@ -242,7 +244,7 @@ def _not_loaded(name: str) -> ApiError:
 
 async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Return the token ids and the cache salt, checked as for a request to generate."""
-    request = to_inference_request(body)
+    request = await context.parse(to_inference_request, body)
     tokens = await service.encode(request.prompts[0], context.key.name)
     if len(tokens) > service.max_model_len:
         raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the context of {service.max_model_len}")

@@ -30,6 +30,7 @@ import msgspec
 
 from quire.server.auth import Key
 from quire.server.batches.types import MAX_EXPIRY_S, UNFINISHED, BatchObject, FileObject, Status
+from quire.server.decoding import build_decoders, decode
 from quire.server.errors import ApiError, Kind
 
 MAX_FILES = 1000  # of one key
@@ -58,6 +59,8 @@ class StoredBatch(msgspec.Struct):
     def hex_id(self) -> str:
         return self.batch.id.removeprefix("batch_")
 
+
+build_decoders(StoredFile, StoredBatch)  # they are read in a thread
 
 S = TypeVar("S", StoredFile, StoredBatch)
 
@@ -351,7 +354,7 @@ def _read_all(folder: Path, kind: type[S]) -> dict[str, S]:
 
 def _read(path: Path, kind: type[S]) -> S | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decode(path.read_bytes(), kind)
     except (OSError, msgspec.DecodeError) as error:
         log.error("%s cannot be read and is ignored: %s", path, error)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +18,7 @@ from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.request_context import RequestContext
 
+RENDERING_REST = 4.0  # time between two texts of metrics, per time to make one: they get a fifth of the event loop
 STATS_S = 2.0  # a worker in a long step answers later; the last known figures are used then
 
 log = logging.getLogger(__name__)
@@ -82,7 +84,10 @@ async def version(context: RequestContext) -> Response:
 
 async def metrics(context: RequestContext) -> Response:
     await asyncio.gather(*(_take_metrics(model) for model in context.models))
-    body, kind = context.models.exposition.render()
+    async with context.models.rendering.turn(context.key.name):
+        began_s = time.monotonic()
+        body, kind = context.models.exposition.render()
+        await asyncio.sleep(RENDERING_REST * (time.monotonic() - began_s))
     return Response(body, 200, {**context.headers, "content-type": kind})
 
 

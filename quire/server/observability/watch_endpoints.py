@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequest
 from quire.server.auth import Key
+from quire.server.decoding import convert
 from quire.server.errors import ApiError, Kind
 from quire.server.observability.snapshot import (
     HeldAnswer,
@@ -61,10 +62,13 @@ async def watch_blocks(context: RequestContext) -> Response:
     """List the requests that hold these blocks. The page calls it on hover."""
     query = parse_query(context, BlocksQuery)
     model = context.models.find(query.model)
-    found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
-    if found is None or model.service is None:
+    found = None
+    if (service := model.service) is not None:
+        async with service.question(context.key.name):
+            found = await service.client.view_blocks(query.first, query.count)
+    if found is None or service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
-    return context.json(blocks_answer(model.name, found, tuple(model.service.active_requests), context.key))
+    return context.json(blocks_answer(model.name, found, tuple(service.active_requests), context.key))
 
 
 async def watch_held(context: RequestContext) -> Response:
@@ -76,14 +80,16 @@ async def watch_held(context: RequestContext) -> Response:
     if active is None or model.service is None:
         raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is not an open request of this key", param="id")
     ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)
-    return context.json(HeldAnswer(model.name, active.request_id, await model.service.client.find_held(ids)))
+    async with model.service.question(context.key.name):
+        held = await model.service.client.find_held(ids)
+    return context.json(HeldAnswer(model.name, active.request_id, held))
 
 
 def parse_query(context: RequestContext, kind: type[Q]) -> Q:
     """Parse the URL's query parameters. Unknown ones are ignored."""
     given = dict(context.request.query_params)
     try:
-        return msgspec.convert(given, kind, strict=False)
+        return convert(given, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`")

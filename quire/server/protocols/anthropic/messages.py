@@ -84,7 +84,7 @@ async def _respond(
     if request.is_streaming:
         return await context.stream(active, MessageEvents(reply, active))
     one = (await context.result(active))[0].completions[0]
-    return context.json(reply.answer(one.text, one.finish_reason, one.stop))
+    return await context.json_of(partial(reply.answer, one.text, one.finish_reason, one.stop), active.num_values)
 
 
 async def count_tokens(context: RequestContext) -> Response:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -96,7 +97,7 @@ async def _generate(
         if request.is_streaming:
             return await context.stream(active, reply)
         one = (await context.result(active))[0].completions[0]
-        return context.json(reply.whole(one))
+        return await context.json_of(partial(reply.whole, one), active.num_values)
 
     with protocol_field_names(NAMES):
         return await answer_in_shape(request, shape_field(body), respond)

@@ -102,10 +102,12 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
         return await context.stream(active, AnswerEvents(active, encoder))
     outputs = await context.result(active)
     head = head_of(active, "chatcmpl", "chat.completion")
-    num_thought_tokens = active.num_thought_tokens
-    return context.json(
-        whole_chat(head, outputs, active.usage, cache_view(active), active.new_parser, num_thought_tokens)
-    )
+
+    def make() -> ChatCompletion:
+        thought = active.num_thought_tokens
+        return whole_chat(head, outputs, active.usage, cache_view(active), active.new_parser, thought)
+
+    return await context.json_of(make, active.num_values)
 
 
 # Parsing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,7 +66,7 @@ async def completions(context: RequestContext) -> Response:
 async def _respond(context: RequestContext, body: CompletionRequest, request: InferenceRequest) -> Response:
     active = await context.open(request)
     tokenizer = context.service.text.tokenizer
-    echoes = [echo_of(prompt, tokenizer, request) for prompt in request.prompts] if body.echo else None
+    echoes = await _echoes(context, request) if body.echo else None
     head = head_of(active, "cmpl", "text_completion")
     if request.is_streaming:
         encoder = completion_stream(
@@ -80,13 +79,26 @@ async def _respond(context: RequestContext, body: CompletionRequest, request: In
         )
         return await context.stream(active, AnswerEvents(active, encoder))
     outputs = await context.result(active)
-    make = partial(whole_completion, head, outputs, active.usage, cache_view(active), echoes, tokenizer)
-    # In a thread: the scores of a long prompt are tens of thousands of values.
-    answer = make() if request.params.prompt_logprobs is None else await asyncio.to_thread(make)
-    if body.return_token_ids:
-        for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
-            choice.token_ids = list(one.token_ids)
-    return context.json(answer)
+
+    def make() -> Completion:
+        answer = whole_completion(head, outputs, active.usage, cache_view(active), echoes, tokenizer)
+        if body.return_token_ids:
+            for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
+                choice.token_ids = list(one.token_ids)
+        return answer
+
+    return await context.json_of(make, active.num_values)
+
+
+async def _echoes(context: RequestContext, request: InferenceRequest) -> list[Echo]:
+    """The prompts as text. Many token ids are decoded in a thread."""
+    tokenizer = context.service.text.tokenizer
+
+    def make() -> list[Echo]:
+        return [echo_of(prompt, tokenizer, request) for prompt in request.prompts]
+
+    num_ids = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
+    return await context.on_values(make, num_ids)
 
 
 # Parsing

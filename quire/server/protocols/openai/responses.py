@@ -64,7 +64,8 @@ async def _respond(context: RequestContext, body: ResponsesRequest, request: Inf
     reply = Reply(active, body)
     if request.is_streaming:
         return await context.stream(active, reply)
-    return context.json(await reply.whole())
+    await reply.collect()
+    return await context.json_of(reply.finished, active.num_values)
 
 
 class Reply:
@@ -83,11 +84,11 @@ class Reply:
         self._frame: tuple[bytes, bytes, bytes] | None = None
         self._is_plain = isinstance(self._parser, PlainAnswer)
 
-    async def whole(self) -> ResponseObject:
+    async def collect(self) -> None:
+        """Wait for the whole answer, which `finished` then returns."""
         async with self._active:
             async for batch in self._active.batches():
                 self._take(batch)
-        return self._finished()
 
     def begin(self) -> bytes:
         begun = self._object("in_progress")
@@ -111,7 +112,7 @@ class Reply:
         """None: each event has a number."""
 
     def finish(self) -> bytes:
-        final = self._finished()
+        final = self.finished()
         return self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
 
     def fail(self, error: ApiError) -> bytes | None:
@@ -135,7 +136,7 @@ class Reply:
             frames.append(_event(event))
         return b"".join(frames)
 
-    def _finished(self) -> ResponseObject:
+    def finished(self) -> ResponseObject:
         cache = cache_view(self._active)
         return self._object(
             "completed" if self._is_whole else "incomplete",

@@ -1,0 +1,146 @@
+"""R35: one key sends expensive requests to each endpoint, and the chats of another key must hardly be slower."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.tenant_attacks import ADMIN, ATTACKER, CHAT, COMPLETIONS, VICTIM, WORDS, chat_of
+from tests.gauntlet.watch import idle_base, left_over
+from tests.server.rig import Server, request_bytes, serving, status_of
+from tests.waiting import HANG_S, eventually
+
+NUM_IDS = 250_000  # of /detokenize: a body may have 262,144 values
+MAX_RATIO = 8.0
+
+
+@dataclass(frozen=True)
+class Expensive:
+    """A request that makes the server work, and how many clients send it."""
+
+    name: str
+    path: str
+    body: Any = None
+    method: str = "POST"
+    num_clients: int = 12
+
+
+def expensive() -> tuple[Expensive, ...]:
+    text = WORDS * 200
+    long_chat = [{"role": ("user", "assistant")[i % 2], "content": f"Text {i}."} for i in range(301)]
+    ids = [20 + i % 50 for i in range(3000)]
+    scores = chat_of("Hi", 400, n=8, logprobs=True, top_logprobs=20)
+    scored = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 5}
+    return (
+        Expensive("detokenize", "/detokenize", {"tokens": [i % 100 for i in range(NUM_IDS)]}),
+        Expensive("tokenize", "/tokenize", {"prompt": text}),
+        Expensive("tokenize messages", "/tokenize", {"messages": long_chat}),
+        Expensive("templates", "/apply-template", {"messages": long_chat}),
+        Expensive("count_tokens", "/v1/messages/count_tokens", {"model": "tiny", "messages": long_chat}),
+        Expensive("explain", "/v1/cache/explain", {"prompt": ids}),
+        Expensive("explain messages", "/v1/cache/explain", {"messages": long_chat}),
+        Expensive("scored prompts", COMPLETIONS, scored, num_clients=2),
+        Expensive("echoes", COMPLETIONS, {"prompt": ids, "max_tokens": 1, "echo": True}),
+        Expensive("scored answers", CHAT, scores, num_clients=2),
+        Expensive("blocks", "/v1/watch/blocks?first=1&count=2000", method="GET"),
+        Expensive("metrics", "/metrics", method="GET"),
+        Expensive("openapi", "/openapi.json", method="GET"),
+        Expensive("requests", "/v1/requests", method="GET"),
+        Expensive("stats", "/v1/cache/stats", method="GET"),
+        Expensive("watch", "/v1/watch?once=true", method="GET", num_clients=2),
+    )
+
+
+@dataclass
+class Clients:
+    """Clients of the attacker: each sends the same request again and again, on one connection each time."""
+
+    server: Server
+    request: Expensive
+    num_answers: int = 0
+    wrong: list[int] = field(default_factory=list)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs them until the block ends. Enters when one of them has an answer."""
+        threads = [threading.Thread(target=self._run) for _ in range(self.request.num_clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            eventually(lambda: self.num_answers or self.wrong, f"an answer of {self.request.path}")
+            yield
+        finally:
+            self._is_over.set()
+            for thread in threads:
+                thread.join(HANG_S)
+
+    def _run(self) -> None:
+        one = self.request
+        data = request_bytes(one.path, one.body, key=ATTACKER, method=one.method)
+        while not self._is_over.is_set():
+            status = 0
+            with contextlib.suppress(OSError), socket.create_connection(self.server.address, timeout=HANG_S) as sock:
+                sock.sendall(data)
+                status = status_of(sock.recv(64, socket.MSG_WAITALL))
+                sock.shutdown(socket.SHUT_WR)
+            if status == 200:
+                self.num_answers += 1
+            else:
+                self.wrong.append(status)
+
+
+def chats_s(victim: Server, count: int) -> tuple[float, int]:
+    """The median time of a short chat, and how many failed."""
+    times: list[float] = []
+    num_failed = 0
+    for number in range(count):
+        began_s = time.perf_counter()
+        num_failed += victim.chat(f"Hello {number}", max_tokens=4).status != 200
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times), num_failed
+
+
+def run(gauntlet: Gauntlet) -> Sequence[Figure]:
+    fake = ("--backend", "fake", "--num-blocks", "4000", "--device", "5ms", "--served-model-name", "tiny")
+    keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
+    figures: list[Figure] = []
+    num_wrong = num_failed = 0
+    with serving(str(gauntlet.tiny), *fake, *keys, key=ADMIN) as server:
+        victim = replace(server, key=VICTIM)
+        chats_s(victim, 4)
+        base = idle_base(server)
+        count = gauntlet.size(12, 1)
+        for one in expensive():
+            quiet_s, _ = chats_s(victim, count)
+            clients = Clients(server, one)
+            with clients.running():
+                during_s, failed = chats_s(victim, count)
+            num_failed += failed
+            num_wrong += len(clients.wrong)
+            ratio = during_s / quiet_s
+            figures.append(
+                Figure(f"{one.name}: time of another key's chat", ratio, "x", at_most=MAX_RATIO, is_timed=True)
+            )
+            gauntlet.say(
+                f"{one.name}: {quiet_s:.3f} s, {during_s:.3f} s ({ratio:.1f} x), {clients.num_answers} answers, "
+                f"{clients.wrong[:3]} wrong"
+            )
+        left = left_over(server, base, spare_files=4)
+    return [
+        *figures,
+        exactly("chats of the other key that failed", num_failed),
+        exactly("expensive requests with an unexpected status", num_wrong),
+        *left,
+    ]
+
+
+ROWS = (Row("R35", "Expensive requests of a key take turns with those of other keys", run, 600),)
