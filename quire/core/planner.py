@@ -207,7 +207,7 @@ class Planner:
                 if request.state is RequestState.RUNNING:  # not preempted during this turn
                     num_given = self._give(step, request, num_most)
                     left -= num_given
-                    left_ns = self._pay(request, num_given, left_ns)
+                    left_ns = self._time_left(request, num_given, left_ns)
                 if line:
                     heapreplace(wanting, (self._turn_key(line[-1]), line))
                 else:
@@ -225,7 +225,7 @@ class Planner:
             elif outcome is Outcome.ADMITTED:
                 num_given = self._give(step, head[1], num_most)
                 left -= num_given
-                left_ns = self._pay(head[1], num_given, left_ns)
+                left_ns = self._time_left(head[1], num_given, left_ns)
             else:
                 step.close(turn.tiers)  # no request overtakes a head that does not fit
 
@@ -239,7 +239,7 @@ class Planner:
         is_first = turn.is_owed and left_ns == turn.max_ns
         return min(left, max(self._ledger.affordable(request, left_ns), is_first))
 
-    def _pay(self, request: Request, num_tokens: int, left_ns: int | None) -> int | None:
+    def _time_left(self, request: Request, num_tokens: int, left_ns: int | None) -> int | None:
         return None if left_ns is None else left_ns - num_tokens * self._ledger.price_ns(request)
 
     def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[TurnKey, list[Request]]]:
@@ -328,13 +328,8 @@ class Planner:
                 return request.state is RequestState.RUNNING
             self._cache.extend(request, end)
         states = (0, 0, ()) if hybrid is None else hybrid.plan_states(request, end)
-        if request.num_prepaid:
-            self._ledger.use_prepaid(request, length)
-        if is_free or num_drafts:
-            account = (request.priority, request.tenant)
-            num_own = length if is_free else 0
-            step.decodes[account] = step.decodes.get(account, 0) + num_own + num_drafts
-            step.budget -= max(num_own - 1, 0) + num_drafts
+        if is_free or num_drafts or request.num_prepaid:
+            self._pay(step, request, length, length if is_free else 0, num_drafts)
         wants_token = end >= num_known
         if wants_token:
             request.num_in_flight += 1 + num_drafts
@@ -365,6 +360,14 @@ class Planner:
             )
         )
         return True
+
+    def _pay(self, step: StepDraft, request: Request, length: int, num_free: int, num_drafts: int) -> None:
+        """Account for a slice. `num_free`: its tokens that no turn gave; with the drafts, they are charged at the end."""
+        if request.num_prepaid:
+            self._ledger.use_prepaid(request, length)
+        account = (request.priority, request.tenant)
+        step.decodes[account] = step.decodes.get(account, 0) + num_free + num_drafts
+        step.budget -= max(num_free - 1, 0) + num_drafts
 
     def _num_drafts(self, step: StepDraft, request: Request, length: int) -> int:
         """Number of drafts to verify in this step, after `length` known tokens.

@@ -47,7 +47,7 @@ FIRST_HYBRID = 1_000_000  # worlds from this seed on have windows, recurrent sta
 FIRST_TIERED = 2_000_000  # worlds from this seed on have tiers below the device, and every other one is hybrid
 FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hybrid, some have tiers
 # Worlds from this seed on are short of memory: long LOW requests fill the pool, short ones of higher tiers preempt them
-# again and again, and their cached blocks are evicted. Some are hybrid, some have tiers, some have drafts, all have pins.
+# again and again, and their cached blocks are evicted. Some are hybrid, some have tiers, some have drafts.
 FIRST_PRESSED = 4_000_000
 HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
 PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
