@@ -18,7 +18,7 @@ from quire.engine.params import PinPrefix
 from quire.engine.repetition import Sampled, failed_step, last_tokens, repeat_step
 from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
-from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
+from quire.engine.tiers.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, QuireError
 
 WAIT_S = 0.001  # for transfers, when there is nothing to compute; messages are read this often
@@ -95,7 +95,7 @@ class Engine:
         tiers = self.scheduler.cache.tiers
         if self.transfers is None or tiers is None:
             return False
-        return self.transfers.has_work or tiers.saves.has_unsaved
+        return self.transfers.has_copies or tiers.saves.has_unsaved
 
     def add(
         self,
@@ -207,8 +207,10 @@ class Engine:
         """Apply the transfers that have ended."""
         for done in transfers.poll(is_busy=len(self.scheduler.running) > 0):
             match done:
-                case LoadDone(load_id, failures, read_ns):
-                    self.scheduler.finish_load(load_id, failures, read_ns)
+                case ReadDone(read_id, failures, read_ns):
+                    self.scheduler.finish_read(read_id, failures, read_ns)
+                case LoadDone(load_id, failures):
+                    self.scheduler.finish_load(load_id, failures)
                 case SaveDone(content, tier, is_saved):
                     self.scheduler.finish_save(content, tier, is_saved=is_saved)
                 case Lost(contents):

@@ -360,7 +360,8 @@ def test_a_failed_window_block_is_not_attached() -> None:
     rig.finish_loads([rig.content(tokens, 4, WINDOW)])
     rig.run()
     rig.check_answer(request)
-    assert explanation_of(request) == CacheExplanation(0, 0, 0, StopReason.LOAD_FAILED, 20)
+    # Host memory has what a request needs to continue after four blocks.
+    assert explanation_of(request) == CacheExplanation(16, 4, 16, StopReason.LOAD_FAILED, 20, Tier.HOST, 16)
 
 
 def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too() -> None:
@@ -508,13 +509,14 @@ def test_a_late_load_is_not_waited_for_again() -> None:
     rig.idle()
     rig.evict()
     rig.wait_for_load(PROMPT)  # two blocks from host memory, two from disk
+    rig.store.finish_load(rig.scheduler, next(iter(rig.store.loading)))
     rig.now_ns += MIN_TIMEOUT_NS
     rig.step()
     rig.run_without_loads()
     rig.evict()
     again = rig.wait_for_load(PROMPT)  # host memory still answers
-    assert len(rig.store.loading) == 2
-    rig.store.finish_load(rig.scheduler, 2)
+    assert len(rig.store.reading) == 1
+    rig.store.finish_load(rig.scheduler, next(iter(rig.store.loading)))
     rig.run_without_loads()
     rig.check_answer(again)
     assert explanation_of(again) == CacheExplanation(8, 2, 8, StopReason.NOT_LOADED, 0, Tier.HOST, 8)
