@@ -71,6 +71,12 @@ class PrefixReads:
     def get(self, load_id: int) -> PrefixRead | None:
         return self._reads.get(load_id)
 
+    @property
+    def last_deadline_ns(self) -> int:
+        """When all reads in flight that are waited for are late. 0: there are none."""
+        deadlines = (read.deadline_ns for read in self if read.state is ReadState.READING and not read.is_abandoned)
+        return max(deadlines, default=0)
+
     def find(self, content: Content) -> PrefixRead | None:
         """The read of this content that a request can wait for, or that is ready."""
         return self._by_content.get(content)

@@ -43,6 +43,7 @@ class Store:
         self.reading: dict[int, list[Content]] = {}
         self.buffers: dict[tuple[int, Content], Payload] = {}  # what was read
         self.dropped: list[Content] = []
+        self.dropped_reads: set[int] = set()
 
     def start(self, plan: StepPlan) -> None:
         """Start the transfers of a plan, before its step runs."""
@@ -56,6 +57,7 @@ class Store:
             self.loading.setdefault(load.load_id, []).append(load)
         for read in plan.reads:
             self.reading.setdefault(read.read_id, []).append(read.content)
+        self.dropped_reads.update(plan.dropped_reads)
         for read_id, content in [key for key in self.buffers if key[0] in plan.dropped_reads]:
             del self.buffers[read_id, content]
 
@@ -63,7 +65,8 @@ class Store:
         """Read the pieces of a read into buffers, except those that fail."""
         contents = self.reading.pop(read_id)
         found = {content: self.stored[Tier.DISK].get(content) for content in contents if content not in failing}
-        self.buffers |= {(read_id, content): payload for content, payload in found.items() if payload is not None}
+        if read_id not in self.dropped_reads:
+            self.buffers |= {(read_id, content): payload for content, payload in found.items() if payload is not None}
         scheduler.finish_read(read_id, {content for content in contents if found.get(content) is None})
 
     def finish_saves(self, scheduler: Scheduler, *, is_saved: bool = True) -> None:
@@ -224,6 +227,12 @@ class TieredRig(Rig):
             self.step()
             self.finish_saves()
         raise AssertionError("requests have not ended")
+
+    def run_without_loads_of(self, request: Request) -> None:
+        """Step until a request has ended, in which no load ends."""
+        while request.state is not RequestState.FINISHED:
+            self.step()
+            self.finish_saves()
 
     # Requests
 

@@ -135,6 +135,8 @@ class Setup:
             setup = setup._with_tiers(random)
             hung_share = HUNG_SHARES[seed // 2 % len(HUNG_SHARES)]
             setup = replace(setup, num_buffers=NUM_BUFFERS[seed // 3 % len(NUM_BUFFERS)], hung_share=hung_share)
+            if hung_share and seed // 12 % 2:
+                setup = replace(setup, host_pieces=(0, 0, 0), disk_pieces=1_000, max_writes=200)
         if seed >= FIRST_DRAFTING:
             shares = random.choice((0.3, 0.7, 1.0)), random.choice((0.3, 0.8, 0.97))
             setup = replace(setup, draft_share=shares[0], right_share=shares[1])
@@ -327,7 +329,7 @@ class World:
             operations += [(300, self._transfer), (30, self._idle), (4, self._damage), (3, self._restart)]
             operations += [(25, self._delay)]
         if self.setup.hung_share:
-            operations += [(8, self._answer)]
+            operations += [(40, self._answer)]
         weights = [weight for weight, _ in operations]
         verbs = [verb for _, verb in operations]
         while self.num_events < num_events:
