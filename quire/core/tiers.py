@@ -202,11 +202,11 @@ class Tiers:
         """Start the reads for which there are buffers."""
         started = self.reads.start_queued()
         for read in started:
-            read.deadline_ns = self._deadline_ns(read.pieces.values())
+            read.deadline_ns = self._deadline_ns(())
         return started
 
     def _deadline_ns(self, pieces: Iterable[Stored]) -> int:
-        """When copies that begin now are late. They are expected to be made after those in flight."""
+        """When copies of these pieces that begin now are late. They are expected to be made after those in flight."""
         self._last_begin_ns = self._now_ns
         num_bytes = self._num_bytes(pieces)
         for read in self.reads:

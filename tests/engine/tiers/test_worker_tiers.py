@@ -19,8 +19,8 @@ from quire.core.tiers import MIN_TIMEOUT_NS
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText
-from quire.engine.worker.client import EngineClient
 from quire.engine.tiers.block_file import DamagedBlock
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Add, CacheAnswer, ClearCache, Gone, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
 from quire.errors import CacheFolderError
