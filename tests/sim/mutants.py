@@ -485,8 +485,8 @@ MUTANTS = (
     _mutant(
         "no batch row left for prefix waiters",
         "core/admission.py",
-        "        if not is_entitled:\n",
-        "        if False:\n",
+        "        if not is_entitled and self._running:",
+        "        if False:",
         "tests/core/test_scheduler.py",
     ),
     _mutant(
