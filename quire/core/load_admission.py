@@ -10,7 +10,7 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.loads import PrefixLoad
 from quire.core.prefix import CacheExplanation, PrefixHit, StopReason
 from quire.core.reads import PrefixRead
-from quire.core.request import Request
+from quire.core.request import Priority, Request
 from quire.core.step import Content, Tier
 from quire.core.waiting import WaitingQueue
 
@@ -41,13 +41,13 @@ class LoadAdmission:
 
         What is in host memory is copied to the device; what is on disk is read, and holds nothing on the device.
         Returns False if there is nothing to load, if computing is faster, or if less than `num_spare` blocks would be
-        left.
+        left, and room for the first waiting request of a higher tier.
         """
         tiers = self._cache.tiers
         if tiers is None:
             return False
         reach = self._cache.worthwhile_reach(request, hit, may_read=request.num_load_waits < MAX_LOAD_WAITS)
-        if reach is None or tiers.loads.shortage(hit, reach) + num_spare > 0:
+        if reach is None or tiers.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
             return False
         unread = tiers.unread(reach)
         is_first = not request.num_missing_copies
@@ -66,6 +66,11 @@ class LoadAdmission:
                 awaited = tiers.begin(hit, part, is_part=part is not reach)
         self._waiting.park_for_load(request, awaited.load_id)
         return True
+
+    def _num_wanted_above(self, request: Request) -> int:
+        """Blocks for the first waiting request of a higher tier: loads, one after the other, could keep it waiting."""
+        head = self._waiting.head([tier for tier in Priority if tier < request.priority])
+        return 0 if head is None else len(head[1].tokens) // self._cache.block_size + 1
 
     @staticmethod
     def _is_nearer(request: Request, num_missing: int) -> bool:

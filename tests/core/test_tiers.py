@@ -695,6 +695,36 @@ def test_what_was_read_is_dropped_if_there_is_no_room_for_it_for_a_while() -> No
     assert request.num_cached_tokens == 16, "it was read again"
 
 
+def test_a_late_copy_is_not_waited_for_again() -> None:
+    rig = with_disk()
+    late = rig.wait_for_load(PROMPT)
+    rig.finish_reads()
+    assert len(rig.step().loads) == 4
+    rig.now_ns += MIN_TIMEOUT_NS
+    assert shape(rig.step()) == [(late.request_id, 0, 17)]
+    rig.run_without_loads()
+    rig.evict()
+    again = rig.wait_for_load(PROMPT)
+    assert len(rig.store.reading) == 1, "it is read again"
+    rig.run()
+    for request in (late, again):
+        rig.check_answer(request)
+    check_nothing_is_held(rig)
+
+
+def test_a_load_leaves_room_for_a_request_of_a_higher_tier() -> None:
+    """Otherwise loads of several requests, one after the other, could keep it waiting."""
+    rig = with_disk(num_blocks=9)
+    request = rig.arrive(PROMPT)
+    high = rig.request(range(500, 520), max_tokens=2)  # five of the eight blocks
+    high.priority = Priority.HIGH
+    rig.scheduler.add(high, 0)
+    loads = rig.scheduler.planner.loads
+    assert not loads.park(request, rig.cache.match(request), 0)
+    rig.scheduler.cancel(high.request_id)
+    assert loads.park(request, rig.cache.match(request), 0)
+
+
 def test_the_read_of_a_cancelled_request_is_dropped() -> None:
     rig = with_disk()
     request = rig.wait_for_load(PROMPT)

@@ -1010,6 +1010,13 @@ MUTANTS = (
         first_world=FIRST_TIERED,
     ),
     _mutant(
+        "loads leave no room for a higher tier",
+        "core/load_admission.py",
+        "tiers.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0",
+        "tiers.loads.shortage(hit, reach) + num_spare > 0",
+        first_world=FIRST_TIERED + 240,
+    ),
+    _mutant(
         "a disk that answers late is not used again",
         "core/tiers.py",
         "        self._num_late[Tier.DISK] -= read.is_late\n",
