@@ -207,7 +207,7 @@ class Admission:
             return Outcome.UNCOVERED
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
         num_kept = 0
-        if not is_entitled:
+        if not is_entitled and self._running:  # else nothing would run while the waiters wait for a disk
             num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_num_seqs // 2)
         # A request of an owed tier is waiting: free batch rows are reserved for it, and other requests have to preempt.
         may_take_free = step.closed_from is None
@@ -250,7 +250,7 @@ class Admission:
 
     def _start(self, step: StepDraft, request: Request, hit: PrefixHit, num_kept: int, *, may_load: bool) -> Outcome:
         """Admit a request that fits, unless it should wait for a load first or no tokens are left in this step."""
-        if may_load and self.loads.park(request, hit, step.now_ns, num_kept + self._num_spare(request, hit)):
+        if may_load and self.loads.park(request, hit, num_kept + self._num_spare(request, hit)):
             return Outcome.PARKED
         if step.budget < 1:
             return Outcome.BLOCKED

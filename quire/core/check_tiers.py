@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from quire.core.lower_tier import LowerTier
+from quire.core.reads import PrefixRead, ReadState
 from quire.core.scheduler import Scheduler
-from quire.core.step import MemoryKind, Tier
+from quire.core.step import MemoryKind
 from quire.core.tiers import Tiers
 from quire.errors import InvariantViolation
 
@@ -16,25 +17,33 @@ from quire.errors import InvariantViolation
 def check_tiers(scheduler: Scheduler, tiers: Tiers, size: int) -> Iterator[None]:
     """Raise `InvariantViolation` if an invariant is broken. Yields after every `size` stored pieces."""
     loading: Counter[int] = Counter()  # by identity: content may be lost and saved again while it is loaded
-    num_loading_bytes: Counter[Tier] = Counter()
-    sizes = {tier.tier: tier.sizes for tier in tiers.tiers}
+    buffers: Counter[MemoryKind] = Counter()
     for load in tiers.loads:
         if load.state is not None and load.state.ref_count < 1:
             _fail(f"{load!r} does not hold its state")
         if not load.is_void:
             loading.update(map(id, load.reach.pieces))
-        for stored in () if load.is_abandoned else load.reach.pieces:
-            num_loading_bytes[stored.tier] += sizes[stored.tier][stored.content.kind]
+        for stored, read_id in zip(load.reach.pieces, load.read_ids, strict=True):
+            buffers[stored.content.kind] += read_id > 0
+    for read in tiers.reads:
+        if read.state is ReadState.READY:
+            buffers.update(content.kind for content in read.pieces)
+        elif read.state is ReadState.READING:
+            buffers.update(read.kinds)
+    if [buffers[kind] for kind in MemoryKind] != tiers.reads.num_buffers:
+        _fail(f"{tiers.reads.num_buffers} buffers are counted for reads of {buffers}")
+    if any(number > limit for number, limit in zip(tiers.reads.num_buffers, tiers.reads.limits, strict=True)):
+        _fail(f"reads use {tiers.reads.num_buffers} buffers, of {tiers.reads.limits}")
     for tier in tiers.tiers:
-        if tiers.num_loading_bytes.get(tier.tier, 0) != num_loading_bytes[tier.tier]:
-            _fail(f"{tiers.num_loading_bytes} bytes are counted for loads of {num_loading_bytes}")
         yield from _check_tier(tier, loading, size)
         num_pending = Counter(content.kind for content, to in tiers.saves.pending.items() if tier.tier in to)
         if [num_pending[kind] for kind in MemoryKind] != tier.num_reserved:
             _fail(f"{tier.tier} reserves {tier.num_reserved} slots for saves of {num_pending}")
     for request in scheduler.waiting.load_waiters:
-        awaited = tiers.loads.get(scheduler.waiting.load_waiters.load_of(request))
-        if awaited is None or awaited.is_abandoned:
+        load_id = scheduler.waiting.load_waiters.load_of(request)
+        awaited = tiers.loads.get(load_id) or tiers.reads.get(load_id)
+        is_ready = isinstance(awaited, PrefixRead) and awaited.state is ReadState.READY
+        if awaited is None or awaited.is_abandoned or is_ready:
             _fail(f"{request!r} waits for {awaited!r}, whose end it will not be told")
     yield
 

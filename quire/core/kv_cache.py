@@ -138,11 +138,14 @@ class KVCacheManager:
             return None
         return self.tiers.find(self.chain(request), len(request.tokens) - 1, hit)
 
-    def worthwhile_reach(self, request: Request, hit: PrefixHit) -> Reach | None:
-        """How far lower tiers extend a hit if only loads that save time are made."""
+    def worthwhile_reach(self, request: Request, hit: PrefixHit, *, may_read: bool = True) -> Reach | None:
+        """How far lower tiers extend a hit if only loads that save time are made.
+
+        `may_read`: False if only content in host memory counts.
+        """
         if self.tiers is None or not self._is_searched(request):
             return None
-        return self.tiers.choose(self.chain(request), len(request.tokens) - 1, hit)
+        return self.tiers.choose(self.chain(request), len(request.tokens) - 1, hit, may_read=may_read)
 
     def was_evicted(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the full block after a hit was evicted recently."""

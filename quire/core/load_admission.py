@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from quire.core.events import Observer, PrefixLoaded
 from quire.core.kv_cache import KVCacheManager
+from quire.core.loads import PrefixLoad
 from quire.core.prefix import CacheExplanation, PrefixHit, StopReason
-from quire.core.request import Request
+from quire.core.reads import PrefixRead
+from quire.core.request import Priority, Request
 from quire.core.step import Content, Tier
 from quire.core.waiting import WaitingQueue
 
-# A request waits for at most this many loads. Loaded blocks can be evicted again before it starts, if memory is short.
+# A request computes after this many waits that brought it no further: what was loaded can be evicted again before it
+# starts, if memory is short. Other waits lower the number of copies that are missing, so that they end too.
 MAX_LOAD_WAITS = 2
 
 
@@ -24,39 +27,79 @@ class LoadAdmission:
 
     @property
     def has_any(self) -> bool:
-        """Whether loads are in flight, which hold blocks."""
+        """Whether loads are in flight, which hold blocks until their copies are made."""
         return self._cache.tiers is not None and len(self._cache.tiers.loads) > 0
 
-    def park(self, request: Request, hit: PrefixHit, now_ns: int, num_spare: int) -> bool:
-        """Let a request that could start now wait for a load that extends its hit.
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is in flight, or a read that the next step should drop if nothing needs it."""
+        tiers = self._cache.tiers
+        return tiers is not None and (self.has_any or not all(read.is_abandoned for read in tiers.reads))
 
+    def park(self, request: Request, hit: PrefixHit, num_spare: int) -> bool:
+        """Let a request that could start now wait for a read or a load that extends its hit.
+
+        What is in host memory is copied to the device; what is on disk is read, and holds nothing on the device.
         Returns False if there is nothing to load, if computing is faster, or if less than `num_spare` blocks would be
-        left.
+        left, and room for the first waiting request of a higher tier.
         """
         tiers = self._cache.tiers
-        if tiers is None or request.num_load_waits >= MAX_LOAD_WAITS:
+        if tiers is None:
             return False
-        reach = self._cache.worthwhile_reach(request, hit)
-        if reach is None:
+        reach = self._cache.worthwhile_reach(request, hit, may_read=request.num_load_waits < MAX_LOAD_WAITS)
+        if reach is None or tiers.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
             return False
-        load = tiers.loads.find(reach)
-        if load is None:
-            if tiers.loads.shortage(hit, reach) + num_spare > 0:
-                return False
-            load = tiers.begin(hit, reach, now_ns)
-        if not request.num_load_waits:
+        unread = tiers.unread(reach)
+        is_first = not request.num_missing_copies
+        if not self._is_nearer(request, len(reach.pieces) + len(unread)):
+            return False
+        if is_first:
             request.num_unloaded_tokens = hit.start
-        request.num_load_waits += 1
-        self._waiting.park_for_load(request, load.load_id)
+        awaited: PrefixLoad | PrefixRead | None = tiers.loads.find(reach)
+        if awaited is None:
+            part = tiers.ready_part(hit, reach)
+            tiers.read(unread, request)
+            if part is None:
+                awaited = tiers.reads.find(reach.pieces[0].content)
+                assert awaited is not None, "its first piece is not in host memory, so it is read"
+            else:
+                awaited = tiers.begin(hit, part, is_part=part is not reach)
+        self._waiting.park_for_load(request, awaited.load_id)
         return True
 
-    def finish(self, load_id: int, failures: Collection[Content], read_ns: int) -> None:
+    def _num_wanted_above(self, request: Request) -> int:
+        """Blocks for the first waiting request of a higher tier: loads, one after the other, could keep it waiting."""
+        head = self._waiting.head([tier for tier in Priority if tier < request.priority])
+        return 0 if head is None else len(head[1].tokens) // self._cache.block_size + 1
+
+    @staticmethod
+    def _is_nearer(request: Request, num_missing: int) -> bool:
+        """Whether a request may wait (again). `num_missing`: reads and copies that it lacks."""
+        if request.num_missing_copies and num_missing >= request.num_missing_copies:
+            request.num_load_waits += 1
+            if request.num_load_waits >= MAX_LOAD_WAITS:
+                return False
+        request.num_missing_copies = num_missing
+        return True
+
+    def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
+        """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
+        tiers = self._cache.tiers
+        read = None if tiers is None else tiers.reads.get(read_id)
+        if tiers is None or read is None:
+            return
+        tiers.finish_read(read, failures, read_ns)
+        self._waiting.unpark_load(read_id)
+        for request in read.users if failures and not read.is_void else ():
+            self._give_up(request)
+
+    def finish(self, load_id: int, failures: Collection[Content]) -> None:
         """End a load, and send its waiters back to the queue."""
         tiers = self._cache.tiers
         load = None if tiers is None else tiers.loads.get(load_id)
         if tiers is None or load is None:
             return
-        loaded = tiers.finish(load, failures, read_ns)
+        loaded = tiers.finish(load, failures)
         for request in self._waiting.unpark_load(load_id):
             if loaded.num_tokens:
                 request.num_loaded_tokens += loaded.num_tokens
@@ -68,14 +111,14 @@ class LoadAdmission:
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
         tiers = self._cache.tiers
-        for load in () if tiers is None else tiers.expire(now_ns):
-            for request in self._waiting.unpark_load(load.load_id):
-                if load.is_late:
+        for load_id, is_late in () if tiers is None else tiers.expire(now_ns):
+            for request in self._waiting.unpark_load(load_id):
+                if is_late:
                     self._give_up(request)
 
     @staticmethod
     def _give_up(request: Request) -> None:
-        """Let a request compute what could not be loaded."""
+        """Let a request compute what could not be read or loaded."""
         request.num_load_waits = MAX_LOAD_WAITS
         request.has_failed_load = True
 

@@ -1,9 +1,13 @@
-"""Loads of prefixes from lower tiers: memory for the copies, and publication of the loaded blocks in the tree."""
+"""Loads of prefixes from host memory: memory of the device for the copies, and publication of the loaded blocks.
+
+Content on disk is read into host buffers first (`reads.py`). So a load copies within the machine: it always ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from quire.core.block import TOKEN_BYTES, KVCacheBlock
@@ -20,7 +24,7 @@ GROUPS = (16, 64)  # blocks of a load that are taken at a time: first, and later
 
 @dataclass(slots=True)
 class PrefixLoad:
-    """A prefix that is being loaded. It holds its blocks, and the blocks before them, until the copies are done.
+    """A prefix that is copied to the device. It holds its blocks, and those before them, until the copies are done.
 
     Requests wait for it as they wait for a prefix that another request computes.
     """
@@ -28,13 +32,13 @@ class PrefixLoad:
     load_id: int
     deadline_ns: int  # after this, the requests that wait for it compute the prefix
     num_tokens: int  # that the load adds to the hit
-    is_alone: bool  # no other load was in flight when it began
     reach: Reach
     prefix: tuple[KVCacheBlock, ...]  # cached blocks that the loaded ones follow
     blocks: list[KVCacheBlock]
     windows: list[WindowBlock]
     state: StateSlot | None
-    source: Tier  # the slowest tier that it reads
+    source: Tier  # the slowest tier that its content comes from
+    read_ids: tuple[int, ...]  # of each piece: the read that brought it to a buffer; 0: it is in the host tier
     is_abandoned: bool = False  # nothing waits for it any more
     is_late: bool = False  # it was abandoned because of its deadline
     is_void: bool = False  # the cache was cleared: its content must not be published
@@ -55,16 +59,19 @@ class PrefixLoad:
     def loads_of_blocks(self, first: int) -> Iterator[Load]:
         """The copies of the blocks from this one on, in the order of the context."""
         load_id, block_kind = self.load_id, MemoryKind.BLOCK
-        for stored, block in zip(self.reach.blocks[first:], self.blocks[first:], strict=False):
-            yield Load(load_id, stored.content, stored.tier, MemoryRef(block_kind, block.block_id))
+        pieces = zip(self.reach.blocks[first:], self.blocks[first:], self.read_ids[first:], strict=False)
+        for stored, block, read_id in pieces:
+            yield Load(load_id, stored.content, stored.tier, MemoryRef(block_kind, block.block_id), read_id)
 
     def loads_of_others(self) -> Iterator[Load]:
         """The copies of window blocks and of a state."""
-        for (stored, _), window in zip(self.reach.windows, self.windows, strict=True):
-            yield Load(self.load_id, stored.content, stored.tier, MemoryRef(MemoryKind.WINDOW, window.block_id))
-        if self.reach.state is not None and self.state is not None:
-            target = MemoryRef(MemoryKind.STATE, self.state.slot_id)
-            yield Load(self.load_id, self.reach.state.content, self.reach.state.tier, target)
+        targets = [MemoryRef(MemoryKind.WINDOW, window.block_id) for window in self.windows]
+        if self.state is not None:
+            targets.append(MemoryRef(MemoryKind.STATE, self.state.slot_id))
+        first = len(self.reach.blocks)
+        pieces = zip(self.reach.pieces[first:], targets, self.read_ids[first:], strict=True)
+        for stored, target, read_id in pieces:
+            yield Load(self.load_id, stored.content, stored.tier, target, read_id)
 
 
 class Loaded(NamedTuple):
@@ -77,14 +84,16 @@ class Loaded(NamedTuple):
 class PrefixLoads:
     """Loads in flight."""
 
-    def __init__(self, tree: PrefixTree, pool: BlockPool, hybrid: HybridMemory | None) -> None:
+    def __init__(
+        self, tree: PrefixTree, pool: BlockPool, hybrid: HybridMemory | None, load_ids: count[int] | None = None
+    ) -> None:
+        self._load_ids = load_ids or count(1)
         self._tree = tree
         self._pool = pool
         self._windows = None if hybrid is None else hybrid.windows
         self._states = None if hybrid is None else hybrid.states
         self._loads: dict[int, PrefixLoad] = {}
         self._by_content: dict[Content, PrefixLoad] = {}
-        self._num_begun = 0
         self.groups = GROUPS
 
     def __len__(self) -> int:
@@ -113,7 +122,9 @@ class PrefixLoads:
             missing = max(missing, 1)
         return missing
 
-    def begin(self, hit: PrefixHit, reach: Reach, deadline_ns: int) -> PrefixLoad:
+    def begin(
+        self, hit: PrefixHit, reach: Reach, deadline_ns: int, *, num_tokens: int, read_ids: Sequence[int]
+    ) -> PrefixLoad:
         """Take memory for a load, except for its blocks. `shortage` must not be positive."""
         prefix = self._prefix(hit, reach)
         self._pool.share(prefix)  # before blocks are taken, because taking may evict them
@@ -127,18 +138,17 @@ class PrefixLoads:
         if reach.state is not None and self._states is not None:
             state = self._states.pool.take()
             state.position = reach.start
-        self._num_begun += 1
         load = PrefixLoad(
-            self._num_begun,
+            next(self._load_ids),
             deadline_ns,
-            num_tokens=reach.start - hit.start,
-            is_alone=not self._loads,
+            num_tokens=num_tokens,
             reach=reach,
             prefix=prefix,
             blocks=[],
             windows=[] if self._windows is None else self._windows.pool.take(len(reach.windows)),
             state=state,
             source=reach.source,
+            read_ids=tuple(read_ids),
         )
         self._loads[load.load_id] = load
         for stored in reach.pieces:

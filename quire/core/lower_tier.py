@@ -51,12 +51,19 @@ class LowerTier:
     """
 
     def __init__(
-        self, tier: Tier, sizes: PieceSizes, limits: PieceCounts | None = None, *, store_bytes: int | None = None
+        self,
+        tier: Tier,
+        sizes: PieceSizes,
+        limits: PieceCounts | None = None,
+        *,
+        store_bytes: int | None = None,
+        buffers: PieceCounts | None = None,
     ) -> None:
         self.tier = tier
         self.sizes = sizes
         self.limits = limits
         self.store_bytes = store_bytes  # None: not known
+        self.buffers = buffers  # of a disk: host buffers that it is read into; None: not limited
         self.speed: TierSpeed | None = None  # None: not measured, loads always pay
         self.is_filled = True  # False: loads are always slower than computing, so nothing is saved
         self.num_bytes = 0

@@ -224,6 +224,7 @@ class Request:
         "num_in_flight",
         "num_load_waits",
         "num_loaded_tokens",
+        "num_missing_copies",
         "num_planned",
         "num_preempted_at",
         "num_preemptions",
@@ -291,7 +292,8 @@ class Request:
         self.earlier_waits_ns = 0  # total time of the waits before it, so that a preemption does not reset the age
         self.waited_ns = 0  # total time of all completed waits
         self.is_prefix_waiting = False
-        self.num_load_waits = 0  # loads from lower tiers for which it has waited
+        self.num_load_waits = 0  # waits for loads from lower tiers that brought it no further
+        self.num_missing_copies = 0  # when it last began to wait for a load: reads and copies; 0: it has not waited
         self.num_unloaded_tokens = self.num_loaded_tokens = 0  # on the device before the first of them; brought by them
         self.loaded_from: Tier | None = None  # the slowest tier of these loads
         self.has_failed_load = False  # one of these loads failed or was late

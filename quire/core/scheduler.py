@@ -17,7 +17,7 @@ from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Request, RequestState
 from quire.core.running import RunningSet
-from quire.core.step import Content, SeqSlice, StepPlan, StepResult, Tier, TokenUpdate, Transfers
+from quire.core.step import NO_TRANSFERS, Content, SeqSlice, StepPlan, StepResult, Tier, TokenUpdate
 from quire.core.waiting import WaitingQueue
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight) or self.planner.loads.has_any
+        return bool(self._requests or self._in_flight) or self.planner.loads.has_work
 
     def get(self, request_id: int) -> Request | None:
         return self._requests.get(request_id)
@@ -164,7 +164,7 @@ class Scheduler:
         self.cache.pins.expire(now_ns)
         step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
         tiers = self.cache.tiers
-        transfers: Transfers = ((), (), ()) if tiers is None else tiers.pop_plan()
+        transfers = NO_TRANSFERS if tiers is None else tiers.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
         released = self._running.pop_released()
@@ -182,12 +182,16 @@ class Scheduler:
         tiers.saves.choose_idle(block for pin in self.cache.pins for block in pin.blocks)
         return StepPlan((), (), (), (), *tiers.pop_plan())
 
-    def finish_load(self, load_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
-        """Apply the end of a load: all its copies are made, except those of `failures`.
+    def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
+        """Apply the end of a read: all its pieces are in buffers, except those of `failures`.
 
-        `read_ns`: the time that its pieces on disk took to be read.
+        `read_ns`: the time that it took.
         """
-        self.planner.loads.finish(load_id, failures, read_ns)
+        self.planner.loads.finish_read(read_id, failures, read_ns)
+
+    def finish_load(self, load_id: int, failures: Collection[Content] = ()) -> None:
+        """Apply the end of a load: all its copies are made, except those of `failures`."""
+        self.planner.loads.finish(load_id, failures)
 
     def finish_save(self, content: Content, tier: Tier, *, is_saved: bool) -> None:
         """Apply the end of a save to one tier."""

@@ -122,16 +122,27 @@ class Save(NamedTuple):
     tiers: tuple[Tier, ...]
 
 
+class Read(NamedTuple):
+    """Content to read into a host buffer."""
+
+    read_id: int
+    content: Content
+    tier: Tier
+
+
 class Load(NamedTuple):
-    """Content to copy from a lower tier to the runner's memory."""
+    """Content to copy from host memory to the runner's memory."""
 
     load_id: int
     content: Content
     tier: Tier
     target: MemoryRef
+    read_id: int = 0  # that brought the content to a buffer; 0: it is in the host tier
 
 
-Transfers = tuple[tuple[Save, ...], tuple[Load, ...], tuple[Content, ...]]  # saves, loads and drops of a plan
+# Saves, loads, drops, reads and dropped reads of a plan
+Transfers = tuple[tuple[Save, ...], tuple[Load, ...], tuple[Content, ...], tuple[Read, ...], tuple[int, ...]]
+NO_TRANSFERS: Transfers = ((), (), (), (), ())
 
 
 class StepPlan(NamedTuple):
@@ -147,6 +158,8 @@ class StepPlan(NamedTuple):
     saves: tuple[Save, ...] = ()  # to be read before the copies; steps may overwrite their sources
     loads: tuple[Load, ...] = ()  # to be started; no step uses their targets until they are reported as done
     drops: tuple[Content, ...] = ()  # to be dropped from host memory, before the saves
+    reads: tuple[Read, ...] = ()  # to be started; they use no memory of the runner
+    dropped_reads: tuple[int, ...] = ()  # whose buffers are not needed any more, once the reads have ended
 
     @property
     def is_empty(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.core.block import TOKEN_BYTES, KVCacheBlock
@@ -31,6 +31,14 @@ class Reach(NamedTuple):
         state = () if self.state is None else (self.state,)
         return (*self.blocks, *[stored for stored, _ in self.windows], *state)
 
+    def first_pieces(self, number: int, block_size: int, num_cached: int) -> Reach:
+        """The first pieces alone. `num_cached`: blocks of the hit."""
+        if number >= len(self.pieces):
+            return self
+        blocks = self.blocks[:number]
+        end = (num_cached + len(blocks)) * block_size
+        return Reach(min(end, self.start), blocks, self.windows[: max(number - len(self.blocks), 0)])
+
     @property
     def source(self) -> Tier:
         """The slowest tier that has a piece."""
@@ -54,10 +62,20 @@ class _Position(NamedTuple):
 
 
 class TierSearch:
-    """Searches the tiers, the fastest first."""
+    """Searches the tiers, the fastest first.
 
-    def __init__(self, tiers: Sequence[LowerTier], block_size: int, hybrid: HybridMemory | None) -> None:
+    `is_used`: pieces for which it returns False are not found.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[LowerTier],
+        block_size: int,
+        hybrid: HybridMemory | None,
+        is_used: Callable[[Stored], bool] | None = None,
+    ) -> None:
         self._tiers = tiers
+        self._is_used = is_used
         self._block_size = block_size
         self._hybrid = hybrid
         self._windows = None if hybrid is None else hybrid.windows
@@ -82,14 +100,17 @@ class TierSearch:
     def _find(self, kind: MemoryKind, key: bytes, parent_key: bytes, tokens: bytes) -> Stored | None:
         for tier in self._tiers:
             found = tier.find(kind, key, parent_key, tokens)
-            if found is not None:
+            if found is not None and self._accepts(found):
                 return found
         return None
+
+    def _accepts(self, stored: Stored) -> bool:
+        return self._is_used is None or self._is_used(stored)
 
     def _full_blocks(self, chain: TokenChain, first: int, last: int) -> list[Stored]:
         """The stored blocks from number `first` on, up to the first that is missing."""
         blocks: list[Stored] = []
-        tables = [tier.pieces(MemoryKind.BLOCK) for tier in self._tiers]
+        tables, is_used = [tier.pieces(MemoryKind.BLOCK) for tier in self._tiers], self._is_used
         number, parent_key = first, chain.parent_key(first)
         while number < last:
             # Keys are computed in batches, but only one if nothing is stored.
@@ -97,7 +118,9 @@ class TierSearch:
             for key, tokens in chain.entries(number, number + count):
                 for table in tables:
                     stored = table.get(key)
-                    if stored is not None and stored.tokens == tokens and stored.content.parent_key == parent_key:
+                    if stored is None or stored.tokens != tokens or stored.content.parent_key != parent_key:
+                        continue
+                    if is_used is None or is_used(stored):
                         blocks.append(stored)
                         break
                 else:
@@ -112,7 +135,9 @@ class TierSearch:
         for tier in self._tiers:
             children = tier.blocks_after(parent_key)
             for neighbour in () if children is None or not wanted else children.neighbours(wanted):
-                if neighbour is not None and (run := common_run(neighbour.tokens, wanted)) > longest:
+                if neighbour is None or not self._accepts(neighbour):
+                    continue
+                if (run := common_run(neighbour.tokens, wanted)) > longest:
                     best, longest = neighbour, run
         return best, longest
 
@@ -162,7 +187,8 @@ class TierSearch:
                 if (state := cached.get(tokens)) is not None and self._states.may_hold(state):
                     yield _Position(number * size + length, None, state)
                 elif self._states.may_hold():
-                    stored = next((states[tokens] for states in below if tokens in states), None)
+                    found = (states[tokens] for states in below if tokens in states)
+                    stored = next(filter(self._accepts, found), None)
                     if stored is not None:
                         yield _Position(number * size + length, stored)
 

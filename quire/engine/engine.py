@@ -18,7 +18,7 @@ from quire.engine.params import PinPrefix
 from quire.engine.repetition import Sampled, failed_step, last_tokens, repeat_step
 from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
-from quire.engine.tiers.transfers import LoadDone, Lost, SaveDone, Transfers
+from quire.engine.tiers.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, QuireError
 
 WAIT_S = 0.001  # for transfers, when there is nothing to compute; messages are read this often
@@ -80,6 +80,7 @@ class Engine:
         self._masking = GrammarMasks()
         self.speculation = Speculation(self.capacity, is_on=has_drafts)
         self._in_flight: _InFlight | None = None
+        self.has_progressed = False  # in the last step: something was computed, read or loaded, or was begun
         self._num_failed_steps = 0
         self.transfers = transfers
         if scheduler.cache.tiers is not None:
@@ -95,7 +96,7 @@ class Engine:
         tiers = self.scheduler.cache.tiers
         if self.transfers is None or tiers is None:
             return False
-        return self.transfers.has_work or tiers.saves.has_unsaved
+        return self.transfers.has_copies or tiers.saves.has_unsaved
 
     def add(
         self,
@@ -170,8 +171,10 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap.
 
-        If many requests await tokens of the previous step, it is collected first.
+        If many requests await tokens of the previous step, it is collected first. A step in which all requests wait for
+        reads plans nothing. It is no progress: see `has_progressed`.
         """
+        self.has_progressed = False
         if self.transfers is not None:
             self.follow_deletions()
             self._settle_transfers(self.transfers)
@@ -179,6 +182,7 @@ class Engine:
         if self.awaits_tokens:
             outputs = self._commit_in_flight()
         plan = self.scheduler.schedule(self.clock())
+        self.has_progressed |= bool(plan.slices or plan.reads or plan.loads)
         if self.on_plan is not None:
             self.on_plan(plan)
         if self.transfers is not None:
@@ -191,6 +195,13 @@ class Engine:
         if self.capacity.has_overlap:
             launched, self._in_flight = self._in_flight, launched
         return outputs if launched is None else outputs + self._commit(launched)
+
+    @property
+    def read_limit_s(self) -> float:
+        """Time until the reads for which requests wait are late. They compute then."""
+        tiers = self.scheduler.cache.tiers
+        deadline_ns = 0 if tiers is None else tiers.reads.last_deadline_ns
+        return max(deadline_ns - self.clock(), 0) / 1e9
 
     @property
     def awaits_tokens(self) -> bool:
@@ -206,9 +217,12 @@ class Engine:
     def _settle_transfers(self, transfers: Transfers) -> None:
         """Apply the transfers that have ended."""
         for done in transfers.poll(is_busy=len(self.scheduler.running) > 0):
+            self.has_progressed |= isinstance(done, ReadDone | LoadDone)
             match done:
-                case LoadDone(load_id, failures, read_ns):
-                    self.scheduler.finish_load(load_id, failures, read_ns)
+                case ReadDone(read_id, failures, read_ns):
+                    self.scheduler.finish_read(read_id, failures, read_ns)
+                case LoadDone(load_id, failures):
+                    self.scheduler.finish_load(load_id, failures)
                 case SaveDone(content, tier, is_saved):
                     self.scheduler.finish_save(content, tier, is_saved=is_saved)
                 case Lost(contents):
@@ -335,6 +349,7 @@ class Engine:
         return [] if earlier is None else self._commit(earlier)
 
     def _commit(self, step: _InFlight) -> list[EngineOutput]:
+        self.has_progressed = True
         result = self._collect(step)
         updates = self.scheduler.commit(step.plan, result)
         if result.is_poisoned:  # other requests must not reuse what such a request left in the cache

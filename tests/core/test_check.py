@@ -350,13 +350,12 @@ def count_load(rig: TieredRig) -> None:
 
 def abandon_load(rig: TieredRig) -> None:
     first_load(rig).is_abandoned = True
-    rig.tiers._num_loading_bytes.clear()
 
 
 def forget_load(rig: TieredRig) -> None:
     """End a load without its waiters."""
     load = first_load(rig)
-    rig.tiers.finish(load, (), 0)
+    rig.tiers.finish(load, ())
 
 
 TIER_VIOLATIONS: dict[str, Callable[[TieredRig], None]] = {
@@ -367,7 +366,7 @@ TIER_VIOLATIONS: dict[str, Callable[[TieredRig], None]] = {
     "bytes of a tier": lambda rig: setattr(rig.tier(Tier.DISK), "num_bytes", 7),
     "reserved slots": lambda rig: rig.tier(Tier.HOST).num_reserved.__setitem__(0, 10),
     "a budget is exceeded": lambda rig: setattr(rig.tier(Tier.HOST), "limits", (2, 2, 2)),
-    "bytes of loads": lambda rig: rig.tiers._num_loading_bytes.clear(),
+    "buffers of reads": lambda rig: rig.tiers.reads.num_buffers.__setitem__(0, 1),
     "a request waits for an abandoned load": abandon_load,
     "a request waits for a load that has ended": forget_load,
 }

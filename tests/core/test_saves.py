@@ -167,7 +167,7 @@ def test_content_that_could_be_loaded_is_not_regretted() -> None:
     rig.compute(PROMPT)
     rig.evict()
     request = rig.arrive(PROMPT)
-    request.num_load_waits = MAX_LOAD_WAITS  # it computes nevertheless
+    request.num_load_waits, request.num_missing_copies = MAX_LOAD_WAITS, 1  # it computes nevertheless
     rig.run()
     rig.compute(OTHER)
     rig.evict()

@@ -12,6 +12,7 @@ from quire.core.events import PrefixLoaded
 from quire.core.load_admission import MAX_LOAD_WAITS
 from quire.core.lower_tier import TierSpeed
 from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.reads import READY_NS
 from quire.core.request import Priority, Request, RequestState, SamplingParams
 from quire.core.step import Load, MemoryKind, Tier
 from quire.core.tiers import MIN_TIMEOUT_NS
@@ -360,7 +361,8 @@ def test_a_failed_window_block_is_not_attached() -> None:
     rig.finish_loads([rig.content(tokens, 4, WINDOW)])
     rig.run()
     rig.check_answer(request)
-    assert explanation_of(request) == CacheExplanation(0, 0, 0, StopReason.LOAD_FAILED, 20)
+    # Host memory has what a request needs to continue after four blocks.
+    assert explanation_of(request) == CacheExplanation(16, 4, 16, StopReason.LOAD_FAILED, 20, Tier.HOST, 16)
 
 
 def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too() -> None:
@@ -508,13 +510,14 @@ def test_a_late_load_is_not_waited_for_again() -> None:
     rig.idle()
     rig.evict()
     rig.wait_for_load(PROMPT)  # two blocks from host memory, two from disk
+    rig.store.finish_load(rig.scheduler, next(iter(rig.store.loading)))
     rig.now_ns += MIN_TIMEOUT_NS
     rig.step()
     rig.run_without_loads()
     rig.evict()
     again = rig.wait_for_load(PROMPT)  # host memory still answers
-    assert len(rig.store.loading) == 2
-    rig.store.finish_load(rig.scheduler, 2)
+    assert len(rig.store.reading) == 1
+    rig.store.finish_load(rig.scheduler, next(iter(rig.store.loading)))
     rig.run_without_loads()
     rig.check_answer(again)
     assert explanation_of(again) == CacheExplanation(8, 2, 8, StopReason.NOT_LOADED, 0, Tier.HOST, 8)
@@ -572,6 +575,184 @@ def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     check_nothing_is_held(rig)
     again = rig.arrive(PROMPT)  # the load was not for nothing
     assert shape(rig.step()) == [(again.request_id, 16, 1)]
+
+
+# Reads of the disk
+
+
+def with_disk(**options: Any) -> TieredRig:
+    """A rig whose disk has the prefixes of two prompts, which the device has not."""
+    rig = TieredRig(has_disk=True, **options)
+    for prompt in (PROMPT, OTHER):
+        rig.compute(prompt)
+    rig.idle()
+    rig.evict()
+    return rig
+
+
+def read_shapes(rig: TieredRig) -> list[tuple[str, int]]:
+    return [(read.state.name, len(read.pieces)) for read in rig.tiers.reads]
+
+
+def test_a_read_holds_no_memory_of_the_device() -> None:
+    rig = with_disk(num_blocks=13)
+    rig.compute(PROMPT[:9])
+    num_free = rig.cache.pool.num_free
+    waiter = rig.wait_for_load(PROMPT)
+    assert rig.cache.pool.num_free == num_free == 12
+    high = rig.request(range(500, 544), max_tokens=2)  # needs 11 of the 12 blocks
+    high.priority = Priority.HIGH
+    rig.scheduler.add(high, 0)
+    assert shape(rig.step()) == [(high.request_id, 0, 44)]
+    rig.run_without_loads_of(high)
+    rig.run()
+    rig.check_answer(waiter)
+    assert waiter.num_cached_tokens == 16, "the first blocks were evicted meanwhile, and are read again"
+    check_nothing_is_held(rig)
+
+
+def test_a_request_computes_if_its_read_never_ends() -> None:
+    rig = with_disk()
+    request = rig.wait_for_load(PROMPT)
+    rig.now_ns += MIN_TIMEOUT_NS
+    assert shape(rig.step()) == [(request.request_id, 0, 17)]
+    rig.run_without_loads()
+    rig.check_answer(request)
+    assert explanation_of(request).reason is StopReason.LOAD_FAILED
+    assert not rig.scheduler.has_work
+    check_nothing_is_held(rig)
+    assert rig.tiers.reads.num_buffers == [4, 0, 0]
+    rig.finish_reads()
+    assert rig.tiers.reads.num_buffers == [0, 0, 0]
+    assert not rig.store.buffers
+
+
+def test_reads_wait_for_buffers_and_are_copied_in_parts() -> None:
+    rig = with_disk(buffers=(4, 1, 1))
+    request = rig.wait_for_load(PROMPT)
+    other = rig.arrive(OTHER)
+    rig.step()
+    assert is_loading(rig, other)
+    assert read_shapes(rig) == [("READING", 1)] * 4 + [("QUEUED", 1)] * 4
+    first, *_ = rig.store.reading
+    rig.store.finish_read(rig.scheduler, first)
+    plan = rig.step()  # the first block is copied; its buffer is still in use
+    assert [load.content for load in plan.loads] == rig.contents(PROMPT, (0,))
+    assert read_shapes(rig) == [("READING", 1)] * 3 + [("QUEUED", 1)] * 4
+    rig.finish_loads()
+    assert len(rig.step().reads) >= 1
+    rig.run()
+    for one in (request, other):
+        rig.check_answer(one)
+        found = explanation_of(one)
+        assert (found.num_tokens, found.num_loaded_tokens, found.source) == (16, 16, Tier.DISK)
+    assert rig.tiers.reads.num_buffers == [0, 0, 0]
+    check_nothing_is_held(rig)
+
+
+def test_reads_that_wait_for_buffers_are_given_up_with_a_late_one() -> None:
+    rig = with_disk(buffers=(4, 1, 1))
+    requests = [rig.wait_for_load(PROMPT), rig.wait_for_load(OTHER)]
+    rig.now_ns += MIN_TIMEOUT_NS
+    assert len(rig.step().slices) == 2
+    assert read_shapes(rig) == [("READING", 1)] * 4
+    rig.run_without_loads()
+    for request in requests:
+        rig.check_answer(request)
+    check_nothing_is_held(rig)
+
+
+def test_what_was_read_is_used_although_the_device_lost_the_prefix_meanwhile() -> None:
+    rig = with_disk()
+    rig.compute(PROMPT[:9])
+    request = rig.wait_for_load(PROMPT)  # reads two blocks
+    rig.evict()
+    rig.finish_reads()
+    plan = rig.step()
+    assert [read.content for read in plan.reads] == rig.contents(PROMPT, (0, 1))
+    rig.run()
+    rig.check_answer(request)
+    assert request.num_cached_tokens == 16
+    assert rig.tiers.reads.num_buffers == [0, 0, 0]
+
+
+def test_what_was_read_is_dropped_if_there_is_no_room_for_it_for_a_while() -> None:
+    rig = with_disk(num_blocks=13)
+    request = rig.wait_for_load(PROMPT)
+    high = rig.request(range(500, 540), max_tokens=8)  # takes all but two blocks, for some steps
+    high.priority = Priority.HIGH
+    rig.scheduler.add(high, 0)
+    rig.step()
+    rig.finish_reads()
+    rig.step()
+    assert read_shapes(rig) == [("READY", 4)]
+    rig.now_ns += READY_NS
+    rig.step()
+    assert read_shapes(rig) == []
+    assert not rig.store.buffers
+    rig.run()
+    rig.check_answer(request)
+    assert request.num_cached_tokens == 16, "it was read again"
+
+
+def test_a_late_copy_is_not_waited_for_again() -> None:
+    rig = with_disk()
+    late = rig.wait_for_load(PROMPT)
+    rig.finish_reads()
+    assert len(rig.step().loads) == 4
+    rig.now_ns += MIN_TIMEOUT_NS
+    assert shape(rig.step()) == [(late.request_id, 0, 17)]
+    rig.run_without_loads()
+    rig.evict()
+    again = rig.wait_for_load(PROMPT)
+    assert len(rig.store.reading) == 1, "it is read again"
+    rig.run()
+    for request in (late, again):
+        rig.check_answer(request)
+    check_nothing_is_held(rig)
+
+
+def test_a_load_leaves_room_for_a_request_of_a_higher_tier() -> None:
+    """Otherwise loads of several requests, one after the other, could keep it waiting."""
+    rig = with_disk(num_blocks=9)
+    request = rig.arrive(PROMPT)
+    high = rig.request(range(500, 520), max_tokens=2)  # five of the eight blocks
+    high.priority = Priority.HIGH
+    rig.scheduler.add(high, 0)
+    loads = rig.scheduler.planner.loads
+    assert not loads.park(request, rig.cache.match(request), 0)
+    rig.scheduler.cancel(high.request_id)
+    assert loads.park(request, rig.cache.match(request), 0)
+
+
+def test_the_read_of_a_cancelled_request_is_dropped() -> None:
+    rig = with_disk()
+    request = rig.wait_for_load(PROMPT)
+    rig.scheduler.cancel(request.request_id)
+    assert rig.scheduler.has_work, "the next step drops the read"
+    rig.step()
+    check_nothing_is_held(rig)
+    rig.finish_reads()
+    assert len(rig.tiers.reads) == 0
+    assert not rig.store.buffers
+
+
+@pytest.mark.parametrize(("window", "num_states"), [(6, 0), (0, 40), (6, 40)], ids=["windows", "states", "both"])
+def test_a_read_holds_no_window_blocks_and_states(window: int, num_states: int) -> None:
+    rig = with_disk(window=window, num_window_blocks=80 if window else 0, num_states=num_states, buffers=(4, 4, 4))
+    request = rig.wait_for_load([*PROMPT, 1, 2])
+    assert rig.tiers.reads.num_buffers[0] == 4
+    hybrid = rig.cache.hybrid
+    assert hybrid is not None
+    assert rig.cache.pool.num_free == rig.cache.pool.num_usable
+    if hybrid.windows is not None:
+        assert hybrid.windows.pool.num_free == hybrid.windows.pool.num_usable
+    if hybrid.states is not None:
+        assert hybrid.states.pool.num_available == hybrid.states.pool.num_usable
+    rig.run()
+    rig.check_answer(request)
+    assert request.num_cached_tokens >= 16
+    check_nothing_is_held(rig)
 
 
 # Whether a load pays

@@ -9,7 +9,7 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
-from quire.core.lower_tier import LowerTier, PieceSizes
+from quire.core.lower_tier import LowerTier, PieceCounts, PieceSizes
 from quire.core.policy import Fair
 from quire.core.request import Request, RequestState, SamplingParams
 from quire.core.saves import SaveLimits
@@ -33,14 +33,17 @@ class Saving(NamedTuple):
 
 
 class Store:
-    """Content below the device. Saves and loads wait until `finish_saves` and `finish_load`."""
+    """Content below the device. Saves, reads and loads wait until `finish_saves`, `finish_read` and `finish_load`."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
         self.stored: dict[Tier, dict[Content, Payload]] = {Tier.HOST: {}, Tier.DISK: {}}
         self.saving: list[Saving] = []
         self.loading: dict[int, list[Load]] = {}
+        self.reading: dict[int, list[Content]] = {}
+        self.buffers: dict[tuple[int, Content], Payload] = {}  # what was read
         self.dropped: list[Content] = []
+        self.dropped_reads: set[int] = set()
 
     def start(self, plan: StepPlan) -> None:
         """Start the transfers of a plan, before its step runs."""
@@ -52,6 +55,19 @@ class Store:
             self.saving += [Saving(save, tier, payload) for tier in save.tiers]
         for load in plan.loads:
             self.loading.setdefault(load.load_id, []).append(load)
+        for read in plan.reads:
+            self.reading.setdefault(read.read_id, []).append(read.content)
+        self.dropped_reads.update(plan.dropped_reads)
+        for read_id, content in [key for key in self.buffers if key[0] in plan.dropped_reads]:
+            del self.buffers[read_id, content]
+
+    def finish_read(self, scheduler: Scheduler, read_id: int, failing: Collection[Content] = ()) -> None:
+        """Read the pieces of a read into buffers, except those that fail."""
+        contents = self.reading.pop(read_id)
+        found = {content: self.stored[Tier.DISK].get(content) for content in contents if content not in failing}
+        if read_id not in self.dropped_reads:
+            self.buffers |= {(read_id, content): payload for content, payload in found.items() if payload is not None}
+        scheduler.finish_read(read_id, {content for content in contents if found.get(content) is None})
 
     def finish_saves(self, scheduler: Scheduler, *, is_saved: bool = True) -> None:
         saving, self.saving = self.saving, []
@@ -63,8 +79,12 @@ class Store:
     def finish_load(self, scheduler: Scheduler, load_id: int, failing: Collection[Content] = ()) -> None:
         """Make the copies of a load, except those that fail."""
         failures = set(failing)
+        payload: Payload | None
         for load in self.loading.pop(load_id):
-            payload = self.stored[load.tier].get(load.content)
+            if load.read_id:
+                payload = self.buffers.pop((load.read_id, load.content), None)
+            else:
+                payload = self.stored[load.tier].get(load.content)
             if payload is None or load.content in failures:
                 failures.add(load.content)
             else:
@@ -100,6 +120,7 @@ class TieredRig(Rig):
         host_bytes: int = 0,
         has_disk: bool = False,
         store_bytes: int | None = None,
+        buffers: PieceCounts | None = None,
         limits: SaveLimits = PLENTY,
         num_blocks: int = 65,
         max_num_seqs: int = 4,
@@ -115,7 +136,7 @@ class TieredRig(Rig):
         if host_bytes:
             tiers.append(LowerTier(Tier.HOST, SIZES, (host_bytes // SIZES[0],) * 3))
         if has_disk:
-            tiers.append(LowerTier(Tier.DISK, SIZES, store_bytes=store_bytes))
+            tiers.append(LowerTier(Tier.DISK, SIZES, store_bytes=store_bytes, buffers=buffers))
         self.cache = KVCacheManager(
             num_blocks,
             BLOCK_SIZE,
@@ -165,10 +186,16 @@ class TieredRig(Rig):
         check_scheduler(self.scheduler)
         return plan
 
+    def finish_reads(self, failing: Collection[Content] = ()) -> None:
+        for read_id in list(self.store.reading):
+            self.store.finish_read(self.scheduler, read_id, failing)
+        check_scheduler(self.scheduler)
+
     def finish_loads(self, failing: Collection[Content] = ()) -> None:
+        """End the loads that have started, after reads that have started. Pieces fail where they are read or loaded."""
         for load_id in list(self.store.loading):
             self.store.finish_load(self.scheduler, load_id, failing)
-        check_scheduler(self.scheduler)
+        self.finish_reads(failing)
 
     def finish_saves(self, *, is_saved: bool = True) -> None:
         self.store.finish_saves(self.scheduler, is_saved=is_saved)
@@ -200,6 +227,12 @@ class TieredRig(Rig):
             self.step()
             self.finish_saves()
         raise AssertionError("requests have not ended")
+
+    def run_without_loads_of(self, request: Request) -> None:
+        """Step until a request has ended, in which no load ends."""
+        while request.state is not RequestState.FINISHED:
+            self.step()
+            self.finish_saves()
 
     # Requests
 

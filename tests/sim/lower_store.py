@@ -1,6 +1,7 @@
 """The tiers of a simulated world: what the engine's transfers do with real memory and files.
 
 Copies take a random time. Some fail: the disk is full, a file is torn or missing. The disk has a limit of its own.
+Reads of the disk may hang: they end late, or never. Copies between host memory and the device end within `COPY_STEPS`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan, Tier
 
 Payload = list[int]
+COPY_STEPS = 3  # a copy to the device ends at most so many steps after the steps before it
 
 
 @dataclass(slots=True)
@@ -29,14 +31,37 @@ class _Loading:
     pieces: list[Load]
     num_launched: int  # plans that were launched before; the copies must not overtake them
     num_written: int = 0  # of the pieces: the first ones, that were copied before the plan was complete
+    num_steps: int = 0  # since it began
     failures: set[Content] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Reading:
+    read_id: int
+    contents: list[Content]
+    is_hung: bool
+    is_dropped: bool = False
 
 
 class LowerStore:
     def __init__(
-        self, random: Random, runner: FakeRunner, *, host_pieces: tuple[int, int, int], disk_pieces: int
+        self,
+        random: Random,
+        runner: FakeRunner,
+        *,
+        host_pieces: tuple[int, int, int],
+        disk_pieces: int,
+        num_buffers: tuple[int, int, int],
+        hung_share: float,
     ) -> None:
+        """`num_buffers`: of each kind, that reads may use. `hung_share`: of reads."""
         self._random = random
+        self._num_buffers = num_buffers
+        self._hung_share = hung_share
+        self._reading: list[_Reading] = []
+        self._buffers: dict[tuple[int, Content], Payload] = {}  # what was read
+        self.num_hung = self.num_late_answers = 0
+        self.num_advances = 0  # reads and copies that began or ended
         self.runner = runner
         self._host_pieces = host_pieces
         self._disk_pieces = disk_pieces
@@ -50,7 +75,21 @@ class LowerStore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._saving or self._loading)
+        return bool(self._saving or self._loading or any(not one.is_hung for one in self._reading))
+
+    @property
+    def has_hung(self) -> bool:
+        return any(one.is_hung for one in self._reading)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies to the device are being made, which hold memory there."""
+        return bool(self._loading)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether reads use buffers."""
+        return bool(self._reading or self._buffers)
 
     @property
     def is_saving(self) -> bool:
@@ -67,6 +106,7 @@ class LowerStore:
         for kind in MemoryKind:
             count = sum(content.kind is kind for content in (*self.stored[Tier.HOST], *to_host))
             assert count <= self._host_pieces[kind], f"{count} {kind.name} in host memory, of {self._host_pieces}"
+        self._start_reads(plan)
         loads: dict[int, list[Load]] = {}
         for load in plan.loads:
             loads.setdefault(load.load_id, []).append(load)
@@ -75,6 +115,46 @@ class LowerStore:
             loading.pieces += pieces
             self._loading.append(loading)
         assert not self._early, "a plan has no piece of a load that was started early"
+        self.num_advances += len(loads)
+        self._check_buffers()
+
+    def _start_reads(self, plan: StepPlan) -> None:
+        for read_id in plan.dropped_reads:
+            for one in self._reading:
+                one.is_dropped = one.is_dropped or one.read_id == read_id
+            for key in [key for key in self._buffers if key[0] == read_id]:
+                del self._buffers[key]
+        reads: dict[int, list[Content]] = {}
+        for read in plan.reads:
+            reads.setdefault(read.read_id, []).append(read.content)
+        for read_id, contents in reads.items():
+            is_hung = self._random.random() < self._hung_share
+            self.num_hung += is_hung
+            self._reading.append(_Reading(read_id, contents, is_hung))
+        self.num_advances += len(reads)
+
+    def _check_buffers(self) -> None:
+        """Check that reads use no more buffers than there are."""
+        copied = [piece.content for one in self._loading for piece in one.pieces if piece.read_id]
+        used = [content for one in self._reading for content in one.contents]
+        used += [content for read_id, content in self._buffers if content not in copied]
+        for kind in MemoryKind:
+            count = sum(content.kind is kind for content in (*used, *copied))
+            assert count <= self._num_buffers[kind], f"{count} buffers of {kind.name}, of {self._num_buffers}"
+
+    def answer(self, scheduler: Scheduler, *, is_all: bool = False) -> None:
+        """Let a read that hangs end after all."""
+        hung = [one for one in self._reading if one.is_hung]
+        for one in hung if is_all else hung[:1]:
+            self.num_late_answers += 1
+            self._read_files(scheduler, one)
+
+    def end_old_copies(self, scheduler: Scheduler, num_committed: int) -> None:
+        """End the copies that have taken long. Called before a step."""
+        for one in list(self._loading):
+            one.num_steps += one.num_launched <= num_committed
+            if one.num_steps > COPY_STEPS:
+                self._load(scheduler, one)
 
     def start_early(self, loads: tuple[Load, ...], num_launched: int, num_committed: int) -> None:
         """Start the first loads of a plan that is being made. If no step is in flight, they are copied at once."""
@@ -89,7 +169,10 @@ class LowerStore:
     def advance(self, scheduler: Scheduler, num_committed: int) -> None:
         """Complete one transfer, if there is one that may complete."""
         ready = [one for one in self._loading if one.num_launched <= num_committed]
-        if ready and (not self._saving or self._random.random() < 0.5):
+        reading = [one for one in self._reading if not one.is_hung]
+        if reading and (not (ready or self._saving) or self._random.random() < 0.5):
+            self._read_files(scheduler, self._random.choice(reading))
+        elif ready and (not self._saving or self._random.random() < 0.5):
             self._load(scheduler, self._random.choice(ready))
         elif self._saving:
             self._save(scheduler, self._saving.pop(self._random.randrange(len(self._saving))))
@@ -111,6 +194,8 @@ class LowerStore:
         self.runner = runner
         self._saving.clear()
         self._loading.clear()
+        self._reading.clear()
+        self._buffers.clear()
         self.stored[Tier.HOST].clear()
         return list(self.stored[Tier.DISK])
 
@@ -126,19 +211,34 @@ class LowerStore:
             self.num_evictions += 1
             scheduler.lose_stored(Tier.DISK, [content])
 
+    def _read_files(self, scheduler: Scheduler, reading: _Reading) -> None:
+        """End a read. Buffers of one that was dropped are given back."""
+        self._reading.remove(reading)
+        self.num_advances += 1
+        failures = set()
+        for content in reading.contents:
+            payload = self.stored[Tier.DISK].get(content)
+            if not payload or self._random.random() < 0.02:
+                failures.add(content)
+                self.stored[Tier.DISK].pop(content, None)
+            elif not reading.is_dropped:
+                self._buffers[reading.read_id, content] = payload
+        self.num_failures += bool(failures)
+        scheduler.finish_read(reading.read_id, failures, self._random.choice((0, 1_000, 10**9)))
+
     def _load(self, scheduler: Scheduler, loading: _Loading) -> None:
         self._loading.remove(loading)
+        self.num_advances += 1
         for piece in loading.pieces[loading.num_written :]:
             self._copy(loading, piece)
         self.num_failures += bool(loading.failures)
-        for content in loading.failures:
-            for piece in loading.pieces:
-                if piece.content == content and piece.tier is Tier.DISK:  # the core decides what host memory has
-                    self.stored[Tier.DISK].pop(content, None)
-        scheduler.finish_load(loading.load_id, loading.failures, self._random.choice((0, 1_000, 10**9)))
+        scheduler.finish_load(loading.load_id, loading.failures)
 
     def _copy(self, loading: _Loading, piece: Load) -> None:
-        payload = self.stored[piece.tier].get(piece.content)
+        if piece.read_id:
+            payload: Payload | None = self._buffers.pop((piece.read_id, piece.content))
+        else:
+            payload = self.stored[piece.tier].get(piece.content)
         if not payload or self._random.random() < 0.02:
             loading.failures.add(piece.content)
         else:

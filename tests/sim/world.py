@@ -33,12 +33,14 @@ from quire.core.ledger import StepCost
 from quire.core.lower_tier import LowerTier, TierSpeed
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
 from quire.core.prefix import StopReason
+from quire.core.reads import ReadState
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
 from quire.core.saves import SaveLimits
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, Tier, TokenUpdate
+from quire.core.tiers import MIN_TIMEOUT_NS
 from quire.errors import ContextTooLong, QueueFull
-from tests.sim.lower_store import LowerStore
+from tests.sim.lower_store import COPY_STEPS, LowerStore
 
 SALTS = ("", "tenant-a", "tenant-b")
 TENANTS = ("", "ann", "bob")
@@ -51,6 +53,8 @@ FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hyb
 FIRST_PRESSED = 4_000_000
 HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
 PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
+NUM_BUFFERS = ((40, 40, 10), (1, 1, 1), (2, 2, 1), (9, 9, 2))  # of each kind, for reads of the disk
+HUNG_SHARES = (0.0, 0.0, 0.05, 0.3, 1.0, 0.0)  # of the reads of a world
 
 
 def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
@@ -116,6 +120,8 @@ class Setup:
     max_save_bytes: int = 0
     max_writes: int = 0
     is_slow_below: bool = False  # loads of few tokens do not pay
+    num_buffers: tuple[int, int, int] = (0, 0, 0)  # of each kind, for reads of the disk
+    hung_share: float = 0.0  # of reads
     draft_share: float = 0.0  # of the slices that could have drafts
     right_share: float = 0.0  # of draft tokens that are right
     is_pressed: bool = False
@@ -131,6 +137,10 @@ class Setup:
             setup = setup._with_hybrid_memory(random)
         if FIRST_TIERED <= seed < FIRST_DRAFTING or (seed >= FIRST_DRAFTING and seed % 3 == 0):
             setup = setup._with_tiers(random)
+            hung_share = HUNG_SHARES[seed // 2 % len(HUNG_SHARES)]
+            setup = replace(setup, num_buffers=NUM_BUFFERS[seed // 3 % len(NUM_BUFFERS)], hung_share=hung_share)
+            if hung_share and seed // 12 % 2:
+                setup = replace(setup, host_pieces=(0, 0, 0), disk_pieces=1_000, max_writes=200)
         if seed >= FIRST_PRESSED:
             setup = setup._with_pressure(random)
         if FIRST_DRAFTING <= seed < FIRST_PRESSED or (seed >= FIRST_PRESSED and seed % 5 < 2):
@@ -230,6 +240,8 @@ class World:
             self.runner,
             host_pieces=setup.host_pieces,
             disk_pieces=setup.disk_pieces,
+            num_buffers=setup.num_buffers,
+            hung_share=setup.hung_share,
         )
         self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of ended requests, for later turns
         self.seen: dict[str, set[int]] = {salt: set() for salt in SALTS}  # prefixes computed for each salt
@@ -307,14 +319,18 @@ class World:
         self._num_launched = self._num_committed = 0  # plans
         self._batch_rows: dict[int, tuple[int, int]] = {}  # batch index -> (request id, epoch) last planned there
         self._yielded: set[int] = set()  # blocks of dropped pins, until they are evicted
-        self._late: set[int] = set()  # loads that took longer than their deadline
+        self._late: set[int] = set()  # reads and loads that took longer than their deadline
+        self._num_advances = 0  # of the store, when it was last looked at
+        self._advanced_ns = 0  # when a read or a copy last began or ended
+        self._num_idle_steps = 0  # in a row, in which nothing ran although a request could start
 
     def _make_tiers(self) -> list[LowerTier]:
         tiers = []
         if any(self.setup.host_pieces):
             tiers.append(LowerTier(Tier.HOST, PIECE_SIZES, self.setup.host_pieces))
         if self.setup.disk_pieces:
-            tiers.append(LowerTier(Tier.DISK, PIECE_SIZES, store_bytes=self.setup.disk_pieces * PIECE_SIZES[0]))
+            store_bytes, buffers = self.setup.disk_pieces * PIECE_SIZES[0], self.setup.num_buffers
+            tiers.append(LowerTier(Tier.DISK, PIECE_SIZES, store_bytes=store_bytes, buffers=buffers))
         for tier in tiers if self.setup.is_slow_below else ():
             tier.speed = TierSpeed(latency_ns=9_000, bytes_per_s=10**9)
         return tiers
@@ -342,6 +358,8 @@ class World:
         if self.setup.has_tiers:
             operations += [(300, self._transfer), (30, self._idle), (4, self._damage), (3, self._restart)]
             operations += [(25, self._delay)]
+        if self.setup.hung_share:
+            operations += [(40, self._answer)]
         weights = [weight for weight, _ in operations]
         verbs = [verb for _, verb in operations]
         while self.num_events < num_events:
@@ -354,6 +372,8 @@ class World:
             self._event(self._step)
             if self.setup.has_tiers:
                 self._event(self._transfer)
+            if self.store.has_hung:  # which do not end before the requests
+                self._tick(100_000_000)
             if self.num_events > limit:
                 raise WorldFailure(f"requests do not end: {[book.request for book in self.books.values()]}")
         while self.store.has_work:
@@ -362,6 +382,7 @@ class World:
         self.scheduler.cache.pins.clear()
         self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
         self._check_hybrid_leaks()
+        self._check_buffer_leaks()
         self._require(not self.books, "requests were lost")
         num_collisions = self.scheduler.cache.tree.num_collisions
         self.counts["collisions"] += num_collisions
@@ -377,6 +398,7 @@ class World:
         check_scheduler(self.scheduler, self._roots)
         self._check_memory()
         self._check_hybrid_memory()
+        self._check_held_by_loads()
         half = (self.setup.num_blocks - 1) // 2
         self._require(self.scheduler.cache.pins.num_blocks <= half, "pins hold more than half the pool")
 
@@ -591,7 +613,9 @@ class World:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
 
     def _clear(self) -> None:
+        tiers = self.scheduler.cache.tiers
         self.counts["clears during loads"] += self._is_loading
+        self.counts["clears during reads"] += tiers is not None and len(tiers.reads) > 0
         self.counts["clears during saves"] += self.store.is_saving
         self.scheduler.cache.clear()
         self.store.clear()
@@ -605,9 +629,13 @@ class World:
         self.counts["loads started early"] += 1
 
     def _delay(self) -> None:
-        """Let loads take longer than their deadline."""
-        if self._is_loading:
+        """Let reads and loads take longer than their deadline."""
+        tiers = self.scheduler.cache.tiers
+        if tiers is not None and len(tiers.loads) + len(tiers.reads):
             self._tick(3 * NS_PER_S)
+
+    def _answer(self) -> None:
+        self.store.answer(self.scheduler)
 
     def _idle(self) -> None:
         """Save cached content while nothing runs, as an idle worker does."""
@@ -652,6 +680,10 @@ class World:
         self._require(is_silent or self.setup.is_colliding, "explain revealed content of another salt")
 
     def _step(self) -> None:
+        self.store.end_old_copies(self.scheduler, self._num_committed)
+        self._plan_step()
+
+    def _plan_step(self) -> None:
         """Schedule and forward N+1, collect and commit N, sample N+1; or, without overlap, run one step completely."""
         if self.setup.draft_share:
             self._draft()
@@ -1023,12 +1055,22 @@ class World:
         if tiers is None:
             return
         awaited = Counter(waiters.load_of(request) for request in waiters)
-        for load in tiers.loads:
+        for load in (*tiers.loads, *(read for read in tiers.reads if read.state is ReadState.READING)):
             is_late = load.deadline_ns <= self.now_ns
             self._require(not (is_late and awaited[load.load_id]), f"a request waits for a late load: {load!r}")
             self.counts["late loads"] += is_late and load.load_id not in self._late
             if is_late:
                 self._late.add(load.load_id)
+        if self.store.num_advances != self._num_advances or plan.reads or plan.loads:
+            self._num_advances, self._advanced_ns = self.store.num_advances, self.now_ns
+        is_quiet = self.now_ns - self._advanced_ns > MIN_TIMEOUT_NS and not self.store.is_copying
+        self._require(not (is_quiet and awaited), f"nothing is read or copied for long, and {awaited} are waited for")
+        is_idle = plan.is_empty and not self.in_flight and not len(self.scheduler.running) and bool(self._ready())
+        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
+        self._require(self._num_idle_steps <= COPY_STEPS + 2, f"{self._ready()[:1]} cannot start beside loads")
+        self.counts["reads that hung"] = self.store.num_hung
+        self.counts["reads that ended late"] = self.store.num_late_answers
+        self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in tiers.reads)
         self.counts["loads with several waiters"] += sum(count > 1 for count in awaited.values())
         self.counts["steps with two loads in flight"] += len(tiers.loads) > 1
         self.counts["pieces copied early"] = self.store.num_early
@@ -1088,7 +1130,8 @@ class World:
                     is_stalled or self._may_be_left_out(request, planned),
                     f"{request!r} had tokens to compute and was left out",
                 )
-        is_stuck = plan.is_empty and not self.in_flight and bool(self.books) and not self._is_loading
+        is_waiting = self._is_loading or len(self.scheduler.waiting.load_waiters) > 0
+        is_stuck = plan.is_empty and not self.in_flight and bool(self.books) and not is_waiting
         self._require(not is_stuck, "there is work but nothing was planned")
 
     def _may_be_left_out(self, request: Request, planned: dict[int, SeqSlice]) -> bool:
@@ -1211,6 +1254,32 @@ class World:
         num_freed = sum(windows.pool.blocks[block].ref_count == count for block, count in tables.items())
         num_needed = windows.needed(request, FROM_ZERO) + sum(map(windows.debt, rest))
         return windows.pool.num_free + num_freed >= num_needed + 1
+
+    def _check_held_by_loads(self) -> None:
+        """Check that reads hold no memory of the device: only requests, pins, copies and steps in flight do."""
+        scheduler, hybrid = self.scheduler, self.scheduler.cache.hybrid
+        if len(scheduler.running) or self.in_flight or self.store.is_copying:
+            return
+        pins, pool = scheduler.cache.pins, scheduler.cache.pool
+        self._require(pool.num_free == pool.num_usable - pins.num_blocks, "reads hold blocks")
+        if hybrid is not None and hybrid.windows is not None:
+            windows = hybrid.windows.pool
+            pinned = {block.block_id for pin in pins for block in pin.windows}
+            self._require(windows.num_free == windows.num_usable - len(pinned), "reads hold window blocks")
+        if hybrid is not None and hybrid.states is not None:
+            states = hybrid.states.pool
+            held = {pin.state.slot_id for pin in pins if pin.state is not None}
+            self._require(states.num_available == states.num_usable - len(held), "reads hold states")
+
+    def _check_buffer_leaks(self) -> None:
+        """Check that reads that hung hold buffers until they end, and nothing afterwards."""
+        tiers = self.scheduler.cache.tiers
+        if tiers is None:
+            return
+        self.counts["worlds that end with a hung read"] += self.store.has_hung
+        self.store.answer(self.scheduler, is_all=True)
+        self._require(not self.store.has_buffers, "buffers of reads leaked")
+        self._require(tiers.reads.num_buffers == [0, 0, 0] and not len(tiers.reads), "reads leaked")
 
     def _check_hybrid_leaks(self) -> None:
         hybrid = self.scheduler.cache.hybrid

@@ -22,7 +22,7 @@ from quire.engine.tiers.transfers import Transfers
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes
 
-READ_BYTES = 256 << 20  # of buffers that are filled from files at the same time
+READ_BYTES = 256 << 20  # of buffers for content that is read from files: all that reads hold, also those that hang
 SAVE_BYTES = 128 << 20  # of buffers that wait to be written
 MIN_PIECES = 2
 NUM_READERS = max(1, min(16, os.cpu_count() or 1))
@@ -75,13 +75,13 @@ class OpenedTiers:
             self._slots.append(Slots(block_io.allocate, sizes, counts, is_early=True))
             self._host = HostStore(self._slots[-1])
             self.tiers.append(LowerTier(Tier.HOST, pieces, counts))
-        if settings.disk_bytes and settings.folder is not None:
-            self._disk = _open_disk(settings, model, arithmetic)
-            self.secret = root_secret(settings.folder)
-            self.tiers.append(LowerTier(Tier.DISK, pieces, store_bytes=settings.disk_bytes))
         read_counts, save_counts = (
             at_most(divide(num_bytes, pieces, pool_sizes), pool_sizes) for num_bytes in (READ_BYTES, SAVE_BYTES)
         )
+        if settings.disk_bytes and settings.folder is not None:
+            self._disk = _open_disk(settings, model, arithmetic)
+            self.secret = root_secret(settings.folder)
+            self.tiers.append(LowerTier(Tier.DISK, pieces, store_bytes=settings.disk_bytes, buffers=read_counts))
         # Of a model whose layers all have windows, window blocks.
         self._block_bytes, self._num_blocks = (
             (sizes.block, pool_sizes[0]) if sizes.block else (sizes.window, pool_sizes[1])

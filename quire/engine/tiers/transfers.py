@@ -1,9 +1,11 @@
 """Makes the saves and loads of plans: copies between the runner's memory, host memory and files.
 
     save    the runner's memory -> a buffer, before the step of the plan overwrites it -> a file, in a thread
-    load    a file -> a buffer, in threads -> the runner's memory, beside steps that do not use the blocks
+    read    a file -> a buffer, in threads
+    load    a buffer -> the runner's memory, beside steps that do not use the blocks
 
-The host tier needs no file: a save ends in its buffer, and a load starts from it.
+The host tier needs no file: a save ends in its buffer, and a load starts from it. A read may take any time, or never
+end: it holds its buffer and its thread until then.
 
 Copies to and from the runner's memory are started by the engine's own thread, between steps. While requests run, only
 a few are started per step, so that tokens are not delayed much. Threads only read and write files.
@@ -13,17 +15,17 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from quire.backends.base import BlockIO, PendingCopy
-from quire.core.step import Content, Load, MemoryRef, Save, StepPlan, Tier
+from quire.core.step import Content, Load, MemoryRef, Read, Save, StepPlan, Tier
 from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault
 from quire.engine.tiers.deletions import Deletion
 from quire.engine.tiers.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread
@@ -31,7 +33,7 @@ from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
 from quire.errors import CacheFolderError
 
 NUM_WRITERS = 1
-MIN_IMPORTS = 8  # pieces that are copied together while more are being read
+CLOSE_S = 2.0  # that `close` waits for files in progress
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +44,15 @@ class SaveDone(NamedTuple):
     is_saved: bool
 
 
+class ReadDone(NamedTuple):
+    read_id: int
+    failures: frozenset[Content]
+    read_ns: int  # from the start of the first read of a file to the end of the last
+
+
 class LoadDone(NamedTuple):
     load_id: int
     failures: frozenset[Content]
-    read_ns: int  # from the start of the first read of a file to the end of the last; 0: none was read
 
 
 class Lost(NamedTuple):
@@ -54,7 +61,7 @@ class Lost(NamedTuple):
     contents: tuple[Content, ...]
 
 
-Done = SaveDone | LoadDone | Lost
+Done = SaveDone | ReadDone | LoadDone | Lost
 
 
 @dataclass(slots=True)
@@ -65,8 +72,19 @@ class _Loading:
     num_left: int = 0  # pieces
     has_more: bool = False  # some pieces are not known yet
     failures: set[Content] = field(default_factory=set)
-    first_read_ns: int = 0
-    last_read_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A read in flight, or one whose content was not all loaded yet."""
+
+    read_id: int
+    num_left: int = 0  # pieces that are not read yet
+    buffers: dict[Content, memoryview] = field(default_factory=dict)  # that were read
+    failures: set[Content] = field(default_factory=set)
+    is_dropped: bool = False  # its content is not needed any more
+    first_ns: int = 0
+    last_ns: int = 0
 
 
 class _Piece(NamedTuple):
@@ -88,12 +106,11 @@ class _Importing:
     is_joined: bool = False  # steps wait for them on the device: for the scheduler, they have ended
 
 
-class _Read(NamedTuple):
-    """A piece of a load that is read from a file."""
+class _FileRead(NamedTuple):
+    """A piece of a read."""
 
-    loading: _Loading
+    reading: _Reading
     content: Content
-    target: MemoryRef
 
 
 class _Exported(NamedTuple):
@@ -104,8 +121,8 @@ class _Exported(NamedTuple):
     generation: int
 
 
-class _ReadDone(NamedTuple):
-    reads: Sequence[_Read]
+class _FilesRead(NamedTuple):
+    reads: Sequence[_FileRead]
     buffers: Sequence[memoryview]
     are_read: Sequence[bool]
     now_ns: int
@@ -120,7 +137,42 @@ class _Resynced(NamedTuple):
     gone: tuple[Content, ...]
 
 
-_Finished = _ReadDone | _WriteDone | _Resynced
+_Finished = _FilesRead | _WriteDone | _Resynced
+
+
+class _FileThreads:
+    """Threads that read or write files. They do not keep the process alive: a file system may never answer."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        self.is_closed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if not self.is_closed:
+                job()
+
+    def stop(self) -> None:
+        """Start no further job."""
+        self.is_closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, deadline_s: float) -> bool:
+        """Wait for the jobs in progress. Returns False if they take longer."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 class Transfers:
@@ -146,24 +198,31 @@ class Transfers:
         self._read_slots = read_slots
         self._staging = HostStore(save_slots)  # of saves that go to disk only
         self._num_readers = num_readers
-        self._readers = ThreadPoolExecutor(num_readers, "kv-read") if disk is not None else None
-        self._writers = ThreadPoolExecutor(NUM_WRITERS, "kv-write") if disk is not None else None
+        self._readers = _FileThreads(num_readers, "kv-read") if disk is not None else None
+        self._writers = _FileThreads(NUM_WRITERS, "kv-write") if disk is not None else None
         self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
         self._received: deque[_Finished] = deque()  # from that queue, in order
         self._loading: dict[int, _Loading] = {}  # loads in flight whose pieces are not all known
-        self._reads: deque[_Read] = deque()  # not submitted yet: all buffers are in use
+        self._reading: dict[int, _Reading] = {}
+        self._reads: deque[_FileRead] = deque()  # not submitted yet: all buffers are in use
         self._imports: deque[_Piece] = deque()  # not copied yet
         self._importing: deque[_Importing] = deque()
         self._exporting: deque[tuple[PendingCopy, Sequence[_Exported]]] = deque()
         self._num_jobs = 0  # in threads
-        self._num_reading = 0  # of these, reads
+        self._num_read_jobs = 0  # of these, reads
         self._generation = 0  # of the cache: increases when it is cleared; threads read it
         self._done: list[Done] = []
 
     @property
     def has_work(self) -> bool:
         """Whether something is in flight."""
-        return bool(self._num_jobs or self._reads or self._imports or self._importing or self._exporting or self._done)
+        return bool(self._num_read_jobs or self._reads) or self.has_copies
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether something is in flight besides reads, which may never end."""
+        num_writes = self._num_jobs - self._num_read_jobs
+        return bool(num_writes or self._imports or self._importing or self._exporting or self._done)
 
     # Start
 
@@ -174,12 +233,19 @@ class Transfers:
                 self._host.drop(content)
         if plan.saves:
             self._export(plan.saves)
+        for read_id in plan.dropped_reads:
+            self._drop_read(read_id)
+        if plan.reads:
+            self._start_reads(plan.reads)
         if plan.loads:
             self._start_loads(plan.loads)
             self._start_imports(is_busy=is_busy)
 
     def start_early(self, loads: Sequence[Load], *, is_busy: bool) -> None:
-        """Start some loads of a plan that is being made, before its saves. The plan will have the rest of each load."""
+        """Start some loads of a plan that is being made, before its saves. The plan will have the rest of each load.
+
+        What these loads copy was read before: the reads of the plan are not awaited.
+        """
         self._start_loads(loads, has_more=True)
         if not is_busy:  # otherwise the plan starts the copies of this step
             self._start_imports(is_busy=False)
@@ -232,11 +298,45 @@ class Transfers:
         if has_more:
             self._loading.update(started)
         for load in loads:  # after all are counted, because a load ends with its last piece
-            if load.tier is Tier.DISK:
-                self._reads.append(_Read(started[load.load_id], load.content, load.target))
+            if load.read_id:
+                self._use_buffer(started[load.load_id], load)
             else:
                 self._use_host(started[load.load_id], load)
+
+    def _use_buffer(self, loading: _Loading, load: Load) -> None:
+        """Load content that was read."""
+        reading = self._reading.get(load.read_id)
+        buffer = None if reading is None else reading.buffers.pop(load.content, None)
+        if reading is None or buffer is None:  # the cache was cleared
+            self._end_piece(loading, load.content)
+            return
+        if not reading.buffers:
+            del self._reading[load.read_id]
+        free = partial(self._read_slots.put, load.content.kind, buffer)
+        self._imports.append(_Piece(loading, load.content, load.target, buffer, free))
+
+    def _start_reads(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            reading = self._reading.setdefault(read.read_id, _Reading(read.read_id))
+            reading.num_left += 1
+            self._reads.append(_FileRead(reading, read.content))
         self._submit_reads()
+
+    def _drop_read(self, read_id: int) -> None:
+        """Give back the buffers of a read, those in use by threads when these end."""
+        reading = self._reading.get(read_id)
+        if reading is None:
+            return
+        reading.is_dropped = True
+        queued = [one for one in self._reads if one.reading is reading]
+        self._reads = deque(one for one in self._reads if one.reading is not reading)
+        for content, buffer in reading.buffers.items():
+            self._read_slots.put(content.kind, buffer)
+        reading.buffers.clear()
+        if not reading.num_left:
+            del self._reading[read_id]  # its end was reported
+        for one in queued:
+            self._end_file(reading, one.content, None)
 
     def _use_host(self, loading: _Loading, load: Load) -> None:
         host = self._host
@@ -257,8 +357,8 @@ class Transfers:
         while self._received:
             finished = self._received.popleft()
             self._num_jobs -= 1
-            if isinstance(finished, _ReadDone):
-                self._end_read(finished)
+            if isinstance(finished, _FilesRead):
+                self._end_files(finished)
             elif isinstance(finished, _WriteDone):
                 self._end_write(finished)
             elif finished.gone:
@@ -291,12 +391,12 @@ class Transfers:
                 return
             assert self._readers is not None
             self._num_jobs += 1
-            self._num_reading += 1
-            self._readers.submit(self._read, reads, buffers, self._generation)
+            self._num_read_jobs += 1
+            self._readers.submit(partial(self._read_files, reads, buffers, self._generation))
 
-    def _take_buffers(self, most: int) -> tuple[list[_Read], list[memoryview]]:
+    def _take_buffers(self, most: int) -> tuple[list[_FileRead], list[memoryview]]:
         """The next reads, with their buffers. Reads for which no memory could be allocated fail."""
-        reads: list[_Read] = []
+        reads: list[_FileRead] = []
         buffers: list[memoryview] = []
         while self._reads and len(reads) < most:
             kind = self._reads[0].content.kind
@@ -305,14 +405,14 @@ class Transfers:
                 break
             read = self._reads.popleft()
             if buffer is None:
-                self._end_piece(read.loading, read.content)
+                self._end_file(read.reading, read.content, None)
                 continue
-            read.loading.first_read_ns = read.loading.first_read_ns or time.monotonic_ns()
+            read.reading.first_ns = read.reading.first_ns or time.monotonic_ns()
             reads.append(read)
             buffers.append(buffer)
         return reads, buffers
 
-    def _read(self, reads: Sequence[_Read], buffers: Sequence[memoryview], generation: int) -> None:
+    def _read_files(self, reads: Sequence[_FileRead], buffers: Sequence[memoryview], generation: int) -> None:
         """Read files. Runs in a thread."""
         are_read = [False] * len(reads)
         try:
@@ -324,29 +424,37 @@ class Transfers:
         except Exception:
             log.exception("cached content on disk could not be read")
         finally:
-            self._finished.put(_ReadDone(reads, buffers, are_read, time.monotonic_ns()))
+            self._finished.put(_FilesRead(reads, buffers, are_read, time.monotonic_ns()))
 
-    def _end_read(self, done: _ReadDone) -> None:
-        self._num_reading -= 1
+    def _end_files(self, done: _FilesRead) -> None:
+        self._num_read_jobs -= 1
         for read, buffer, is_read in zip(done.reads, done.buffers, done.are_read, strict=True):
-            kind = read.content.kind
-            read.loading.last_read_ns = max(read.loading.last_read_ns, done.now_ns)
-            if is_read:
-                free = partial(self._read_slots.put, kind, buffer)
-                self._imports.append(_Piece(read.loading, read.content, read.target, buffer, free))
-            else:
-                self._read_slots.put(kind, buffer)
-                self._end_piece(read.loading, read.content)
+            read.reading.last_ns = max(read.reading.last_ns, done.now_ns)
+            is_kept = is_read and not read.reading.is_dropped
+            if not is_kept:
+                self._read_slots.put(read.content.kind, buffer)
+            self._end_file(read.reading, read.content, buffer if is_kept else None, is_read=is_read)
+
+    def _end_file(
+        self, reading: _Reading, content: Content, buffer: memoryview | None, *, is_read: bool = False
+    ) -> None:
+        """End a piece of a read. None: it has no buffer, because it could not be read or is not needed."""
+        if buffer is not None:
+            reading.buffers[content] = buffer
+        elif not is_read:
+            reading.failures.add(content)
+        reading.num_left -= 1
+        if not reading.num_left:
+            failures = frozenset() if reading.is_dropped else frozenset(reading.failures)
+            self._done.append(ReadDone(reading.read_id, failures, reading.last_ns - reading.first_ns))
+            if not reading.buffers:
+                del self._reading[reading.read_id]
 
     def _start_imports(self, *, is_busy: bool) -> None:
-        """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once.
-
-        While more are being read, a few pieces wait for others: each start of copies takes time.
-        """
-        is_enough = is_busy or not self._num_reading or len(self._imports) >= MIN_IMPORTS
-        if self._imports and is_enough:
+        """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once."""
+        if self._imports:
             self._import(min(self._block_io.pieces_per_step, len(self._imports)))
-        if self._imports and is_enough and not is_busy:
+        if self._imports and not is_busy:
             self._import(len(self._imports))
         self._end_imports(is_busy=is_busy)
 
@@ -380,8 +488,7 @@ class Transfers:
             loading.failures.add(failure)
         loading.num_left -= 1
         if not loading.num_left and not loading.has_more:
-            read_ns = loading.last_read_ns - loading.first_read_ns
-            self._done.append(LoadDone(loading.load_id, frozenset(loading.failures), read_ns))
+            self._done.append(LoadDone(loading.load_id, frozenset(loading.failures)))
 
     def _end_exports(self) -> None:
         while self._exporting and self._exporting[0][0].is_done():
@@ -403,7 +510,7 @@ class Transfers:
     def _submit_write(self, exported: _Exported) -> None:
         assert self._writers is not None
         self._num_jobs += 1
-        self._writers.submit(self._write, exported)
+        self._writers.submit(partial(self._write, exported))
 
     def _write(self, exported: _Exported) -> None:
         """Write a file. Runs in a thread.
@@ -447,7 +554,7 @@ class Transfers:
             self._drop_all()
         assert self._writers is not None
         self._num_jobs += 1
-        self._writers.submit(self._resync, deletion.cleared_ns)
+        self._writers.submit(partial(self._resync, deletion.cleared_ns))
 
     def _resync(self, cleared_ns: int | None) -> None:
         """Runs in a thread."""
@@ -463,7 +570,7 @@ class Transfers:
     # End
 
     def clear(self) -> None:
-        """Delete all stored content. Saves in flight are dropped; loads in flight end, and may fail.
+        """Delete all stored content. Saves in flight are dropped; reads and loads in flight end, and may fail.
 
         Raises CacheFolderError if files cannot be deleted.
         """
@@ -476,23 +583,27 @@ class Transfers:
                 raise CacheFolderError(text) from error
 
     def _drop_all(self) -> None:
-        """Drop saves in flight and the content of host memory. Loads in flight end, and may fail."""
+        """Drop saves in flight and the content of host memory. Reads and loads in flight end, and may fail."""
         self._generation += 1
-        self._done = [one for one in self._done if isinstance(one, LoadDone)]
+        self._done = [one for one in self._done if isinstance(one, LoadDone | ReadDone)]
         reads, self._reads = self._reads, deque()
         for read in reads:
-            self._end_piece(read.loading, read.content)
+            self._end_file(read.reading, read.content, None)
         if self._host is not None:
             self._host.clear()
 
     def close(self) -> None:
-        """Wait for the threads, which end after the files that they read or write now."""
+        """Wait for the threads, which end after the files that they read or write now.
+
+        Files that take longer than `CLOSE_S` are left behind, with the buffers that they use.
+        """
         self._reads.clear()
         pools = [pool for pool in (self._readers, self._writers) if pool is not None]
         for pool in pools:
-            pool.shutdown(wait=False, cancel_futures=True)
-        for pool in pools:
-            pool.shutdown(wait=True)
+            pool.stop()
+        deadline_s = time.monotonic() + CLOSE_S
+        if False in [pool.join(deadline_s) for pool in pools]:
+            log.warning("files of the disk cache were not read or written within %g s", CLOSE_S)
         self._read_slots.close()
         if self._host is not None:
             self._host.close()

@@ -182,7 +182,8 @@ class Begun(msgspec.Struct, tag="begun", frozen=True):
 class Stepped(msgspec.Struct, tag="stepped", frozen=True):
     """The outputs of one step, in one message instead of one per token.
 
-    Sent after every step, even without outputs, because the watchdog expects messages.
+    Sent after every step, even without outputs, because the watchdog expects messages. A step that computed nothing
+    and in which no read or copy began or ended sends none: a worker that only has such steps is stuck.
     """
 
     outputs: tuple[EngineOutput, ...]

@@ -140,6 +140,7 @@ class Worker:
         self._planned = NO_WORK  # work of the last plan
         self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
         self._started: tuple[Started, ...] = ()  # requests started in the current step
+        self._is_read_announced = False  # since the last progress: how long reads may take
         self._num_steps = 0
         self._num_violations = 0
         self._last_change_s = 0.0
@@ -255,9 +256,21 @@ class Worker:
         if self._engine.awaits_tokens:  # the step in flight is collected before a plan is made
             self._announce_wait(self._estimator.predict_s(self._running))
         outputs, done, took_s = self._timed_step(self._engine)
-        self._num_steps += 1
         self._note_change()
+        if not self._engine.has_progressed:
+            self._announce_reads()
+            return
+        self._is_read_announced = False
+        self._num_steps += 1
         self._channel.send(stepped(outputs, self._started, done.num_tokens, took_s))
+
+    def _announce_reads(self) -> None:
+        """Report once how long the client should wait for a slow disk. If nothing follows, the worker is stuck."""
+        if not self._is_read_announced:
+            self._is_read_announced = True
+            limit_s = self._engine.read_limit_s
+            if limit_s > LONG_STEP_S:
+                self._channel.send(Working(min(limit_s, MAX_PATIENCE_S) + LONG_STEP_S))
 
     def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], Work, float]:
         """Run a step. Returns its outputs, the work that was computed and the duration.

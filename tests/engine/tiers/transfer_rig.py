@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 from quire.backends.base import Capacity, MemorySizes, PendingCopy
 from quire.backends.fake import FakeRunner
 from quire.core.lower_tier import PieceCounts
-from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan, Tier
+from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, StepPlan, Tier
 from quire.engine.tiers.block_file import DamagedBlock
 from quire.engine.tiers.disk_store import DiskStore, Written
 from quire.engine.tiers.host_memory import HostStore, Slots
-from quire.engine.tiers.transfers import Done, LoadDone, Lost, SaveDone, Transfers
+from quire.engine.tiers.transfers import Done, LoadDone, Lost, ReadDone, SaveDone, Transfers
 from tests.engine.tiers.contents import FACTS, make_content
 from tests.waiting import HANG_S
 
@@ -163,6 +164,13 @@ class TransferRig:
             "save": (Slots(allocate, sizes, save_counts), save_counts),
             "host": (Slots(allocate, sizes, host_counts), host_counts),
         }
+        # Loads of content on disk: each piece is read, and then loaded, as the scheduler would.
+        self._next_id = 10_000
+        self._awaited: dict[int, Load] = {}  # read id -> the load that follows
+        self._parts: dict[int, int] = {}  # load id of a part -> load id of the test
+        self._num_parts: Counter[int] = Counter()  # load id of the test -> parts in flight
+        self._failures: dict[int, set[Content]] = {}
+        self.read_ns: list[int] = []
         self.host = HostStore(self._slots["host"][0]) if has_host else None
         self.disk = None if folder is None else HeldStore(folder, max_bytes)
         self.transfers = Transfers(
@@ -223,12 +231,49 @@ class TransferRig:
         drops: Sequence[Content] = (),
         is_busy: bool = False,
     ) -> None:
-        self.transfers.start(StepPlan((), (), (), (), tuple(saves), tuple(loads), tuple(drops)), is_busy=is_busy)
+        reads: list[Read] = []
+        if any(load.tier is Tier.DISK for load in loads):
+            reads = [self._read_first(load) for load in loads if load.tier is Tier.DISK]
+            loads = [self._part(load) for load in loads if load.tier is not Tier.DISK]
+        transfers = tuple(saves), tuple(loads), tuple(drops), tuple(reads)
+        self.transfers.start(StepPlan((), (), (), (), *transfers), is_busy=is_busy)
+
+    def _part(self, load: Load, read_id: int = 0) -> Load:
+        self._next_id += 1
+        self._parts[self._next_id] = load.load_id
+        self._num_parts[load.load_id] += not read_id
+        return load._replace(load_id=self._next_id, read_id=read_id)
+
+    def _read_first(self, load: Load) -> Read:
+        self._next_id += 1
+        self._awaited[self._next_id] = load
+        self._num_parts[load.load_id] += 1
+        return Read(self._next_id, load.content, load.tier)
 
     # Progress
 
     def poll(self, *, is_busy: bool = False) -> list[Done]:
-        return self.transfers.poll(is_busy=is_busy)
+        """Advance everything, and load what was read."""
+        done: list[Done] = []
+        for one in self.transfers.poll(is_busy=is_busy):
+            if isinstance(one, ReadDone):
+                load = self._awaited.pop(one.read_id)
+                self.read_ns.append(one.read_ns)
+                if one.failures:
+                    done += self._end_part(load.load_id, one.failures)
+                else:
+                    self.transfers.start(StepPlan((), (), (), loads=(self._part(load, one.read_id),)), is_busy=is_busy)
+            elif isinstance(one, LoadDone) and one.load_id in self._parts:
+                done += self._end_part(self._parts.pop(one.load_id), one.failures)
+            else:
+                done.append(one)
+        return done
+
+    def _end_part(self, load_id: int, failures: Collection[Content]) -> list[Done]:
+        found = self._failures.setdefault(load_id, set())
+        found.update(failures)
+        self._num_parts[load_id] -= 1
+        return [] if self._num_parts[load_id] else [LoadDone(load_id, frozenset(self._failures.pop(load_id)))]
 
     def finish(self, *, is_busy: bool = False) -> list[Done]:
         """Advance until nothing is in flight. Returns what has ended."""
