@@ -263,10 +263,11 @@ class FairLedger:
     def turns(self) -> Iterator[Turn]:
         for priority, num_tokens in self.prepaid.items():
             if num_tokens:
-                limits = num_tokens, None
-                if not self._is_awaited:
-                    limits = min(num_tokens, -(-self._max_owed(priority) // UNITS)), self._owed_ns(priority)
-                yield Turn((priority,), *limits, is_owed=True, is_prepaid=True)
+                if self._is_awaited:
+                    yield Turn((priority,), num_tokens, is_owed=True, is_prepaid=True)
+                    continue
+                num_tokens = min(num_tokens, -(-self._max_owed(priority) // UNITS))
+                yield Turn((priority,), num_tokens, self._owed_ns(priority), is_owed=True, is_prepaid=True)
         owed = [priority for priority in self.credits if self.is_owed(priority)]
         for priority in sorted(owed, key=lambda tier: -self.credits[tier] * UNITS // self.shares[tier]):
             num_tokens = min(self.credits[priority], self._max_owed(priority))

@@ -362,7 +362,7 @@ class Planner:
         return True
 
     def _pay(self, step: StepDraft, request: Request, length: int, num_free: int, num_drafts: int) -> None:
-        """Account for a slice. `num_free`: its tokens that no turn gave; with the drafts, they are charged at the end."""
+        """Account for a slice. `num_free`: its tokens that no turn gave. They and the drafts are charged at the end."""
         if request.num_prepaid:
             self._ledger.use_prepaid(request, length)
         account = (request.priority, request.tenant)

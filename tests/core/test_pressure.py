@@ -26,11 +26,11 @@ def resumed_low(rig: Rig, num_tokens: int) -> Request:
         rig.step()
     high = rig.add(2, range(10_000, 10_000 + num_tokens), priority=HIGH, max_tokens=2)
     rig.step()
-    assert low.state is RequestState.WAITING
+    assert low.num_preemptions == 1
     while high.finish_reason is None:
         rig.step()
     rig.cache.evict_unused()
-    while low.state is not RequestState.RUNNING:
+    while low not in rig.scheduler.running.requests:
         rig.step()
     return low
 
@@ -240,16 +240,19 @@ def test_guesses_use_free_blocks_of_their_request_when_no_other_is_free() -> Non
 
 
 def test_a_refused_admission_keeps_pins() -> None:
-    """HIGH needs the memory of a pin, but no token of the step is left for it."""
-    rig = Rig(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=2, max_chunk_tokens=2)
-    rig.add(1, range(12), max_tokens=1)
+    """A HIGH request needs the memory of a pin, but the prompt of another one takes all tokens of the step."""
+    rig = Rig(num_blocks=33, max_num_seqs=4, max_num_batched_tokens=8, max_chunk_tokens=8)
+    rig.add(1, range(48), max_tokens=1)
     rig.run()
-    assert rig.cache.pin("system", list(range(12)), "", expires_ns=10**18) == 12
-    rig.add(2, range(100, 108), priority=LOW, max_tokens=4)
+    assert rig.cache.pin("system", list(range(48)), "", expires_ns=10**18) == 48
+    rig.add(2, range(100, 103), priority=LOW, max_tokens=60)
+    rig.add(3, range(200, 260), priority=HIGH, max_tokens=1)
     rig.step()
-    high = rig.add(3, range(200, 212), priority=HIGH, max_tokens=1)
-    while high.state is RequestState.WAITING:
-        num_dropped = len(rig.happened(PinYielded))
+    high = rig.add(4, range(300, 320), priority=HIGH, max_tokens=1)
+    num_steps = 0
+    while high in rig.scheduler.waiting:
+        assert not rig.happened(PinYielded), "a pin was dropped for a request that waits"
         rig.step()
-        was_dropped = len(rig.happened(PinYielded)) > num_dropped
-        assert not was_dropped or high.state is RequestState.RUNNING, "a pin was dropped for a request that waits"
+        num_steps += 1
+    assert num_steps > 4
+    assert [event.by_request_id for event in rig.happened(PinYielded)] == [4]
