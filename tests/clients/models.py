@@ -13,18 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.model_text import ModelText
+from quire.text.gguf_vocab import gguf_vocab
 from quire.weights.hub import DEFAULT_MODEL, resolve
+from quire.weights.opening import open_checkpoint
 
 FACTOR = 4
 HEAD_SIZE = 64
 _UINT32, _FLOAT32 = 4, 6  # types of GGUF values
 
 
+def default_tokenizer() -> str:
+    """The default model's tokenizer as tokenizer.json."""
+    checkpoint = open_checkpoint(resolve(DEFAULT_MODEL))
+    metadata = checkpoint.tokenizer_files().gguf
+    assert metadata is not None
+    spec = json.dumps(gguf_vocab(metadata).spec)
+    checkpoint.close()
+    return spec
+
+
 def write_tokenizer(folder: Path) -> None:
     """Write the default model's tokenizer in the two files that `transformers` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     text = ModelText.open(resolve(DEFAULT_MODEL))
-    (folder / "tokenizer.json").write_text(text.tokenizer._full.to_str())
+    (folder / "tokenizer.json").write_text(default_tokenizer())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **text.tokenizer.special_tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     text.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 FIRST_HYBRID = 1_000_000  # as in world.py, which a mutant's copy imports
 FIRST_TIERED = 2_000_000
 FIRST_DRAFTING = 3_000_000
+FIRST_PRESSED = 4_000_000
 WORLDS = "worlds"  # `found_by` of a mutant that the world simulation finds; otherwise the name of a test file
 
 
@@ -173,27 +174,96 @@ MUTANTS = (
     _mutant(
         "preemption within a tier of the fair policy",
         "core/policy.py",
-        "waiting.priority < running.priority and not",
-        "waiting.priority <= running.priority and not",
+        "if waiting.priority >= running.priority:",
+        "if waiting.priority > running.priority:",
     ),
     _mutant(
         "a tier that is owed is preempted",
         "core/policy.py",
-        "waiting.priority < running.priority and not self._ledger.is_owed(running.priority)",
-        "waiting.priority < running.priority",
+        "        return not self._ledger.is_owed(running.priority)\n",
+        "        return True\n",
     ),
     _mutant(
-        "preempted again without progress",
-        "core/admission.py",
-        "                and not running.is_spared\n",
-        "",
+        "a spared request is preempted",
+        "core/policy.py",
+        "            return not running.is_covered\n",
+        "            return True\n",
     ),
     _mutant(
-        "growth preempts a request without progress",
+        "a resumed request gives way to nobody",
+        "core/policy.py",
+        "            return not running.is_covered\n",
+        "            return False\n",
+        first_world=FIRST_PRESSED,
+    ),
+    _mutant(
+        "memory is not taken from the lowest tier",
         "core/planner.py",
-        "if r.has_progressed or r is request)",
-        "if True)",
-        first_world=88,
+        "        for other in reversed(running):\n",
+        "        for other in running[running.index(request) + 1 :]:\n",
+    ),
+    _mutant(
+        "a request is preempted in the step that admitted it",
+        "core/planner.py",
+        "if other.request_id not in step.admitted and (victim is None",
+        "if (victim is None",
+        first_world=FIRST_PRESSED,
+    ),
+    _mutant(
+        "running requests wait for memory of spared ones",
+        "core/planner.py",
+        "if other.request_id not in step.admitted and (victim is None",
+        "if not other.is_spared and other.request_id not in step.admitted and (victim is None",
+        "tests/core/test_pressure.py",
+    ),
+    _mutant(
+        "credit that was set aside is spent again",
+        "core/ledger.py",
+        "            self.credits[request.priority] -= num_tokens * UNITS\n",
+        "",
+        "tests/core/test_ledger.py",
+    ),
+    _mutant(
+        "a resumed request starts as owed without credit for its progress",
+        "core/admission.py",
+        "        if is_owed and request.num_preemptions and not self._is_covered(request, step):\n            return Outcome.UNCOVERED\n",
+        "",
+        "tests/core/test_pressure.py",
+    ),
+    _mutant(
+        "credit is lost in pauses of higher tiers",
+        "core/ledger.py",
+        "        kept = credit if is_saving else min(credit, 0)\n",
+        "        kept = min(credit, 0)\n",
+        "tests/core/test_ledger.py",
+    ),
+    _mutant(
+        "lower tiers start beside a request that waits for a spared one",
+        "core/planner.py",
+        "not turn.is_prepaid and (self._awaiting is None or min(turn.tiers) <= self._awaiting)",
+        "not turn.is_prepaid",
+        "tests/core/test_pressure.py",
+    ),
+    _mutant(
+        "tokens of a preempted request are charged",
+        "core/admission.py",
+        "        ledger.refund(victim, num_given)  # this step does not compute them\n",
+        "",
+        first_world=FIRST_PRESSED,
+    ),
+    _mutant(
+        "a tenant with a refund keeps its place",
+        "core/tenants.py",
+        "        self.refunded.add(tenant)\n",
+        "",
+        "tests/core/test_pressure.py",
+    ),
+    _mutant(
+        "pins are dropped for a request that does not start",
+        "core/admission.py",
+        "            if step.budget < 1 and not plan.victims:\n                return Outcome.BLOCKED  # no tokens are left in this step, and no victim gives any back\n",
+        "",
+        "tests/core/test_pressure.py",
     ),
     _mutant(
         "progress is not recorded",
@@ -204,14 +274,14 @@ MUTANTS = (
     _mutant(
         "served tokens not deducted from credit",
         "core/ledger.py",
-        "changed = credit + gain - self._served[priority] * UNITS",
+        "changed = credit + gain - (self._served[priority] - self._num_prepaid[priority]) * UNITS",
         "changed = credit + gain",
         "tests/core/test_ledger.py",
     ),
     _mutant(
         "spare capacity makes a debt",
         "core/ledger.py",
-        "changed = max(changed, min(credit, 0))",
+        "changed = max(changed, kept)",
         "pass",
         "tests/core/test_ledger.py",
     ),
@@ -1076,8 +1146,15 @@ MUTANTS = (
     _mutant(
         "a request is preempted for a draft",
         "core/planner.py",
-        "return most if self._cache.growth_shortage(request, end + most) <= 0 else 0",
-        "return most",
+        "if most > num_held and self._cache.growth_shortage(request, end + most) + self._num_promised(request) > 0:",
+        "if False:",
+        first_world=FIRST_DRAFTING,
+    ),
+    _mutant(
+        "a guess takes the block of another request",
+        "core/planner.py",
+        "self._cache.growth_shortage(request, end + most) + self._num_promised(request) > 0:",
+        "self._cache.growth_shortage(request, end + most) > 0:",
         first_world=FIRST_DRAFTING,
     ),
     _mutant(
@@ -1097,8 +1174,8 @@ MUTANTS = (
     _mutant(
         "drafts are not taken from the budget of the step",
         "core/planner.py",
-        "step.budget -= max(num_own - 1, 0) + num_drafts",
-        "step.budget -= max(num_own - 1, 0)",
+        "step.budget -= max(num_free - 1, 0) + num_drafts",
+        "step.budget -= max(num_free - 1, 0)",
         first_world=FIRST_DRAFTING,
     ),
     _mutant(
