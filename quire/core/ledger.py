@@ -350,7 +350,7 @@ class FairLedger:
         self.clocks[priority].charge(tenant, num_tokens)
 
     def covers(self, priority: Priority, num_tokens: int) -> bool:
-        return self.credits.get(priority, 0) >= num_tokens * UNITS
+        return priority in self.credits and self.credits[priority] >= num_tokens * UNITS
 
     def set_aside(self, request: Request, num_tokens: int) -> None:
         request.is_covered = self.covers(request.priority, num_tokens)
