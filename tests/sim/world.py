@@ -53,8 +53,8 @@ FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hyb
 FIRST_PRESSED = 4_000_000
 HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
 PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
-NUM_BUFFERS = ((40, 40, 10), (1, 1, 1), (2, 2, 1), (9, 9, 2))  # of each kind, for reads of the disk
-HUNG_SHARES = (0.0, 0.0, 0.05, 0.3, 1.0, 0.0)  # of the reads of a world
+NUM_BUFFERS = ((40, 40, 10), (40, 40, 10), (2, 2, 1), (9, 9, 2))  # of each kind, for reads of the disk
+HUNG_SHARES = (0.0, 0.0, 0.0, 0.3, 1.0, 0.0)  # of the reads of a world
 
 
 def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
@@ -1065,9 +1065,7 @@ class World:
             self._num_advances, self._advanced_ns = self.store.num_advances, self.now_ns
         is_quiet = self.now_ns - self._advanced_ns > MIN_TIMEOUT_NS and not self.store.is_copying
         self._require(not (is_quiet and awaited), f"nothing is read or copied for long, and {awaited} are waited for")
-        is_idle = plan.is_empty and not self.in_flight and not len(self.scheduler.running) and bool(self._ready())
-        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
-        self._require(self._num_idle_steps <= COPY_STEPS + 2, f"{self._ready()[:1]} cannot start beside loads")
+        self._check_idle_step(plan, [one.priority for one in waiters if tiers.loads.get(waiters.load_of(one))])
         self.counts["reads that hung"] = self.store.num_hung
         self.counts["reads that ended late"] = self.store.num_late_answers
         self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in tiers.reads)
@@ -1079,6 +1077,17 @@ class World:
             self.counts[f"loaded {piece.content.kind.name.lower()}s"] += 1
             is_partial = len(piece.content.tokens) < 4 * self.setup.block_size
             self.counts["loaded tails"] += is_partial and piece.content.kind is MemoryKind.BLOCK
+
+    def _check_idle_step(self, plan: StepPlan, loading: list[Priority]) -> None:
+        """Check that requests that could start are kept from memory by a copy at most, and not by one after the other.
+
+        `loading`: tiers of the requests that wait for copies. Those of the same or a higher tier may follow each other.
+        """
+        ready = [book.request.priority for book in self._ready()]
+        is_idle = plan.is_empty and not self.in_flight and not len(self.scheduler.running) and bool(ready)
+        is_kept = not plan.loads or min(loading, default=Priority.LOW) > min(ready, default=Priority.LOW)
+        self._num_idle_steps = self._num_idle_steps + 1 if is_idle and is_kept else 0
+        self._require(self._num_idle_steps <= COPY_STEPS + 2, f"{self._ready()[:1]} cannot start beside loads")
 
     def _num_beside(self, plan: StepPlan) -> int:
         """Number of tokens of the plan beside those that are reserved for requests that ran before."""
