@@ -139,10 +139,7 @@ class KVCacheManager:
         return self.tiers.find(self.chain(request), len(request.tokens) - 1, hit)
 
     def worthwhile_reach(self, request: Request, hit: PrefixHit, *, may_read: bool = True) -> Reach | None:
-        """How far lower tiers extend a hit if only loads that save time are made.
-
-        `may_read`: False if only content in host memory counts.
-        """
+        """How far lower tiers extend a hit with loads that save time, without reads of the disk unless `may_read`."""
         if self.tiers is None or not self._is_searched(request):
             return None
         return self.tiers.choose(self.chain(request), len(request.tokens) - 1, hit, may_read=may_read)
