@@ -72,7 +72,7 @@ HOSTILE: tuple[Grammar, ...] = (
     regex_grammar("(a|b|ab|ba|aab){1,3000}(.*x){30}"),
     regex_grammar("a?" * 20000),
     regex_grammar("(" * 5000 + ")" * 5000),
-    json_schema_grammar({"$ref": "#"}),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
     Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:9/schema"}'),
     json_schema_grammar({"enum": [f"value {i}" for i in range(4000)]}),
     Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999999}'),

@@ -40,8 +40,11 @@ class _PreemptionPlan(NamedTuple):
 class _FreedBlocks:
     """Counts the blocks that dropped pins and preempted requests would free for an admission."""
 
-    def __init__(self, cache: KVCacheManager, hit: PrefixHit, num_missing: int, num_windows: int) -> None:
-        self._num_missing, self._num_windows = num_missing, num_windows
+    def __init__(
+        self, cache: KVCacheManager, hit: PrefixHit, num_missing: int, num_windows: int, num_spare: int
+    ) -> None:
+        """`num_spare`: blocks that are left free for each running request."""
+        self._num_missing, self._num_windows, self._num_spare = num_missing, num_windows, num_spare
         # The request itself will hold the blocks of its hit, so a preemption does not free them.
         self._count = _Holders(cache.pool.blocks, hit.blocks)
         self._windows = None if cache.hybrid is None else cache.hybrid.windows
@@ -54,7 +57,7 @@ class _FreedBlocks:
         return self._num_missing <= 0 and self._num_windows <= 0
 
     def preempt(self, victim: Request) -> None:
-        self._num_missing -= self._count.drop(victim.block_table) + 1  # plus its spare block: see `_num_spare`
+        self._num_missing -= self._count.drop(victim.block_table) + self._num_spare
         if self._windows is not None:
             held = [block_id for block_id in victim.window_table if block_id != NULL_BLOCK_ID]
             self._num_windows -= self._count_windows.drop(held) + self._windows.debt(victim)
@@ -264,7 +267,7 @@ class Admission:
             candidates = [one for one in self._running if one in victims or one in spared]
             hit, missing, num_windows = self._find_room(request, self._find_hit(request, step), num_kept)
             has_free_seq = step.closed_from is None and self._running.num_free_seqs > num_kept
-            freed = _FreedBlocks(self._cache, hit, missing, num_windows)
+            freed = _FreedBlocks(self._cache, hit, missing, num_windows, self._num_spare_each(request, hit))
             if self._choose_victims(freed, candidates, has_free_seq=has_free_seq) is not None:
                 step.awaiting = request.priority if step.awaiting is None else min(step.awaiting, request.priority)
         return Outcome.BLOCKED
@@ -300,15 +303,19 @@ class Admission:
         return hit, missing, num_windows
 
     def _num_spare(self, request: Request, hit: PrefixHit) -> int:
-        """Number of blocks to leave free: one per running request, or more for a resumed request.
+        """Number of blocks to leave free: for the running requests, and one for a resumed request itself."""
+        is_resumed = request.num_preemptions > 0
+        return len(self._running) * self._num_spare_each(request, hit) + (is_resumed and len(self._running) > 0)
+
+    def _num_spare_each(self, request: Request, hit: PrefixHit) -> int:
+        """Number of blocks to leave free for each running request: one, or more beside a resumed request.
 
         Running requests that need a block while a resumed request computes its context again would preempt it, and all
         of that work would be lost.
         """
         if not request.num_preemptions:
-            return len(self._running)
-        num_steps = (len(request.tokens) - hit.start) // self._max_chunk_tokens
-        return len(self._running) * (1 + num_steps // self._cache.block_size) + (len(self._running) > 0)
+            return 1
+        return 1 + (len(request.tokens) - hit.start) // self._max_chunk_tokens // self._cache.block_size
 
     def _needs_pins(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request could not start on an otherwise empty pool because of the pinned blocks."""
@@ -337,7 +344,7 @@ class Admission:
         is_known = missing >= self._failed_missing[0] and num_windows >= self._failed_missing[1]
         if attempt == self._failed_attempt and is_known:
             return None
-        freed = _FreedBlocks(self._cache, hit, missing, num_windows)
+        freed = _FreedBlocks(self._cache, hit, missing, num_windows, self._num_spare_each(request, hit))
         plan = self._choose_victims(freed, victims, has_free_seq=has_free_seq)
         if plan is None:
             self._failed_attempt, self._failed_missing = attempt, (missing, num_windows)
