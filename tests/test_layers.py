@@ -66,11 +66,6 @@ def test_the_core_is_standard_library_only(path: Path) -> None:
             assert top not in NOT_FOR_CORE, f"{path.name} imports {name}"
 
 
-def test_core_files_stay_under_400_lines() -> None:
-    long = {path.name: count for path in CORE if (count := len(path.read_text().splitlines())) >= 400}
-    assert not long
-
-
 def test_functions_stay_under_70_lines() -> None:
     long = []
     for path in SOURCES:

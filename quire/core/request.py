@@ -270,8 +270,7 @@ class Request:
         check_salt(salt)
         check_tenant(tenant)
         self.request_id = request_id
-        # All known tokens: the prompt, then the samples. Append-only. An array of 32-bit words instead of a list: a
-        # prompt of 128k tokens is copied, compared and hashed without creating an object per token.
+        # All known tokens: the prompt, then the samples. Append-only. An array, so that no object per token is created.
         self.tokens = prompt.tokens if isinstance(prompt, PackedPrompt) else check_tokens("prompt", prompt)
         if not self.tokens:
             raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
@@ -297,11 +296,9 @@ class Request:
         self.num_unloaded_tokens = self.num_loaded_tokens = 0  # on the device before the first of them; brought by them
         self.loaded_from: Tier | None = None  # the slowest tier of these loads
         self.has_failed_load = False  # one of these loads failed or was late
-        self.num_preemptions = 0
-        self.num_preempted_at = -1  # largest number of computed tokens at a preemption
-        # After a preemption: it catches up until it has computed this many tokens; the credit of its tier was set aside
-        # for that when it was admitted again; tokens of it that are not planned yet.
-        self.num_caught_up_at, self.is_covered, self.num_prepaid = 0, False, 0
+        self.num_preemptions, self.num_preempted_at = 0, -1  # the largest number of computed tokens at one of them
+        self.num_caught_up_at = 0  # after a preemption it catches up until it has computed this many tokens
+        self.is_covered, self.num_prepaid = False, 0  # credit was set aside for that; tokens of it not planned yet
         self.last_step = 0  # number of the last step in which a turn gave it tokens
 
         self.chain: TokenChain | None = None  # chain keys of its blocks
@@ -324,7 +321,7 @@ class Request:
         self.num_windows_passed = 0  # leading entries that are 0
         self.num_windows_published = 0  # leading entries passed to the tree
         self.live_states: tuple[StateSlot, ...] = ()  # its own slots, written in turn
-        self.state_slot: StateSlot | None = None  # holds the state after `num_planned` tokens; None: the empty state
+        self.state_slot: StateSlot | None = None  # has the state after `num_planned` tokens; None: the empty state
         self.snapshots: list[StateSlot] = []  # held besides: snapshots it reads, and those it writes
         self.state_start = self.state_base = 0  # positions of the state it continued from; of the last snapshot
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.sim.runs import Failure, report, run_world, run_worlds
-from tests.sim.world import FIRST_DRAFTING, FIRST_HYBRID, FIRST_TIERED, World
+from tests.sim.world import FIRST_DRAFTING, FIRST_HYBRID, FIRST_PRESSED, FIRST_TIERED, World
 
 NUM_EVENTS = 500_000
 NUM_WORLDS = 640  # enough for that many events
@@ -89,7 +89,7 @@ NUM_TIERED_WORLDS = 150
 TIERED_MINIMA = {
     "loads from host": 300,
     "loads from disk": 150,
-    "loaded windows": 240,
+    "loaded windows": 110,
     "loaded states": 25,
     "loaded tails": 140,
     "loads with several waiters": 300,
@@ -98,14 +98,13 @@ TIERED_MINIMA = {
     "pieces copied early": 10,
     "saves from host to disk": 10,
     "failed loads": 20,
-    "loads in part": 7,
+    "loads in part": 2,
     "late loads": 18,
     "loads without waiters": 7,
     "cancels of load waiters": 10,
-    "clears during loads": 1,
     "clears during reads": 5,
     "reads that hung": 50,
-    "reads that ended late": 20,
+    "reads that ended late": 10,
     "steps with queued reads": 150,
     "worlds that end with a hung read": 12,
     "clears during saves": 36,
@@ -153,6 +152,26 @@ DRAFTING_MINIMA = {
 def test_worlds_with_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = range(FIRST_DRAFTING, FIRST_DRAFTING + NUM_DRAFTING_WORLDS)
     check_worlds(capsys, seeds, "worlds with drafts", DRAFTING_MINIMA)
+
+
+NUM_PRESSED_WORLDS = 50
+PRESSED_MINIMA = {
+    "HIGH waits for memory of others": 800,
+    "HIGH waits for a spared request": 800,
+    "preemptions while catching up": 20,
+    "spared requests preempted by need": 3,
+    "blocks for guesses": 450,
+    "pins yielded": 35,
+    "preemptions by waiting": 500,
+    "resumed": 650,
+    "reads that hung": 9,
+}
+
+
+@pytest.mark.timeout(1800)
+def test_worlds_under_pressure(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = range(FIRST_PRESSED, FIRST_PRESSED + NUM_PRESSED_WORLDS)
+    check_worlds(capsys, seeds, "worlds short of memory", PRESSED_MINIMA)
 
 
 @pytest.mark.timeout(1800)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -176,7 +175,7 @@ class HungDisk:
         self._read_many = self.engine.transfers.disk.read_many
         self.engine.transfers.disk.read_many = self._read  # type: ignore[method-assign]
         self.tick_ns = 0
-        self._now_ns = time.monotonic_ns()
+        self._now_ns = self.engine.clock()
         self.engine.clock = self._clock
         self.num_steps = 0
         self.num_held: set[int] = set()  # blocks that were held while the request waited for the read
