@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from quire.bench.report import BacklogReport, BenchConfig, FairnessReport, Latency, SaturatedReport, Window
+from quire.bench.report import (
+    BacklogReport,
+    BenchConfig,
+    FairnessReport,
+    Latency,
+    ResumedReport,
+    SaturatedReport,
+    Window,
+)
 from quire.core.ledger import LOW_SHARE
 from quire.sim.simulator import percentile
 
@@ -45,20 +53,35 @@ class SaturatedSamples:
     client_cpu: float
 
 
+@dataclass(frozen=True, slots=True)
+class ResumedSamples:
+    pool_tokens: int
+    high_tokens: int
+    low_tokens: int
+    idle: tuple[Sample, ...]
+    high: tuple[Sample, ...]
+
+
 def fairness_report(
-    max_num_seqs: int, idle: Sequence[Sample], backlog: BacklogSamples, saturated: SaturatedSamples
+    max_num_seqs: int,
+    idle: Sequence[Sample],
+    backlog: BacklogSamples,
+    saturated: SaturatedSamples,
+    resumed: ResumedSamples,
 ) -> FairnessReport:
     idle_latency = latency(idle)
     in_backlog = _backlog_report(idle_latency, backlog)
     in_saturation = _saturated_report(saturated)
     min_low_share = SHARE_KEPT * in_saturation.guaranteed_share
-    ratios = [window.ttft_ratio for window in in_backlog.windows]
+    in_resumed = _resumed_report(resumed)
+    ratios = [in_resumed.ttft_ratio, *[window.ttft_ratio for window in in_backlog.windows]]
     share = in_saturation.low_share
     return FairnessReport(
         max_num_seqs=max_num_seqs,
         idle=idle_latency,
         backlog=in_backlog,
         saturated=in_saturation,
+        resumed=in_resumed,
         max_ttft_ratio=MAX_TTFT_RATIO,
         min_low_share=min_low_share,
         is_held=all(ratio is not None and ratio <= MAX_TTFT_RATIO for ratio in ratios)
@@ -128,6 +151,12 @@ def _saturated_report(saturated: SaturatedSamples) -> SaturatedReport:
         guaranteed_share=LOW_SHARE,
         client_cpu=saturated.client_cpu,
     )
+
+
+def _resumed_report(resumed: ResumedSamples) -> ResumedReport:
+    idle, high = latency(resumed.idle), latency(resumed.high)
+    ratio = _ratio(high.ttft_ms_p95, idle.ttft_ms_p95)
+    return ResumedReport(resumed.pool_tokens, resumed.high_tokens, resumed.low_tokens, idle, high, ratio)
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

@@ -236,11 +236,24 @@ class SaturatedReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedReport:
+    """HIGH requests that need the memory of a LOW request that was preempted, lost its cached blocks and resumed."""
+
+    pool_tokens: int
+    high_tokens: int  # of a HIGH prompt
+    low_tokens: int  # of the LOW prompt
+    idle: Latency  # of the same requests without a LOW one
+    latency: Latency
+    ttft_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class FairnessReport:
     max_num_seqs: int
     idle: Latency
     backlog: BacklogReport
     saturated: SaturatedReport
+    resumed: ResumedReport
     max_ttft_ratio: float  # limit for every window
     min_low_share: float  # guaranteed share, less a tolerance for the short measurement
     is_held: bool
@@ -301,6 +314,13 @@ def _unfair(fair: FairnessReport) -> Iterator[str]:
         yield (
             f"fairness: HIGH TTFT p95 next to a LOW backlog, by window, is {found} times that of an idle server,"
             f" expected at most {fair.max_ttft_ratio:g} times"
+        )
+    ratio = fair.resumed.ttft_ratio
+    if ratio is None or ratio > fair.max_ttft_ratio:
+        found = "unknown" if ratio is None else f"{ratio:.2f}"
+        yield (
+            f"fairness: HIGH TTFT behind a LOW request that was preempted and resumed is {found} times that of an idle"
+            f" server, expected at most {fair.max_ttft_ratio:g} times"
         )
     share = fair.saturated.low_share
     if share is None or share < fair.min_low_share:

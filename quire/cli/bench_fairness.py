@@ -3,6 +3,8 @@
 1. Idle: HIGH requests, one at a time, on an idle server.
 2. Backlog: the same beside a constant backlog of LOW requests. Shows the cost of LOW work to HIGH requests over time.
 3. Saturated: a constant backlog of both tiers. Shows whether LOW gets its guaranteed share.
+4. Resumed: a second server with a small KV pool. A HIGH request preempts a LOW one and evicts its cached blocks. When LOW
+   has resumed, the next HIGH request needs its memory. Shows that HIGH does not wait until LOW has caught up.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 from quire.bench.fairness import (
     MAX_BACKLOG,
     BacklogSamples,
+    ResumedSamples,
     Sample,
     SaturatedSamples,
     backlog_size,
@@ -46,7 +49,11 @@ MAX_PAUSE_S = 0.2  # between two HIGH requests, so that they arrive at any point
 GRACE_S = 30.0  # time for a HIGH request that is running when its phase ends
 SETTLE_SHARE = 0.25  # of a saturated phase passes before tokens are counted: the first requests start together
 POLL_S = 0.05
-PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
+PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated", "HIGH behind a resumed LOW")
+# The last phase: tokens of the KV pool, and requests of which two do not fit.
+POOL_TOKENS = 1088
+LARGE_HIGH, LARGE_LOW = Shape(960, 2), Shape(640, 400)
+NUM_RESUMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,12 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         backlog = visit.backlog(backlog_size(config, idle))
         tell(3)
         saturated = visit.saturated()
-    return Fairness(visit.setup, fairness_report(config.max_num_seqs, idle, backlog, saturated))
+        token_bytes = visit.token_bytes()
+    tell(4)
+    pool = {"max_model_len": POOL_TOKENS, "kv_memory": (POOL_TOKENS + visit.setup.block_size) * token_bytes}
+    with serving(model, _options(config, {**settings, **pool})) as process:
+        resumed = _Measurement(process, config).resumed()
+    return Fairness(visit.setup, fairness_report(config.max_num_seqs, idle, backlog, saturated, resumed))
 
 
 def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
@@ -122,6 +134,33 @@ class _Measurement:
         self._client = StreamClient(self._server, self.setup.model, token_ids, config.seed)
         self._random = Random(config.seed)
 
+    def token_bytes(self) -> int:
+        """Bytes of the KV cache for one token."""
+        (model,) = [one for one in self._server.get("/v1/watch?once=true")["models"] if one["name"] == self.setup.model]
+        return -(-int(model["engine"]["kv_bytes"]) // (self.setup.num_blocks * self.setup.block_size))
+
+    def resumed(self) -> ResumedSamples:
+        """Send large HIGH requests on the idle server, and then each behind a LOW request that has just resumed."""
+        idle = tuple(self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED))
+        samples = []
+        for _ in range(NUM_RESUMED):
+            low = Load(self._client, Priority.LOW, LARGE_LOW, 1)
+            with _running(low):
+                self._wait_for(lambda _, low=low: low.num_tokens > 0, low.check)
+                self._high_request(time.perf_counter(), None, LARGE_HIGH)  # preempts it, and evicts its blocks
+                self._wait_for_running()
+                samples.append(self._high_request(time.perf_counter(), None, LARGE_HIGH))
+            self._wait_for(lambda num_requests: num_requests == 0)
+        pool_tokens = (self.setup.num_blocks - 1) * self.setup.block_size
+        return ResumedSamples(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, tuple(samples))
+
+    def _wait_for_running(self) -> None:
+        give_up_s = time.perf_counter() + GRACE_S
+        while not self._server.get("/v1/cache/stats")["num_running"]:
+            if time.perf_counter() > give_up_s:
+                raise ServerError(f"{self._server.url} did not resume a preempted request")
+            time.sleep(POLL_S)
+
     def high_requests(
         self,
         is_over: Callable[[int, float], bool],
@@ -142,8 +181,8 @@ class _Measurement:
             time.sleep(self._random.uniform(0, MAX_PAUSE_S))
         return tuple(samples)
 
-    def _high_request(self, phase_s: float, left_s: float | None) -> Sample:
-        stream = Stream(self._client, self._client.body(Priority.HIGH, HIGH_SHAPE))
+    def _high_request(self, phase_s: float, left_s: float | None, shape: Shape = HIGH_SHAPE) -> Sample:
+        stream = Stream(self._client, self._client.body(Priority.HIGH, shape))
         times_s: list[float] = []
 
         def take(new: NewTokens) -> None:

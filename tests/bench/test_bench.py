@@ -13,6 +13,7 @@ import pytest
 from quire.bench.fairness import (
     MAX_BACKLOG,
     BacklogSamples,
+    ResumedSamples,
     Sample,
     SaturatedSamples,
     backlog_size,
@@ -231,8 +232,17 @@ def sample(ttft_s: float, begun_s: float = 0.0, num_tokens: int = 11, decode_s: 
     return Sample(begun_s, ttft_s, num_tokens, decode_s)
 
 
+def resumed(ttft_s: float = 1.0) -> ResumedSamples:
+    """Large HIGH requests take a second on the idle server."""
+    return ResumedSamples(1024, 960, 640, (sample(1.0),) * 3, (sample(1.0), sample(ttft_s)))
+
+
 def fairness(
-    *, ttfts_s: tuple[float | None, ...] = (0.1, 0.2, 0.3), low_tokens: int = 150, high_tokens: int = 1000
+    *,
+    ttfts_s: tuple[float | None, ...] = (0.1, 0.2, 0.3),
+    low_tokens: int = 150,
+    high_tokens: int = 1000,
+    resumed_s: float = 1.0,
 ) -> FairnessReport:
     """Idle requests take 100 ms. Window i of 15 s has one request that takes `ttfts_s[i]`, or none."""
     high = tuple(sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None)
@@ -241,6 +251,7 @@ def fairness(
         [sample(0.1)] * 20,
         BacklogSamples(seconds=45.0, num_low=8, high=high, low_tokens_per_s=100.0, client_cpu=0.01),
         SaturatedSamples(seconds=22.5, num_each=8, high_tokens=high_tokens, low_tokens=low_tokens, client_cpu=0.01),
+        resumed(resumed_s),
     )
 
 
@@ -280,6 +291,8 @@ def test_fairness_needs_both_criteria() -> None:
     assert not fairness(ttfts_s=(0.1, 0.1, 0.31)).is_held  # every window must be within the limit
     assert not fairness(ttfts_s=(0.1, None, 0.1)).is_held  # no request started for 15 seconds
     assert not fairness(low_tokens=100).is_held  # 9.1 % of all tokens
+    assert fairness(resumed_s=3.0).is_held
+    assert not fairness(resumed_s=3.1).is_held
     assert not fairness(low_tokens=0, high_tokens=0).is_held
 
 
@@ -292,7 +305,7 @@ def test_the_low_share_must_be_nine_tenths_of_the_guaranteed_share() -> None:
 
 def test_decode_ratio_compares_the_backlog_phase_with_the_idle_server() -> None:
     slow = BacklogSamples(45.0, 8, (sample(0.1, decode_s=2.0), sample(0.1, decode_s=4.0)), 100.0, 0.01)
-    found = fairness_report(4, [sample(0.1)], slow, SaturatedSamples(22.5, 8, 7, 1, 0.01))
+    found = fairness_report(4, [sample(0.1)], slow, SaturatedSamples(22.5, 8, 7, 1, 0.01), resumed())
     assert found.backlog.latency.decode_tokens_per_s == pytest.approx(3.75)
     assert found.backlog.decode_ratio == pytest.approx(0.375)
 
