@@ -382,7 +382,8 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
         f" received {both.high_tokens:,} tokens and LOW {both.low_tokens:,}, prompts included: a share of {share}."
         f" Its guaranteed share is {both.guaranteed_share:.1%}, and it should reach {fairness.min_low_share:.1%}."
         f"\nA KV pool of {resumed.pool_tokens:,} tokens, and a LOW request of {resumed.low_tokens} tokens that was"
-        f" preempted, lost its cached blocks and resumed: HIGH requests of {resumed.high_tokens} tokens need its memory."
+        f" preempted, lost its cached blocks and resumed. HIGH requests of {resumed.high_tokens} tokens need its"
+        f" memory."
         f" Their TTFT p95 should be at most {fairness.max_ttft_ratio:g} times that on the idle server."
         f" The client used {backlog.client_cpu:.1%} and {both.client_cpu:.1%} of a core. {_held(fairness.is_held)}"
     )

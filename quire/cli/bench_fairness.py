@@ -3,8 +3,8 @@
 1. Idle: HIGH requests, one at a time, on an idle server.
 2. Backlog: the same beside a constant backlog of LOW requests. Shows the cost of LOW work to HIGH requests over time.
 3. Saturated: a constant backlog of both tiers. Shows whether LOW gets its guaranteed share.
-4. Resumed: a second server with a small KV pool. A HIGH request preempts a LOW one and evicts its cached blocks. When LOW
-   has resumed, the next HIGH request needs its memory. Shows that HIGH does not wait until LOW has caught up.
+4. Resumed: a second server with a small KV pool. A HIGH request preempts a LOW one and evicts its cached blocks. When
+   LOW has resumed, the next HIGH request needs its memory. Shows that HIGH does not wait until LOW has caught up.
 """
 
 from __future__ import annotations
