@@ -142,17 +142,19 @@ class _Measurement:
     def resumed(self) -> ResumedSamples:
         """Send large HIGH requests on the idle server, and then each behind a LOW request that has just resumed."""
         idle = tuple(self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED))
-        samples = []
-        for _ in range(NUM_RESUMED):
-            low = Load(self._client, Priority.LOW, LARGE_LOW, 1)
-            with _running(low):
-                self._wait_for(lambda _, low=low: low.num_tokens > 0, low.check)
-                self._high_request(time.perf_counter(), None, LARGE_HIGH)  # preempts it, and evicts its blocks
-                self._wait_for_running()
-                samples.append(self._high_request(time.perf_counter(), None, LARGE_HIGH))
-            self._wait_for(lambda num_requests: num_requests == 0)
+        high = tuple(self._behind_resumed() for _ in range(NUM_RESUMED))
         pool_tokens = (self.setup.num_blocks - 1) * self.setup.block_size
-        return ResumedSamples(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, tuple(samples))
+        return ResumedSamples(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
+
+    def _behind_resumed(self) -> Sample:
+        low = Load(self._client, Priority.LOW, LARGE_LOW, 1)
+        with _running(low):
+            self._wait_for(lambda _: low.num_tokens > 0, low.check)
+            self._high_request(time.perf_counter(), None, LARGE_HIGH)  # preempts it, and evicts its blocks
+            self._wait_for_running()
+            sample = self._high_request(time.perf_counter(), None, LARGE_HIGH)
+        self._wait_for(lambda num_requests: num_requests == 0)
+        return sample
 
     def _wait_for_running(self) -> None:
         give_up_s = time.perf_counter() + GRACE_S
