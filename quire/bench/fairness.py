@@ -67,14 +67,16 @@ def fairness_report(
     idle: Sequence[Sample],
     backlog: BacklogSamples,
     saturated: SaturatedSamples,
-    resumed: ResumedSamples,
+    resumed: ResumedSamples | None,
 ) -> FairnessReport:
     idle_latency = latency(idle)
     in_backlog = _backlog_report(idle_latency, backlog)
     in_saturation = _saturated_report(saturated)
     min_low_share = SHARE_KEPT * in_saturation.guaranteed_share
-    in_resumed = _resumed_report(resumed)
-    ratios = [in_resumed.ttft_ratio, *[window.ttft_ratio for window in in_backlog.windows]]
+    in_resumed = None if resumed is None else _resumed_report(resumed)
+    ratios = [window.ttft_ratio for window in in_backlog.windows]
+    if in_resumed is not None:
+        ratios.append(in_resumed.ttft_ratio)
     share = in_saturation.low_share
     return FairnessReport(
         max_num_seqs=max_num_seqs,

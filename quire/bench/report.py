@@ -253,7 +253,7 @@ class FairnessReport:
     idle: Latency
     backlog: BacklogReport
     saturated: SaturatedReport
-    resumed: ResumedReport
+    resumed: ResumedReport | None  # None: the context is too short, or the memory of the pool cannot be set
     max_ttft_ratio: float  # limit for every window
     min_low_share: float  # guaranteed share, less a tolerance for the short measurement
     is_held: bool
@@ -315,7 +315,7 @@ def _unfair(fair: FairnessReport) -> Iterator[str]:
             f"fairness: HIGH TTFT p95 next to a LOW backlog, by window, is {found} times that of an idle server,"
             f" expected at most {fair.max_ttft_ratio:g} times"
         )
-    ratio = fair.resumed.ttft_ratio
+    ratio = 0.0 if fair.resumed is None else fair.resumed.ttft_ratio
     if ratio is None or ratio > fair.max_ttft_ratio:
         found = "unknown" if ratio is None else f"{ratio:.2f}"
         yield (

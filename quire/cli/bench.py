@@ -355,9 +355,9 @@ def _high_rows(fairness: FairnessReport) -> list[list[str]]:
         for one in backlog.windows
     ]
     rows.append(_high_row("backlog", backlog.latency, None, backlog.decode_ratio))
-    resumed = fairness.resumed
-    rows.append(_high_row("small pool, idle", resumed.idle, None, None))
-    rows.append(_high_row("LOW resumed", resumed.latency, resumed.ttft_ratio, None))
+    if (resumed := fairness.resumed) is not None:
+        rows.append(_high_row("small pool, idle", resumed.idle, None, None))
+        rows.append(_high_row("LOW resumed", resumed.latency, resumed.ttft_ratio, None))
     return rows
 
 
@@ -369,7 +369,7 @@ def _high_row(name: str, one: Latency, ttft_ratio: float | None, decode_ratio: f
 
 
 def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
-    backlog, both, resumed = fairness.backlog, fairness.saturated, fairness.resumed
+    backlog, both = fairness.backlog, fairness.saturated
     share = "-" if both.low_share is None else f"{both.low_share:.1%}"
     return (
         f"`quire serve` with {fairness.max_num_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT}"
@@ -381,11 +381,20 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
         f"At least {both.num_each} HIGH and {both.num_each} LOW requests at any time, for {both.seconds:.1f} s: HIGH"
         f" received {both.high_tokens:,} tokens and LOW {both.low_tokens:,}, prompts included: a share of {share}."
         f" Its guaranteed share is {both.guaranteed_share:.1%}, and it should reach {fairness.min_low_share:.1%}."
+        f"{_resumed_text(fairness)}"
+        f" The client used {backlog.client_cpu:.1%} and {both.client_cpu:.1%} of a core. {_held(fairness.is_held)}"
+    )
+
+
+def _resumed_text(fairness: FairnessReport) -> str:
+    resumed = fairness.resumed
+    if resumed is None:
+        return ""
+    return (
         f"\nA KV pool of {resumed.pool_tokens:,} tokens, and a LOW request of {resumed.low_tokens} tokens that was"
         f" preempted, lost its cached blocks and resumed. HIGH requests of {resumed.high_tokens} tokens need its"
-        f" memory."
+        " memory."
         f" Their TTFT p95 should be at most {fairness.max_ttft_ratio:g} times that on the idle server."
-        f" The client used {backlog.client_cpu:.1%} and {both.client_cpu:.1%} of a core. {_held(fairness.is_held)}"
     )
 
 

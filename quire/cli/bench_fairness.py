@@ -81,9 +81,11 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         saturated = visit.saturated()
         token_bytes = visit.token_bytes()
     tell(4)
-    pool = {"max_model_len": POOL_TOKENS, "kv_memory": (POOL_TOKENS + visit.setup.block_size) * token_bytes}
-    with serving(model, _options(config, {**settings, **pool})) as process:
-        resumed = _Measurement(process, config).resumed()
+    resumed = None
+    if token_bytes and visit.max_model_len >= POOL_TOKENS:
+        pool = {"max_model_len": POOL_TOKENS, "kv_memory": (POOL_TOKENS + visit.setup.block_size) * token_bytes}
+        with serving(model, _options(config, {**settings, **pool})) as process:
+            resumed = _Measurement(process, config).resumed()
     return Fairness(visit.setup, fairness_report(config.max_num_seqs, idle, backlog, saturated, resumed))
 
 
@@ -123,7 +125,7 @@ class _Measurement:
                 max_num_seqs=scheduling["max_num_seqs"],
                 max_num_batched_tokens=scheduling["max_num_batched_tokens"],
             )
-            max_model_len = scheduling["max_model_len"]
+            self.max_model_len = max_model_len = scheduling["max_model_len"]
             token_ids = tokens["tokens"]
         except (KeyError, TypeError):
             raise self._server.malformed("a malformed version or list of tokens", (version, tokens)) from None
@@ -135,7 +137,7 @@ class _Measurement:
         self._random = Random(config.seed)
 
     def token_bytes(self) -> int:
-        """Bytes of the KV cache for one token."""
+        """Bytes of the KV cache for one token; 0: not known."""
         (model,) = [one for one in self._server.get("/v1/watch?once=true")["models"] if one["name"] == self.setup.model]
         return -(-int(model["engine"]["kv_bytes"]) // (self.setup.num_blocks * self.setup.block_size))
 
