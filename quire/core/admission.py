@@ -223,7 +223,7 @@ class Admission:
             ]
             has_free_seq = may_take_free and self._running.num_free_seqs > num_kept
             if not victims and step.budget < 1:
-                return Outcome.BLOCKED
+                return self._refuse(step, request, num_kept, victims)
             if not has_free_seq and not any(self._may_lose_row(victim) for victim in victims):
                 return self._refuse(step, request, num_kept, victims)
             found = self._find_hit(request, step)
@@ -415,6 +415,11 @@ class Admission:
         self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
         ledger = self._policy.ledger
         ledger.give_back(victim)
+        # Its tier saves credit for it from now on. Otherwise the credit that it gives back would exceed the limit.
+        step.needs[victim.priority] = max(
+            step.needs.get(victim.priority, 0), len(victim.tokens) + self._cache.block_size
+        )
+        step.saving.add(victim.priority)
         num_given = step.allotted.pop(victim.request_id, 0)
         ledger.refund(victim, num_given)  # this step does not compute them
         victim.num_preempted_at = max(victim.num_preempted_at, victim.num_computed)

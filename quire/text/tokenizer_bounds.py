@@ -101,13 +101,19 @@ def _parts(root: object, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield name, part
 
 
+MAX_STRING_PATTERN = 32  # characters of a string to search for, in the server's process; longer ones run in a child
+
+
 def _has_known_pattern(part: Mapping[str, Any]) -> bool:
     if part.get("type") not in ("Split", "Replace"):
         return True
     pattern = part.get("pattern")
     if not isinstance(pattern, Mapping) or len(pattern) != 1:
         return False
-    return bool(pattern.get("String")) or (part["type"] == "Split" and pattern.get("Regex") in KNOWN_PATTERNS)
+    text = pattern.get("String")
+    if isinstance(text, str) and 0 < len(text) <= MAX_STRING_PATTERN:  # the search takes time for each of its characters
+        return True
+    return part["type"] == "Split" and pattern.get("Regex") in KNOWN_PATTERNS
 
 
 def _growth(part: Mapping[str, Any], once: set[str]) -> int:

@@ -267,3 +267,14 @@ def test_a_template_cannot_write_more_than_the_context() -> None:
             template.encode(chat, max_chars=65_536)
     finally:
         template.close()
+
+
+def test_a_long_string_to_replace_runs_in_a_child() -> None:
+    """Searching for it takes time for each of its characters at each position of a text."""
+    spec = byte_level_json()
+    spec["normalizer"] = {"type": "Replace", "pattern": {"String": "a" * 33 + "b"}, "content": ""}
+    tokenizer = Tokenizer.from_json(json.dumps(spec).encode(), {})
+    assert not tokenizer.is_inline
+    tokenizer.close()
+    spec["normalizer"]["pattern"]["String"] = "a" * 31 + "b"
+    assert Tokenizer.from_json(json.dumps(spec).encode(), {}).is_inline
