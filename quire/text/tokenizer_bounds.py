@@ -111,7 +111,9 @@ def _has_known_pattern(part: Mapping[str, Any]) -> bool:
     if not isinstance(pattern, Mapping) or len(pattern) != 1:
         return False
     text = pattern.get("String")
-    if isinstance(text, str) and 0 < len(text) <= MAX_STRING_PATTERN:  # the search takes time for each of its characters
+    if (
+        isinstance(text, str) and 0 < len(text) <= MAX_STRING_PATTERN
+    ):  # the search takes time for each of its characters
         return True
     return part["type"] == "Split" and pattern.get("Regex") in KNOWN_PATTERNS
 
