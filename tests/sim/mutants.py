@@ -270,6 +270,7 @@ MUTANTS = (
         "core/admission.py",
         "        victim.num_preempted_at = max(victim.num_preempted_at, victim.num_computed)\n",
         "",
+        "tests/core/test_pressure.py",
     ),
     _mutant(
         "served tokens not deducted from credit",
