@@ -243,7 +243,7 @@ def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -
     )
     assert outcome.returncode == 0, outcome.stderr
     assert "3 lines: 3 answered, 0 failed" in outcome.stderr
-    assert re.search(r"^line-1 .*Paris", outcome.stdout, re.MULTILINE)
+    assert re.search(r"^line-1 .*Tokyo", outcome.stdout, re.MULTILINE)
     assert re.search(r"^sea ", outcome.stdout, re.MULTILINE)
 
 
