@@ -90,8 +90,8 @@ class Planner:
         It is counted from the step on in which the request would fit if all requests of lower tiers were preempted,
         except those of a tier that is owed. `num_spared_tokens`: tokens that spared requests have yet to compute in
         that step; None: the most that the settings allow. They compute known tokens in chunks, and then a block of new
-        ones; with guesses, a new token may take two steps. Steps in which other requests of its tier use up the tokens,
-        or preempt, do not count.
+        ones; with guesses, a new token may take two steps. Steps whose tokens other requests use up, or in which others
+        preempt, do not count.
         """
         if num_spared_tokens == 0:
             return MAX_WAIT_STEPS
