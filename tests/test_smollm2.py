@@ -90,11 +90,11 @@ def test_sampling_defaults_of_the_default_model(text: ModelText) -> None:
 
 def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: Any) -> None:
     """Checks prefill and decode, with and without chunks, then with shared blocks and a copied tail."""
-    france = chat(text, "What is the capital of France?")
+    japan = chat(text, "What is the capital of Japan?")
     rig.reset()
-    first = rig.answer(france, 8)
-    assert text.tokenizer.decode(first.tokens) == "The capital of France is Paris."
-    assert distance(reference, france, first) < BOUND
+    first = rig.answer(japan, 8)
+    assert text.tokenizer.decode(first.tokens) == "The capital of Japan is Tokyo."
+    assert distance(reference, japan, first) < BOUND
     peru, spain = (
         chat(text, f"Tell me in one plain sentence: what is the capital of {name}?") for name in ("Peru", "Spain")
     )
@@ -105,8 +105,8 @@ def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: 
     assert rig.num_copies == 1
     assert distance(reference, spain, shared) < BOUND
     rig.reset(max_chunk_tokens=11)
-    chunked = rig.answer(france, 4)
-    assert distance(reference, france, chunked) < BOUND
+    chunked = rig.answer(japan, 4)
+    assert distance(reference, japan, chunked) < BOUND
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +134,11 @@ def test_greedy_answers_do_not_depend_on_the_cache(rig: Rig, alone: list[Any]) -
 
 def test_the_kv_cache_in_fp8(default_model: Path, text: ModelText, rig: Rig) -> None:
     """Its answers are near those of fp32, and depend on chunks and cached prefixes only where tokens nearly tie."""
-    france = chat(text, "What is the capital of France?")
+    japan = chat(text, "What is the capital of Japan?")
     rig.reset()
-    expected = rig.answer(france, 8)
+    expected = rig.answer(japan, 8)
     fp8 = Rig(default_model, num_blocks=400, max_num_seqs=16, kv_cache_dtype="fp8")
-    answer = fp8.answer(france, 8)
+    answer = fp8.answer(japan, 8)
     assert answer.tokens == expected.tokens
     kl = torch.stack([(one.exp() * (one - other)).sum() for one, other in zip(expected.rows, answer.rows, strict=True)])
     assert 1e-6 < float(kl.mean()) < 0.02

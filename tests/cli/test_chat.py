@@ -34,10 +34,10 @@ def talk(*lines: str, options: tuple[str, ...] = ()) -> Any:
 
 @pytest.mark.usefixtures("default_model")
 def test_two_turns_through_a_pipe_share_their_prefix() -> None:
-    lines = "What is the capital of France?\n/stats\nAnd the capital of Germany?\n/stats\n"
+    lines = "What is the capital of Japan?\n/stats\nAnd the capital of Germany?\n/stats\n"
     outcome = quire("chat", "--temperature", "0", "--max-tokens", "30", stdin=lines)
     assert (outcome.returncode, outcome.stderr) == (0, "")
-    assert outcome.stdout.startswith("The capital of France is Paris.\nlast answer: 8 tokens, ")
+    assert outcome.stdout.startswith("The capital of Japan is Tokyo.\nlast answer: 8 tokens, ")
     assert "Berlin" in outcome.stdout
     found = [(int(cached), int(prompt)) for cached, prompt in re.findall(r"; (\d+) of (\d+) prompt", outcome.stdout)]
     first, _, second, _ = found
@@ -65,8 +65,8 @@ def test_ctrl_c_stops_the_answer_and_the_chat_continues(tmp_path: Path) -> None:
         assert asked == {"role": "user", "content": question}
         assert answered["content"]
         at = terminal.wait_for("> ", after=at)
-        terminal.type("/reset\nWhat is the capital of France?\n")
-        terminal.wait_for("The capital of France is Paris.\r\n> ", after=at)
+        terminal.type("/reset\nWhat is the capital of Japan?\n")
+        terminal.wait_for("The capital of Japan is Tokyo.\r\n> ", after=at)
         terminal.type("\x04")
         assert terminal.exit_code() == 0
     finally:

@@ -25,8 +25,8 @@ from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire
 from tests.tiny import write_tiny_model
 
 NO_SHAPE: dict[str, Any] = {"json_schema": None, "regex": None, "grammar": None}
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 def _answer(server: Server) -> object:
-    reply = server.chat("What is the capital of France?", temperature=0, max_tokens=12)
+    reply = server.chat("What is the capital of Japan?", temperature=0, max_tokens=12)
     return reply.json["choices"][0]["message"]["content"] if reply.status == 200 else reply.status
 
 

@@ -29,8 +29,8 @@ keys:
   - {{name: keeper, key: {ADMIN}, admin: true}}
   - {{name: trial, key: {SLOW}, requests_per_minute: 1}}
 """
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 ASKED = {"role": "user", "content": QUESTION}
 FACTS = "You know these facts. " + " ".join(f"Fact {i}: after {i} comes {i + 1}." for i in range(10))
 TOO_MANY = 2000  # tokens: more than any test reads, so that the answer is cut off
@@ -179,7 +179,7 @@ def test_a_conversation(client: Anthropic) -> None:
 def test_prefill(client: Anthropic) -> None:
     talk = [ASKED, {"role": "assistant", "content": "The capital of"}]
     message = ask(client, messages=talk)
-    assert text_of(message) == " France is Paris."
+    assert text_of(message) == " Japan is Tokyo."
     assert prompt_tokens(message.usage) == count(client, messages=talk)
 
 
@@ -188,7 +188,7 @@ def test_prefill(client: Anthropic) -> None:
 
 def test_stop_sequences(client: Anthropic) -> None:
     message = ask(client, stop_sequences=["Rome", " is"])
-    assert text_of(message) == "The capital of France"
+    assert text_of(message) == "The capital of Japan"
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " is")
     with client.messages.stream(**given(stop_sequences=["ital"])) as stream:
         assert "".join(stream.text_stream) == "The cap"

@@ -19,8 +19,8 @@ from tests.cli.runs import LIMIT_S, Terminal, quire
 from tests.server.rig import Server, serving
 
 KEY = "command-0000-key"
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 GREEDY = ("--temperature", "0", "--max-tokens", "16")
 NO_SERVER = {"QUIRE_SERVER": "", "QUIRE_API_KEY": ""}
 
@@ -79,18 +79,18 @@ def test_json_is_what_it_is_locally(server: Server) -> None:
 
 
 def test_raw_prompts(server: Server) -> None:
-    raw = ("generate", "The capital of France is", "--raw", "--temperature", "0", "--max-tokens", "2")
-    assert ask(server, *raw).stdout == " Paris.\n"
+    raw = ("generate", "The capital of Japan is", "--raw", "--temperature", "0", "--max-tokens", "2")
+    assert ask(server, *raw).stdout == " Tokyo.\n"
     found = document(ask(server, *raw, "--json", "--logprobs", "2"))
-    assert (found["text"], found["finish_reason"]) == (" Paris.", "length")
-    assert [entry["text"] for entry in found["logprobs"]] == [" Paris", "."]
+    assert (found["text"], found["finish_reason"]) == (" Tokyo.", "length")
+    assert [entry["text"] for entry in found["logprobs"]] == [" Tokyo", "."]
     assert found["usage"]["cached_tokens"] == found["usage"]["prompt_tokens"] - 1 == 4
     assert found["cache"]["reason"] == "complete"
 
 
 def test_stop(server: Server) -> None:
     found = document(ask(server, "generate", QUESTION, *GREEDY, "--stop", " is", "--json"))
-    assert (found["text"], found["finish_reason"]) == ("The capital of France", "stop")
+    assert (found["text"], found["finish_reason"]) == ("The capital of Japan", "stop")
 
 
 def test_errors_are_one_line(server: Server) -> None:

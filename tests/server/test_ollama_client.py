@@ -17,8 +17,8 @@ from tests.server.rig import Server, serving
 from tests.waiting import HANG_S
 
 KEY, ADMIN = "app-0000-key", "admin-0000-key"
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 ASKED = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0}
 CITY = {
@@ -94,8 +94,8 @@ def test_generate(client: Client) -> None:
     assert (again.prompt_eval_count or 0) > len(whole.context)
     system = client.generate(DEFAULT_MODEL, QUESTION, system="Be brief.", options=GREEDY | {"num_predict": 4})
     assert system.prompt_eval_count != whole.prompt_eval_count
-    raw = client.generate(DEFAULT_MODEL, "The capital of France is", raw=True, options=GREEDY | {"num_predict": 1})
-    assert (raw.response, raw.prompt_eval_count, raw.context) == (" Paris", 5, None)
+    raw = client.generate(DEFAULT_MODEL, "The capital of Japan is", raw=True, options=GREEDY | {"num_predict": 1})
+    assert (raw.response, raw.prompt_eval_count, raw.context) == (" Tokyo", 5, None)
 
 
 def test_concurrent_async_clients(server: Server) -> None:
@@ -123,7 +123,7 @@ def test_options(client: Client) -> None:
 
     short = ask(temperature=0, num_predict=3)
     assert (short.message.content, short.done_reason, short.eval_count) == ("The capital of", "length", 3)
-    assert ask(temperature=0, stop=[" France"]).message.content == "The capital of"
+    assert ask(temperature=0, stop=[" Japan"]).message.content == "The capital of"
     assert ask(temperature=2.0, top_k=1).message.content == ANSWER
     hot = [ask(temperature=2.0, seed=5, num_predict=6).message.content for _ in range(2)]
     assert hot[0] == hot[1]

@@ -29,8 +29,8 @@ keys:
   - {{name: keeper, key: {ADMIN}, admin: true}}
   - {{name: trial, key: {SLOW}, tier: low, requests_per_minute: 1}}
 """
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 BASICS: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 16}
 TOO_MANY = 2000  # tokens: more than any test reads, so that the answer is cut off
@@ -117,9 +117,9 @@ def test_a_stream_has_the_same_text(client: OpenAI) -> None:
 
 
 def test_completions(client: OpenAI) -> None:
-    prompt = "The capital of France is"
+    prompt = "The capital of Japan is"
     whole = client.completions.create(model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2)
-    assert whole.choices[0].text == " Paris."
+    assert whole.choices[0].text == " Tokyo."
     assert whole.choices[0].finish_reason == "length"
     assert whole.object == "text_completion"
     assert whole.usage is not None
@@ -128,7 +128,7 @@ def test_completions(client: OpenAI) -> None:
         model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2, stream=True
     ) as stream:
         chunks = list(stream)
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == " Paris."
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == " Tokyo."
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
@@ -251,7 +251,7 @@ def test_a_seed_gives_the_same_answer_twice(client: OpenAI) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize(("stop", "text"), [(" is", "The capital of France"), (["Rome", "ital"], "The cap")])
+@pytest.mark.parametrize(("stop", "text"), [(" is", "The capital of Japan"), (["Rome", "ital"], "The cap")])
 def test_stop(client: OpenAI, stop: str | list[str], text: str) -> None:
     answer = chat(client, stop=stop)
     assert answer.choices[0].message.content == text
@@ -288,7 +288,7 @@ def test_logprobs(client: OpenAI) -> None:
     answer = chat(client, logprobs=True, top_logprobs=3)
     assert answer.choices[0].logprobs is not None
     entries = answer.choices[0].logprobs.content or []
-    words = ["The", " capital", " of", " France", " is", " Paris", "."]
+    words = ["The", " capital", " of", " Japan", " is", " Tokyo", "."]
     assert [entry.token for entry in entries] == [*words, "<|im_end|>"]
     for entry in entries:
         assert bytes(entry.bytes or ()).decode() == entry.token
@@ -311,29 +311,29 @@ def test_logprobs_without_alternatives(client: OpenAI) -> None:
 
 
 def test_old_logprobs_and_echo(client: OpenAI) -> None:
-    prompt = "The capital of France is"
+    prompt = "The capital of Japan is"
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 2}
     plain = client.completions.create(logprobs=2, **options).choices[0]
-    assert plain.text == " Paris."
+    assert plain.text == " Tokyo."
     assert plain.logprobs is not None
-    assert plain.logprobs.tokens == [" Paris", "."]
+    assert plain.logprobs.tokens == [" Tokyo", "."]
     assert plain.logprobs.text_offset == [0, 6]
     assert [len(tops) for tops in plain.logprobs.top_logprobs or ()] == [2, 2]
     echoed = client.completions.create(logprobs=2, echo=True, **options).choices[0]
-    assert echoed.text == f"{prompt} Paris."
+    assert echoed.text == f"{prompt} Tokyo."
     assert echoed.logprobs is not None
-    assert echoed.logprobs.tokens == ["The", " capital", " of", " France", " is", " Paris", "."]
+    assert echoed.logprobs.tokens == ["The", " capital", " of", " Japan", " is", " Tokyo", "."]
     assert echoed.logprobs.text_offset == [0, 3, 11, 14, 21, 24, 30]
     numbers = echoed.logprobs.token_logprobs or []
     assert numbers[0] is None  # the first token has no prediction
     assert all(number is not None and number <= 0 for number in numbers[1:])
     assert numbers[5:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
-    assert client.completions.create(echo=True, **options).choices[0].text == f"{prompt} Paris."
+    assert client.completions.create(echo=True, **options).choices[0].text == f"{prompt} Tokyo."
 
 
 def test_scoring_a_prompt_generates_nothing(client: OpenAI, server: Server) -> None:
     """As lm-evaluation-harness does: log probabilities of several prompts at once."""
-    texts = ["The capital of France is Paris.", "One, two"]
+    texts = ["The capital of Japan is Tokyo.", "One, two"]
     ids = tokens_of(server, prompt=texts[1])
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": [texts[0], ids], "temperature": 0, "logprobs": 2}
     found = client.completions.create(max_tokens=0, echo=True, **options)
@@ -356,7 +356,7 @@ def test_scoring_a_prompt_generates_nothing(client: OpenAI, server: Server) -> N
 
 
 def test_logprobs_end_where_a_stop_string_cuts_the_text(client: OpenAI) -> None:
-    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": "The capital of France is", "temperature": 0}
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": "The capital of Japan is", "temperature": 0}
     whole = client.completions.create(max_tokens=8, logprobs=0, **options).choices[0]
     assert whole.logprobs is not None
     tokens = whole.logprobs.tokens or []
@@ -493,7 +493,7 @@ def test_top_k_top_p_and_min_p_leave_one_token(client: OpenAI) -> None:
     """At any temperature, the only token left is sampled."""
     hot: dict[str, Any] = {"temperature": 2, "max_tokens": 4}
     for options in ({"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}, {"top_p": 1e-6}):
-        assert chat(client, **hot, **options).choices[0].message.content == "The capital of France"
+        assert chat(client, **hot, **options).choices[0].message.content == "The capital of Japan"
 
 
 # The cache
@@ -571,7 +571,7 @@ def test_a_second_turn_reuses_the_first(client: OpenAI, server: Server) -> None:
 def test_continue_final_message(client: OpenAI) -> None:
     talk = [*MESSAGES, {"role": "assistant", "content": "The capital of"}]
     answer = chat(client, messages=talk, extra_body={"continue_final_message": True})
-    assert answer.choices[0].message.content == " France is Paris."
+    assert answer.choices[0].message.content == " Japan is Tokyo."
     with pytest.raises(openai.BadRequestError) as info:
         chat(client, extra_body={"continue_final_message": True})
     assert info.value.param == "continue_final_message"
@@ -636,18 +636,18 @@ def test_service_tier_and_priority(client: OpenAI, server: Server) -> None:
 
 def test_several_prompts_and_token_ids(client: OpenAI, server: Server) -> None:
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 2}
-    texts = ["The capital of France is", "One, two, three,"]
+    texts = ["The capital of Japan is", "One, two, three,"]
     ids = [tokens_of(server, prompt=text) for text in texts]
     by_text = client.completions.create(prompt=texts, **options)
     assert [choice.index for choice in by_text.choices] == [0, 1]
-    assert by_text.choices[0].text == " Paris."
+    assert by_text.choices[0].text == " Tokyo."
     assert by_text.choices[1].text.startswith(" four")
     assert by_text.usage is not None
     assert by_text.usage.prompt_tokens == sum(map(len, ids))
     assert by_text.usage.completion_tokens == 4
     by_ids = client.completions.create(prompt=ids, **options)
     assert [choice.text for choice in by_ids.choices] == [choice.text for choice in by_text.choices]
-    assert client.completions.create(prompt=ids[0], **options).choices[0].text == " Paris."
+    assert client.completions.create(prompt=ids[0], **options).choices[0].text == " Tokyo."
     with client.completions.create(prompt=texts, stream=True, **options) as stream:
         chunks = list(stream)
     for index in (0, 1):

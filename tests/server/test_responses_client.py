@@ -19,8 +19,8 @@ from quire.weights.hub import DEFAULT_MODEL
 from tests.server.rig import Server, serving
 from tests.waiting import HANG_S
 
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 BASICS: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_output_tokens": 64}
 WEATHER: dict[str, Any] = {
     "type": "function",

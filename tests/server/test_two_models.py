@@ -71,10 +71,10 @@ def resident_bytes(server: Server) -> int:
 
 def test_both_models_answer(server: Server) -> None:
     asked = {"temperature": 0, "ignore_eos": False, "max_tokens": 16}
-    assert "Paris" in server.chat("What is the capital of France?", **asked).json["choices"][0]["message"]["content"]
-    answer = server.chat("What is the capital of France?", model="dummy", **asked).json
+    assert "Tokyo" in server.chat("What is the capital of Japan?", **asked).json["choices"][0]["message"]["content"]
+    answer = server.chat("What is the capital of Japan?", model="dummy", **asked).json
     assert answer["model"] == "dummy"
-    assert "Paris" not in answer["choices"][0]["message"]["content"]
+    assert "Tokyo" not in answer["choices"][0]["message"]["content"]
     assert states(server) == {"smol": "ready", "dummy": "ready", "wide": "unloaded"}
 
 

@@ -324,7 +324,7 @@ def test_scales_beyond_the_range_of_float16(tmp_path: Path) -> None:
 
 def chat(path: Path) -> tuple[ModelText, list[int]]:
     text = ModelText.open(path)
-    return text, list(text.encode_chat(as_chat("What is the capital of France?"), text.spec.max_model_len))
+    return text, list(text.encode_chat(as_chat("What is the capital of Japan?"), text.spec.max_model_len))
 
 
 def greedy(model: Module, prompt: list[int], num_tokens: int) -> list[int]:
@@ -355,7 +355,7 @@ def test_default_model_equals_the_torch_backend(default_model: Path) -> None:
     rig.engine.close()
     rows = logprobs(loaded.model, [*prompt, *answer.tokens])
     assert rows[len(prompt) - 1 : -1].argmax(-1).tolist() == answer.tokens
-    assert text.tokenizer.decode(answer.tokens) == "The capital of France is Paris."
+    assert text.tokenizer.decode(answer.tokens) == "The capital of Japan is Tokyo."
     assert same_rows(answer, rows, len(prompt)) < 5e-4
     text.close()
 
@@ -371,7 +371,7 @@ def test_default_model_as_an_mlx_folder(mlx_folder: Path) -> None:
     loaded = load(mlx_folder)
     assert loaded.description == "4 bits (affine, groups of 32)"
     assert quantized_layers(loaded.model)["model.embed_tokens"] == Layout(8, 32)
-    assert text.tokenizer.decode(greedy(loaded.model, prompt, 7)) == "The capital of France is Paris."
+    assert text.tokenizer.decode(greedy(loaded.model, prompt, 7)) == "The capital of Japan is Tokyo."
     text.close()
 
 

@@ -19,8 +19,8 @@ def test_a_4_bit_folder_answers(default_model: Path, tmp_path: Path) -> None:
     folder = write_mlx_folder(tmp_path / "SmolLM2-135M-Instruct-4bit", default_model)
     with LLM(folder, backend="mlx", kv_memory="64M") as llm:
         assert "4 bits" in llm.engine.runner.facts().dtype
-        (answer,) = llm.chat("What is the capital of France?", GenerationParams(temperature=0.0, max_tokens=12))
-    assert answer.text == "The capital of France is Paris."
+        (answer,) = llm.chat("What is the capital of Japan?", GenerationParams(temperature=0.0, max_tokens=12))
+    assert answer.text == "The capital of Japan is Tokyo."
 
 
 def test_greedy_answers_to_100_prompts_alone_and_in_company(tmp_path: Path) -> None:

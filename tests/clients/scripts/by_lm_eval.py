@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 _KEPT = tempfile.TemporaryDirectory(prefix="lm-eval-")  # removed at exit
 FOLDER = Path(_KEPT.name)
 ROWS = [
-    {"question": "The capital of France is", "choices": [" Paris", " Berlin", " bread"], "answer": 0},
+    {"question": "The capital of Japan is", "choices": [" Tokyo", " Berlin", " bread"], "answer": 0},
     {"question": "Two plus two is", "choices": [" purple", " four"], "answer": 1},
     {"question": "The sun rises in the", "choices": [" spoon", " east"], "answer": 1},
     {"question": "Water is made of hydrogen and", "choices": [" oxygen", " jazz"], "answer": 0},

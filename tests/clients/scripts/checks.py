@@ -18,8 +18,8 @@ MODEL = os.environ.get("QUIRE_MODEL", "")
 NO_MODEL = "no-such-model"
 CHECKS = ("models", "chat", "stream", "tool", "schema", "error", "usage")
 
-QUESTION = "What is the capital of France?"
-ANSWER = "Paris"
+QUESTION = "What is the capital of Japan?"
+ANSWER = "Tokyo"
 # Long enough to fill cache blocks, which have 32 tokens each.
 LONG = os.environ.get("QUIRE_LONG") or f"Here are numbers: {', '.join(map(str, range(60)))}. Say one of them."
 WEATHER = "What is the weather in Paris?"
