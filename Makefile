@@ -20,12 +20,16 @@ LOCK   := requirements/core.lock
 LOCKED ?=
 SEEDS  ?= 2000
 PROMPTS ?= 300
+COSTS  := build/test-costs.json
 # One more than the number of cores, because some tests wait for servers most of the time.
 JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
+# The tests of a file run in one process, in their order: they share models and servers.
+PYTEST  = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize gauntlet clients wheel docs lock audit sbom clean
+.PHONY: help install serve test check nightly lint style format sim equality precision structured bench sanitize gauntlet clients wheel docs lock audit sbom clean
 
 help:           ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -77,11 +81,25 @@ $(RUNTIME): $(SOURCES)
 serve: $(RUNTIME)  ## install and start a server with the default model, and print a first answer: PORT=8000 ARGS=...
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(if $(filter file,$(origin BACKEND)),,--backend $(BACKEND)) $(ARGS)
 
-test: style     ## all checks of CI: ruff, import layers, and pytest, which includes mypy and the world simulation
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: lint      ## all checks of CI: ruff, import layers, mypy, and pytest with the world simulation; writes $(COSTS)
+	$(PYTEST) --costs $(COSTS)
 
-check: style    ## ruff, import layers, mypy and the quick tests, in two minutes: run it before a commit
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --quick
+check: lint     ## ruff, import layers, mypy and the quick tests, in two minutes: run it before a commit
+	$(PYTEST) --quick
+
+# Each part runs although another fails; the last line is the exit status.
+nightly: lint   ## all tests, and everything that is too long for `make test`: hours on two cores
+	@failed=; run() { echo "== $$*"; "$$@" || failed="$$failed; $$*"; }; \
+	run $(PYTEST) --nightly --costs $(COSTS); \
+	run make sim SEEDS=20000; \
+	run make equality; \
+	run make precision; \
+	run make structured; \
+	run make sanitize; \
+	run make gauntlet; \
+	run make clients; \
+	run make audit; \
+	test -z "$$failed" || { echo "failed$$failed"; exit 1; }
 
 lint: style     ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy

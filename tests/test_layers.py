@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SLOW_FILES_S
+from tests.costs import slow_files
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "quire").rglob("*.py"))
@@ -140,7 +140,7 @@ def test_no_test_measures_time() -> None:
 
 
 def test_the_slow_files_exist() -> None:
-    assert [name for name in SLOW_FILES_S if not (ROOT / "tests" / name).is_file()] == []
+    assert [name for name in slow_files() if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_help_imports_nothing_heavy() -> None:
