@@ -90,6 +90,16 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     # The library reads these as if they were written in the usual way.
     "a template of another type": (framed(20_000, 500, kind="ByteLevel"), "post_processor.single has 20001 pieces"),
+    "a template of type Sequence": (framed(20_000, 500, kind="Sequence"), "post_processor.single has 20001 pieces"),
+    "a Sequence that repeats the text": (
+        framed(1, 1, num_texts=50, kind="Sequence"),
+        "post_processor.single has the texts [{'id': 'A'",
+    ),
+    "a normalizer without a type": (
+        normalized({"pattern": {"String": "a"}, "content": "a" * 1000}),
+        "of type 'None': one character may become 1000 characters",
+    ),
+    "a prefix of another type": (normalized({"type": "Nonsense", "prepend": "a" * 40}), "may become 41"),
     "a sequence as a list": (
         lambda spec: spec.update(normalizer=[[replace("a", "a" * 1000)] * 2]),
         "normalizer is a list, not an object",
@@ -143,6 +153,7 @@ TRIED: dict[str, tuple[Edit, str]] = {
     "backtracking over spaces": (cut(split(r"(\s|\s\s)+\d")), "the tokenizer cannot be built: "),
     "an expression that is no expression": (cut(split("(")), "the tokenizer cannot be built: Onig"),
     "an unknown part": (cut({"type": "Nonsense"}), "the tokenizer cannot be built: "),
+    "a type that is no text": (normalized({"type": {}}), "the tokenizer cannot be built: "),
 }
 
 
@@ -194,6 +205,42 @@ def test_a_text_that_may_grow_beyond_the_context_is_refused_before_it_is_encoded
     with pytest.raises(InvalidRequest, match="was closed"):
         tokenizer.encode("x" * 500, max_chars=1000)
     assert MAX_GROWN >= tokenizer_bounds.INLINE_GROWTH  # no limit for real tokenizers but that of the context
+
+
+@pytest.mark.parametrize(
+    ("form", "char", "size"),
+    [("NFKC", "\ufdfa", 33), ("NFKD", "\ufdfa", 33), ("NFC", "\U0001d160", 12), ("NFD", "\U0001d160", 12)],
+)
+def test_a_text_that_its_normal_form_lengthens_beyond_the_context_is_refused(form: str, char: str, size: int) -> None:
+    tokenizer = opened(normalized({"type": form}))
+    most = 4000 // size
+    assert tokenizer.is_inline
+    assert tokenizer.encode(char * most, max_chars=1000)
+    tokenizer._encoder.encode = _unreachable  # type: ignore[method-assign, assignment]
+    message = (
+        rf"text has {most + 1} characters, and {(most + 1) * size} bytes in Unicode normal form {form}: more than 4"
+    )
+    with pytest.raises(ContextTooLong, match=message):
+        tokenizer.encode(char * (most + 1), max_chars=1000)
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode_marked("x" + char * (most + 1), "\U000f0000", max_chars=1000)
+
+
+def test_a_normal_form_refuses_no_text_that_it_does_not_lengthen() -> None:
+    tokenizer = opened(normalized({"type": "NFKC"}))
+    for char in ("x", "\u4e2d", "\U0001f389"):
+        assert tokenizer.encode(char * 3000, max_chars=3000)
+
+
+@pytest.mark.parametrize("first", [replace("a", "\ufdfa"), {"type": "ByteLevel"}])
+def test_a_normal_form_of_characters_that_a_part_writes_is_counted(first: dict[str, Any]) -> None:
+    """They are not in the text of the request, so that its length in the form says nothing."""
+    spec = byte_level_json()
+    spec["pre_tokenizer"] = None
+    normalized(first, {"type": "NFKC"})(spec)
+    assert tokenizer_bounds.find_bounds(spec).growth >= 18
+    normalized({"type": "NFKC"}, replace("a", "\u2581"))(spec)
+    assert tokenizer_bounds.find_bounds(spec).growth == 1
 
 
 @pytest.mark.parametrize("text", TEXTS)
