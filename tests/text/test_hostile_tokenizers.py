@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
-from quire.text import encoder, tokenizer_bounds, vocab_spec
+from quire.text import encoder, gguf_vocab, tokenizer_bounds, vocab_spec
 from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_vocab import PRE_TOKENIZERS
 from quire.text.messages import ChatRequest, Message, Part, Role
@@ -265,6 +265,24 @@ def _in_a_child() -> Tokenizer:
         _children.append(opened(cut(split(f"(?:{PRE_TOKENIZERS['qwen2'].splits[0]})"))))
         assert not _children[0].is_inline
     return _children[0]
+
+
+def test_pieces_that_can_be_split_in_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file of 500 kB with the pieces a, aa, aaa... took 14 s and 1.7 GB to load."""
+
+    def opened_with(length: int) -> Tokenizer:
+        metadata = sentencepiece_gguf()
+        added = ["a" * size for size in range(2, length)]
+        for name, values in (("tokens", added), ("scores", [-9.0] * len(added)), ("token_type", [1] * len(added))):
+            metadata[f"tokenizer.ggml.{name}"] = [*metadata[f"tokenizer.ggml.{name}"], *values]
+        return Tokenizer.from_gguf(metadata)
+
+    with pytest.raises(ModelFileError, match=r"can be split in too many ways .* or 40000000 characters of them"):
+        opened_with(600)
+    assert opened_with(40).encode("a" * 39)
+    monkeypatch.setattr(gguf_vocab, "MAX_MERGES", 600)
+    with pytest.raises(ModelFileError, match="too many ways for a SentencePiece model: more than 600 merges"):
+        opened_with(40)
 
 
 def test_known_tokenizers_run_in_this_process() -> None:
