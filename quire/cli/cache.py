@@ -21,7 +21,7 @@ import typer
 from quire.cli.models import short_path
 from quire.cli.server_client import printable
 from quire.cli.tables import print_table
-from quire.cli.terminal import echo
+from quire.cli.terminal import confirm, echo
 from quire.core.block import TOKEN_BYTES
 from quire.core.step import MemoryKind
 from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
@@ -211,7 +211,7 @@ def clear(
             text = f"deleting {len(files):,} files ({size}) needs --yes: standard input is not a terminal"
             raise InvalidRequest(text)
         names = printable(", ".join(sorted({name for name, _ in found})))
-        if not typer.confirm(f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"):
+        if not confirm(f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"):
             raise typer.Exit(1)
     deletion = _delete([file.path for file in files])
     for one in spaces:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.models import short_path
-from quire.cli.terminal import echo
+from quire.cli.terminal import echo, safe
 from quire.errors import InvalidRequest
 from quire.sizes import file_size
 from quire.weights.hub import resolve
@@ -69,7 +69,7 @@ def _bar(name: str) -> Iterator[Progress | None]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"writing {name}", total=None)
+        task = bar.add_task(f"writing {safe(name)}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.models import short_path
-from quire.cli.terminal import echo
+from quire.cli.terminal import confirm, echo
 from quire.errors import InvalidRequest, ModelNotFound
 from quire.sizes import file_size
 from quire.weights.gguf import is_later_part
@@ -42,7 +42,7 @@ def rm(
     if not yes:
         if not sys.stdin.isatty():
             raise InvalidRequest(f"deleting {found.name} ({size}) needs --yes: standard input is not a terminal")
-        if not typer.confirm(f"Delete {found.name}, {size}, from {short_path(found.path)}?"):
+        if not confirm(f"Delete {found.name}, {size}, from {short_path(found.path)}?"):
             raise typer.Exit(1)
     for file in found.files:
         file.unlink(missing_ok=True)

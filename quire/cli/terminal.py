@@ -25,6 +25,11 @@ def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     typer.echo(safe(text), nl=nl, err=err)
 
 
+def confirm(question: str) -> bool:
+    """Ask for y or n at the terminal."""
+    return typer.confirm(safe(question))
+
+
 def console(file_width: int = 200) -> Console:
     """A console for tables and texts, which are escaped. A file has room for long names."""
     from rich.console import Console, RenderHook

@@ -17,6 +17,9 @@ MAX_MERGES = 4_000_000
 # A SentencePiece vocabulary has no merges: they are found by splitting every piece at every position. Real
 # vocabularies need about 20 million steps; a malicious one with long pieces would need years.
 MAX_CUT_STEPS = 400_000_000
+# Merges are stored as pairs of pieces, several times: 350 million characters take 14 s and 1.5 GB. Real vocabularies
+# have at most 20 million.
+MAX_MERGE_CHARS = 40_000_000
 SPACE = "\u2581"  # SentencePiece's character for a space
 _KEY = "tokenizer.ggml."
 
@@ -285,14 +288,21 @@ def _merges_from_scores(pieces: set[str], vocab: Mapping[str, int], scores: Sequ
             f"{_KEY}tokens are too long for a SentencePiece model: {steps = } exceeds {MAX_CUT_STEPS = }"
         )
     found: list[tuple[float, int, int, str, str]] = []
+    num_chars = 0
     for piece in pieces:
-        score = -scores[vocab[piece]]
+        score, num_before = -scores[vocab[piece]], len(found)
         for cut in range(1, len(piece)):
             left = piece[:cut]
             if left in pieces:
                 right = piece[cut:]
                 if right in pieces:
                     found.append((score, vocab[left], vocab[right], left, right))
+        num_chars += (len(found) - num_before) * len(piece)
+        if num_chars > MAX_MERGE_CHARS or len(found) > MAX_MERGES:
+            raise ModelFileError(
+                f"{_KEY}tokens can be split in too many ways for a SentencePiece model: more than {MAX_MERGES} merges,"
+                f" or {MAX_MERGE_CHARS} characters of them"
+            )
     found.sort()
     return [(left, right) for *_, left, right in found]
 

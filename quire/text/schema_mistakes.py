@@ -77,7 +77,8 @@ def _target(place: Place, references: References, ending: set[str]) -> Place | N
 
 def _schemas_in(place: Place, keyword: str, value: Any) -> list[Place]:
     if keyword in _MAPS:
-        return [place.child(keyword, name) for name, one in value.items() if not isinstance(one, list)]
+        is_mixed = keyword == "dependencies"  # lists of names among its schemas
+        return [place.child(keyword, name) for name, one in value.items() if not (is_mixed and isinstance(one, list))]
     if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
         return [place.child(keyword, i) for i in range(len(value))]
     return [place.child(keyword)] if keyword in _SCHEMAS else []

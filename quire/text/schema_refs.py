@@ -80,7 +80,7 @@ class References:
             for step in fragment.split("/")[1:] if place is not None else ():
                 assert place is not None
                 name = unquote(step).replace("~1", "/").replace("~0", "~")
-                place = place.child(int(name) if isinstance(place.schema, list) else name)
+                place = place.child(_index(name) if isinstance(place.schema, list) else name)
         except (LookupError, TypeError, ValueError):
             return None
         return place
@@ -94,6 +94,13 @@ class References:
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(anchor := place.schema.get(keyword), str):
                 self._anchors.setdefault(f"{place.base}#{anchor}", place)
+
+
+def _index(name: str) -> int:
+    """The number in a pointer to an item of a list. Python's `int` also reads signs, spaces and other digits."""
+    if not (name.isascii() and name.isdigit()):
+        raise ValueError
+    return int(name)
 
 
 def _base(schema: Any, base: str) -> str:

@@ -8,6 +8,7 @@ raises ModelFileError, and every defect of a text raises InvalidRequest.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,6 +28,8 @@ from quire.text.vocab_spec import (
 )
 
 MAX_GROWN = 4  # characters after normalization, for each character that can fit the context
+MAX_FORM_BYTES = 33  # of one character in a Unicode normal form
+FORM_CHARS = 1024  # normalized at once: the standard library takes quadratic time for a run of accents
 MAX_DECODED_BYTES = 64 * 1024 * 1024
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -64,6 +67,7 @@ class Tokenizer:
         bounds = find_bounds(spec)
         self.is_inline = bounds.is_inline  # the tokenizer runs in this process, and is fast
         self._growth = bounds.growth
+        self._form: Any = bounds.form
         with _guarded(ModelFileError, "the tokenizer cannot be built"):
             self._encoder = make_encoder(spec, self._added, bounds)
             frame = self._encoder.encode("special", "")
@@ -200,6 +204,14 @@ class Tokenizer:
                 f"text has {len(text)} characters, which this tokenizer may make {self._growth} times as many: more"
                 f" than {MAX_GROWN} times the {max_chars} that can fit the context"
             )
+        if max_chars is None or self._form is None or text.isascii():
+            return
+        max_bytes = MAX_GROWN * max_chars  # every text of `max_chars` characters that the form does not lengthen
+        if len(text) * MAX_FORM_BYTES > max_bytes and (size := _size_in_form(text, self._form)) > max_bytes:
+            raise ContextTooLong(
+                f"text has {len(text)} characters, and {size} bytes in Unicode normal form {self._form}: more than"
+                f" {MAX_GROWN} times the {max_chars} characters that can fit the context"
+            )
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._tokens[token_id]
@@ -268,6 +280,12 @@ def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise InvalidRequest(f"{name} has a lone surrogate U+{code:04X} at character {error.start}") from None
+
+
+def _size_in_form(text: str, form: Any) -> int:
+    """The bytes of a text in a Unicode normal form; an accent at the border of two parts may be counted twice."""
+    parts = (text[at : at + FORM_CHARS] for at in range(0, len(text), FORM_CHARS))
+    return sum(len(unicodedata.normalize(form, part).encode()) for part in parts)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ text; a tokenizer with any other part runs in a child process (`quire/text/encod
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +50,13 @@ class Bounds:
     """What one tokenizer may do to a text.
 
     `growth`: the number of characters that one character may become. The first Unicode normal form (up to 18) and the
-    first byte alphabet (up to 4) are not counted.
+    first byte alphabet (up to 4) are not counted. What the form does to the text of a request can be computed
+    (`form`), so it is only counted if another part writes characters before it.
     """
 
     growth: int
     is_linear: bool  # all parts are in the tables: their time is in proportion to the text
+    form: str | None = None  # the first Unicode normal form
 
     @property
     def is_inline(self) -> bool:
@@ -65,23 +68,25 @@ def find_bounds(spec: Mapping[str, Any]) -> Bounds:
     """The bounds of a description. Raises ModelFileError if they are too high."""
     growth, is_linear = 1, True
     once: set[str] = set()
+    form: str | None = None
     for field in _LISTS:
         for name, part in _parts(spec.get(field), field):
-            kind = part.get("type")
+            kind = str(part.get("type"))
+            form = form or (kind if kind in _FORMS else None)
             is_linear &= kind in _LINEAR[field] and _has_known_pattern(part)
             growth *= 1 if field == "post_processor" else _growth(part, once)
             if growth > MAX_GROWTH:
                 raise ModelFileError(
-                    f"tokenizer.json: {name} of type {str(kind)[:40]!r}: one character may become {growth} characters,"
+                    f"tokenizer.json: {name} of type {kind[:40]!r}: one character may become {growth} characters,"
                     f" more than {MAX_GROWTH}"
                 )
             if field == "post_processor" and not {"single", "pair", "special_tokens"}.isdisjoint(part):
                 _check_frame(part, name)
-    return Bounds(growth, is_linear)
+    return Bounds(growth, is_linear, form)
 
 
 def _parts(root: object, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The parts of a field with their names. Sequences are resolved.
+    """The parts of a field with their names. Sequences are resolved to their members.
 
     The library also reads lists in place of objects, and ignores the type of some parts: nothing depends on it here.
     """
@@ -97,8 +102,8 @@ def _parts(root: object, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if found + len(members) > MAX_PARTS:
             raise ModelFileError(f"tokenizer.json: {field} has more than {MAX_PARTS} parts")
         unread += [(f"{name}.{_LISTS[field]}[{i}]", one) for i, one in reversed([*enumerate(members)])]
-        if part.get("type") != "Sequence":
-            yield name, part
+        if not part.keys() <= {"type", _LISTS[field]} or part.get("type") != "Sequence":
+            yield name, part  # also a sequence with other fields: the library may read it as another part
 
 
 MAX_STRING_PATTERN = 32  # characters of a string to search for, in the server's process; longer ones run in a child
@@ -121,18 +126,25 @@ def _has_known_pattern(part: Mapping[str, Any]) -> bool:
 def _growth(part: Mapping[str, Any], once: set[str]) -> int:
     """The factor by which a part may lengthen a text. `once`: what was left out already."""
     kind = str(part.get("type"))
+    written = next((value for name in ("content", "prepend") if isinstance(value := part.get(name), str)), "")
+    if kind == "ByteLevel" or not unicodedata.is_normalized("NFKD", written):
+        once.add(
+            "form"
+        )  # `Bounds.form` is computed for the request's text: characters that a part writes must be counted
     if kind in _FORMS or kind == "ByteLevel":
         is_first = (group := "form" if kind in _FORMS else kind) not in once
         once.add(group)
         spaced = 2 if kind == "ByteLevel" and part.get("add_prefix_space") is True else 1
         return spaced if is_first else spaced * (4 if kind in ("NFC", "NFD", "ByteLevel") else 18)
-    if kind == "Replace":
+    if kind == "Replace" or "content" in part:  # the library knows parts without a type by their fields
         pattern, content = part.get("pattern"), part.get("content")
         text = pattern.get("String") if isinstance(pattern, Mapping) else None
         if text and isinstance(text, str):
             return max(1, -(-_size(content) // len(text)))
         return 1 + _size(content)  # of a regular expression, which may match nothing before each character
-    if kind == "Prepend":  # before every text between two added tokens, which may have one character
+    if (
+        kind == "Prepend" or "prepend" in part
+    ):  # before every text between two added tokens, which may have one character
         return 1 + _size(part.get("prepend"))
     return {"Metaspace": 2, "Lowercase": 3, "BertNormalizer": 3}.get(kind, 1)
 

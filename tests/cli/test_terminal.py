@@ -102,6 +102,13 @@ def test_names_of_files_in_the_cache_are_escaped(tmp_path: Path, command: Sequen
     check(at_a_terminal(*command, env={"QUIRE_CACHE": str(tmp_path)}))
 
 
+def test_questions_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("typer.confirm", lambda text: not asked.append(text))  # type: ignore[func-returns-value]
+    assert terminal.confirm(f"Delete {HOSTILE}?")
+    check(asked[0])
+
+
 @pytest.mark.parametrize("reply", [refusal(400, HOSTILE), refusal(500, HOSTILE), Reply(502, [HOSTILE.encode()], {})])
 @pytest.mark.parametrize("command", [("generate", "Hi"), ("ps",), ("top", "--once"), ("load", "m"), ("cancel", "m")])
 def test_errors_of_servers_are_escaped(command: Sequence[str], reply: Reply) -> None:
@@ -163,7 +170,9 @@ def test_every_module_prints_through_the_escaping_functions() -> None:
     """`answer_output` has its own rule for answers; a bar that only counts has no text of others."""
     for path in Path(terminal.__file__).parent.glob("*.py"):
         if path.name not in ("terminal.py", "answer_output.py"):
-            found = re.findall(r"typer\.s?echo\(|(?<![\w.])print\(|sys\.std(?:out|err)\.write\(", path.read_text())
+            found = re.findall(
+                r"typer\.(?:s?echo|confirm|prompt)\(|(?<![\w.])print\(|sys\.std(?:out|err)\.write\(", path.read_text()
+            )
             assert found == [], path.name
             consoles = re.findall(r"\bConsole\((?!stderr=True\))", path.read_text())
             assert consoles == [] or path.name == "top.py", path.name  # its view uses `printable`

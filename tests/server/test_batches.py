@@ -664,6 +664,31 @@ def test_a_state_that_cannot_be_written_is_written_later(tmp_path: Path, monkeyp
     asyncio.run(main())
 
 
+def test_an_end_that_fails_unexpectedly_is_stored_later_and_the_next_batch_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an exception that is not one of a disk: no thread could be started."""
+    monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
+
+    async def main() -> None:
+        service = service_of(tmp_path, Failing(RuntimeError("a bug")))
+        await service.open()
+        save, failures = service.store.save_batch, [RuntimeError("can't start new thread")] * 2
+
+        async def save_later(stored: StoredBatch) -> None:
+            if stored.ending is not None and failures:
+                raise failures.pop()
+            await save(stored)
+
+        monkeypatch.setattr(service.store, "save_batch", save_later)
+        ids = [await submit_to(service, line("a")), await submit_to(service, line("b"))]
+        statuses = [(await ended(service, one)).batch.status for one in ids]
+        await service.stop()
+        assert (statuses, failures) == (["completed", "failed"], [])
+
+    asyncio.run(main())
+
+
 def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: Path) -> None:
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
     with serving(str(tiny_model), *FAKE, env=env) as one, serving(str(tiny_model), *FAKE, env=env) as other:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
-from quire.text import encoder, tokenizer_bounds, vocab_spec
+from quire.text import encoder, gguf_vocab, tokenizer_bounds, vocab_spec
 from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_vocab import PRE_TOKENIZERS
 from quire.text.messages import ChatRequest, Message, Part, Role
@@ -90,6 +90,16 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     # The library reads these as if they were written in the usual way.
     "a template of another type": (framed(20_000, 500, kind="ByteLevel"), "post_processor.single has 20001 pieces"),
+    "a template of type Sequence": (framed(20_000, 500, kind="Sequence"), "post_processor.single has 20001 pieces"),
+    "a Sequence that repeats the text": (
+        framed(1, 1, num_texts=50, kind="Sequence"),
+        "post_processor.single has the texts [{'id': 'A'",
+    ),
+    "a normalizer without a type": (
+        normalized({"pattern": {"String": "a"}, "content": "a" * 1000}),
+        "of type 'None': one character may become 1000 characters",
+    ),
+    "a prefix of another type": (normalized({"type": "Nonsense", "prepend": "a" * 40}), "may become 41"),
     "a sequence as a list": (
         lambda spec: spec.update(normalizer=[[replace("a", "a" * 1000)] * 2]),
         "normalizer is a list, not an object",
@@ -143,6 +153,7 @@ TRIED: dict[str, tuple[Edit, str]] = {
     "backtracking over spaces": (cut(split(r"(\s|\s\s)+\d")), "the tokenizer cannot be built: "),
     "an expression that is no expression": (cut(split("(")), "the tokenizer cannot be built: Onig"),
     "an unknown part": (cut({"type": "Nonsense"}), "the tokenizer cannot be built: "),
+    "a type that is no text": (normalized({"type": {}}), "the tokenizer cannot be built: "),
 }
 
 
@@ -196,6 +207,42 @@ def test_a_text_that_may_grow_beyond_the_context_is_refused_before_it_is_encoded
     assert MAX_GROWN >= tokenizer_bounds.INLINE_GROWTH  # no limit for real tokenizers but that of the context
 
 
+@pytest.mark.parametrize(
+    ("form", "char", "size"),
+    [("NFKC", "\ufdfa", 33), ("NFKD", "\ufdfa", 33), ("NFC", "\U0001d160", 12), ("NFD", "\U0001d160", 12)],
+)
+def test_a_text_that_its_normal_form_lengthens_beyond_the_context_is_refused(form: str, char: str, size: int) -> None:
+    tokenizer = opened(normalized({"type": form}))
+    most = 4000 // size
+    assert tokenizer.is_inline
+    assert tokenizer.encode(char * most, max_chars=1000)
+    tokenizer._encoder.encode = _unreachable  # type: ignore[method-assign, assignment]
+    message = (
+        rf"text has {most + 1} characters, and {(most + 1) * size} bytes in Unicode normal form {form}: more than 4"
+    )
+    with pytest.raises(ContextTooLong, match=message):
+        tokenizer.encode(char * (most + 1), max_chars=1000)
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode_marked("x" + char * (most + 1), "\U000f0000", max_chars=1000)
+
+
+def test_a_normal_form_refuses_no_text_that_it_does_not_lengthen() -> None:
+    tokenizer = opened(normalized({"type": "NFKC"}))
+    for char in ("x", "\u4e2d", "\U0001f389"):
+        assert tokenizer.encode(char * 3000, max_chars=3000)
+
+
+@pytest.mark.parametrize("first", [replace("a", "\ufdfa"), {"type": "ByteLevel"}])
+def test_a_normal_form_of_characters_that_a_part_writes_is_counted(first: dict[str, Any]) -> None:
+    """They are not in the text of the request, so that its length in the form says nothing."""
+    spec = byte_level_json()
+    spec["pre_tokenizer"] = None
+    normalized(first, {"type": "NFKC"})(spec)
+    assert tokenizer_bounds.find_bounds(spec).growth >= 18
+    normalized({"type": "NFKC"}, replace("a", "\u2581"))(spec)
+    assert tokenizer_bounds.find_bounds(spec).growth == 1
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_child_encodes_as_the_library_in_this_process(text: str) -> None:
     known = opened(cut(split(PRE_TOKENIZERS["qwen2"].splits[0])))
@@ -218,6 +265,24 @@ def _in_a_child() -> Tokenizer:
         _children.append(opened(cut(split(f"(?:{PRE_TOKENIZERS['qwen2'].splits[0]})"))))
         assert not _children[0].is_inline
     return _children[0]
+
+
+def test_pieces_that_can_be_split_in_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file of 500 kB with the pieces a, aa, aaa... took 14 s and 1.7 GB to load."""
+
+    def opened_with(length: int) -> Tokenizer:
+        metadata = sentencepiece_gguf()
+        added = ["a" * size for size in range(2, length)]
+        for name, values in (("tokens", added), ("scores", [-9.0] * len(added)), ("token_type", [1] * len(added))):
+            metadata[f"tokenizer.ggml.{name}"] = [*metadata[f"tokenizer.ggml.{name}"], *values]
+        return Tokenizer.from_gguf(metadata)
+
+    with pytest.raises(ModelFileError, match=r"can be split in too many ways .* or 40000000 characters of them"):
+        opened_with(600)
+    assert opened_with(40).encode("a" * 39)
+    monkeypatch.setattr(gguf_vocab, "MAX_MERGES", 600)
+    with pytest.raises(ModelFileError, match="too many ways for a SentencePiece model: more than 600 merges"):
+        opened_with(40)
 
 
 def test_known_tokenizers_run_in_this_process() -> None:

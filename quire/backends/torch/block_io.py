@@ -12,6 +12,7 @@ from quire.backends.host_block_io import Bytes, HostBlockIO
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.state_store import StateStore
+from quire.weights.spec import OTHER
 
 LAYOUT = 1  # version of the bytes of blocks and states; raise it when their meaning changes
 
@@ -21,7 +22,7 @@ def torch_layout(kind: str, model: Model, store: KVStore, max_model_len: int) ->
     return layout_text(
         "torch",
         LAYOUT,
-        libraries=torch.__version__,
+        libraries=_libraries(model),
         device=_arithmetic_of(store.device),
         kind=kind if kind != "fused" else f"fused-{_triton_version()}",
         kv=_stored_type(store),
@@ -37,6 +38,12 @@ def _arithmetic_of(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda-{major}.{minor}"
     return f"{device.type}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def _libraries(model: Model) -> str:
+    """The versions of the libraries that have the equations."""
+    of_model = [version("transformers")] if model.spec.family == OTHER else []
+    return ",".join([torch.__version__, *of_model])
 
 
 def _triton_version() -> str:

@@ -179,21 +179,23 @@ class BatchService:
 
     async def _run_or_wait(self, stored: StoredBatch) -> None:
         """Run a batch to its end. If its results or its state cannot be stored, try again later."""
-        name, last = stored.batch.id, 0
+        name, last = stored.batch.id, ""
         while True:
             try:
                 return await self._run(stored)
-            except OSError as error:
-                if error.errno != last:
-                    why = error.strerror or error
-                    log.error("%s cannot be stored: %s; it goes on when that has ended", name, why)
-                last = error.errno or 0
+            except Exception as error:  # of the end of the batch only, such as a thread that cannot start
+                why = str((error.strerror if isinstance(error, OSError) else None) or error)
+                if why != last:
+                    is_known = isinstance(error, OSError)
+                    text = "%s cannot be stored: %s; it goes on when that has ended"
+                    log.error(text, name, why, exc_info=None if is_known else error)
+                last = why
             await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _run(self, stored: StoredBatch) -> None:
         """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished.
 
-        Raises OSError if that may succeed later.
+        Raises what may succeed later: an OSError of a disk, and any exception of storing the end.
         """
         batch = stored.batch
         if stored.ending is None and (batch.output_file_id or batch.error_file_id):  # of a server without `ending`

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quire.backends.support import find_transformers_problem, transformers_notice
+from quire.backends.torch import block_io
 from quire.backends.torch.models import transformers_model
 from quire.backends.torch.models.hf_attention import find_window
 from quire.backends.torch.models.hf_norms import replace_norms
@@ -32,6 +33,7 @@ from tests.backends.torch.hf_architectures import (
 )
 from tests.backends.torch.hf_rig import ModelRig
 from tests.backends.torch.rig import Answer, Rig, same_rows
+from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -337,6 +339,21 @@ def test_an_engine_runs_a_folder_that_quire_has_no_equations_for(tmp_path: Path)
     expected = reference.logprobs([*prompt, *answer.tokens])
     assert same_rows(answer, expected, len(prompt)) < BOUND
     rig.engine.close()
+
+
+def test_the_layout_has_the_version_of_the_library_that_has_the_equations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a part of `system_fingerprint`, and of the key of cached content on disk."""
+    write_model(tmp_path / "other", "gpt2")
+    write_tiny_model(tmp_path / "known")
+    for name, is_equal in (("other", False), ("known", True)):
+        engine = Rig(tmp_path / name).engine
+        before = engine.runner.facts().layout
+        with monkeypatch.context() as patch:
+            patch.setattr(block_io, "version", lambda _: "0.0.1")
+            assert (engine.runner.facts().layout == before) is is_equal
+        engine.close()
 
 
 def test_the_page_lists_every_model_type() -> None:
