@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
 from quire.core.block import NULL_BLOCK_ID, Linked
 from quire.core.draft import StepDraft
 from quire.core.events import Admitted, Observer, Preempted, PrefixWaited
+from quire.core.growth_room import GrowthRoom, Start
 from quire.core.kv_cache import KVCacheManager
 from quire.core.load_admission import LoadAdmission
 from quire.core.pins import Pin
@@ -41,10 +42,10 @@ class _FreedBlocks:
     """Counts the blocks that dropped pins and preempted requests would free for an admission."""
 
     def __init__(
-        self, cache: KVCacheManager, hit: PrefixHit, num_missing: int, num_windows: int, num_spare: int
+        self, cache: KVCacheManager, hit: PrefixHit, num_missing: int, num_windows: int, spare: Callable[[Request], int]
     ) -> None:
-        """`num_spare`: blocks that are left free for each running request."""
-        self._num_missing, self._num_windows, self._num_spare = num_missing, num_windows, num_spare
+        """`spare`: number of blocks that are left free for a running request."""
+        self._num_missing, self._num_windows, self._spare = num_missing, num_windows, spare
         # The request itself will hold the blocks of its hit, so a preemption does not free them.
         self._count = _Holders(cache.pool.blocks, hit.blocks)
         self._windows = None if cache.hybrid is None else cache.hybrid.windows
@@ -57,7 +58,7 @@ class _FreedBlocks:
         return self._num_missing <= 0 and self._num_windows <= 0
 
     def preempt(self, victim: Request) -> None:
-        self._num_missing -= self._count.drop(victim.block_table) + self._num_spare
+        self._num_missing -= self._count.drop(victim.block_table) + self._spare(victim)
         if self._windows is not None:
             held = [block_id for block_id in victim.window_table if block_id != NULL_BLOCK_ID]
             self._num_windows -= self._count_windows.drop(held) + self._windows.debt(victim)
@@ -92,10 +93,12 @@ class Admission:
         running: RunningSet,
         waiting: WaitingQueue,
         *,
+        room: GrowthRoom,
         max_chunk_tokens: int,
         observe: Observer,
     ) -> None:
         self._cache = cache
+        self._room = room
         self._policy = policy
         self._running = running
         self._waiting = waiting
@@ -265,9 +268,10 @@ class Admission:
         spared = [one for one in self._running if one.is_spared and one.priority > request.priority]
         if spared:
             candidates = [one for one in self._running if one in victims or one in spared]
-            hit, missing, num_windows = self._find_room(request, self._find_hit(request, step), num_kept)
+            found = self._find_hit(request, step)
+            hit, missing, num_windows = self._find_room(request, found, num_kept, is_guarded=False)
             has_free_seq = step.closed_from is None and self._running.num_free_seqs > num_kept
-            freed = _FreedBlocks(self._cache, hit, missing, num_windows, self._num_spare_each(request, hit))
+            freed = self._freed_blocks(request, hit, missing, num_windows, num_steps=0)
             if self._choose_victims(freed, candidates, has_free_seq=has_free_seq) is not None:
                 step.awaiting = request.priority if step.awaiting is None else min(step.awaiting, request.priority)
         return Outcome.BLOCKED
@@ -289,23 +293,71 @@ class Admission:
     def _may_preempt(self, request: Request, running: Request, step: StepDraft) -> bool:
         return self._policy.may_preempt(request, running, step.now_ns)
 
-    def _find_room(self, request: Request, hit: PrefixHit, num_kept: int) -> tuple[PrefixHit, int, int]:
-        """The part of a hit to use, and the number of blocks and of window blocks that are then missing."""
+    def _find_room(
+        self, request: Request, hit: PrefixHit, num_kept: int, *, is_guarded: bool = True
+    ) -> tuple[PrefixHit, int, int]:
+        """The part of a hit to use, and the number of blocks and of window blocks that are then missing.
+
+        `is_guarded`: room for growth is left beside spared requests.
+        """
         upto = len(request.tokens)
-        missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
+        num_spare = self._num_spare(request, hit, is_guarded=is_guarded)
+        missing = self._cache.shortage(request, upto, hit) + num_spare + num_kept
         if missing > 0 and hit.tail is not None:
             hit = self._cache.without_tail(
                 request, hit
             )  # the source of a tail copy occupies one more block while the step is in flight
-            missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
+            num_spare = self._num_spare(request, hit, is_guarded=is_guarded)
+            missing = self._cache.shortage(request, upto, hit) + num_spare + num_kept
         hybrid = self._cache.hybrid
         num_windows = 0 if hybrid is None else hybrid.start_shortage(request, hit, self._running.requests)
         return hit, missing, num_windows
 
-    def _num_spare(self, request: Request, hit: PrefixHit) -> int:
-        """Number of blocks to leave free: for the running requests, and one for a resumed request itself."""
+    def _num_spare(self, request: Request, hit: PrefixHit, *, is_guarded: bool = True) -> int:
+        """Number of blocks to leave free: for the running requests, and for a resumed or guarded request itself."""
+        if not self._running:
+            return 0
         is_resumed = request.num_preemptions > 0
-        return len(self._running) * self._num_spare_each(request, hit) + (is_resumed and len(self._running) > 0)
+        num_steps = self._num_guarded_steps(request, hit) if is_guarded else 0
+        if not num_steps:
+            return len(self._running) * self._num_spare_each(request, hit) + is_resumed
+        start = self._spared_start(request, hit)
+        end = min(len(request.tokens) + num_steps, request.token_limit - 1)
+        if start is not None and not self._room.has_spared:
+            end = start.end
+        size = self._cache.block_size
+        num_own = max(-(-end // size) - -(-len(request.tokens) // size), is_resumed)
+        return sum(self._num_spare_for(one, request, hit, num_steps) for one in self._running) + num_own
+
+    def _num_guarded_steps(self, request: Request, hit: PrefixHit) -> int:
+        """Number of steps for which running requests need room to grow, so that they preempt no spared request.
+
+        0: the request would not run beside a spared one whose memory it could take, and would not be spared.
+        """
+        start = self._spared_start(request, hit)
+        if start is None and not self._room.concerns(request):
+            return 0
+        return self._room.num_steps(start, num_more=1)
+
+    def _spared_start(self, request: Request, hit: PrefixHit) -> Start | None:
+        """The start of a request that would be spared: the credit of its tier covers it. None: it would not."""
+        end = self.caught_up_at(request)
+        is_spared = request.num_preemptions > 0 and self._policy.ledger.covers(request.priority, end - hit.start)
+        return Start(request, hit.start, end) if is_spared else None
+
+    def _freed_blocks(
+        self, request: Request, hit: PrefixHit, missing: int, num_windows: int, num_steps: int
+    ) -> _FreedBlocks:
+        def spare(victim: Request) -> int:
+            return self._num_spare_for(victim, request, hit, num_steps)
+
+        return _FreedBlocks(self._cache, hit, missing, num_windows, spare)
+
+    def _num_spare_for(self, running: Request, request: Request, hit: PrefixHit, num_steps: int) -> int:
+        """Number of blocks to leave free for a running request."""
+        if not num_steps:
+            return self._num_spare_each(request, hit)
+        return max(self._room.growth(running, num_steps), 1)
 
     def _num_spare_each(self, request: Request, hit: PrefixHit) -> int:
         """Number of blocks to leave free for each running request: one, or more beside a resumed request.
@@ -340,11 +392,12 @@ class Admission:
         """
         hybrid = self._cache.hybrid
         num_releases = self._cache.pool.num_releases, 0 if hybrid is None else hybrid.num_releases
-        attempt = (request.epoch, *num_releases, has_free_seq, *[victim.epoch for victim in victims])
+        num_steps = self._num_guarded_steps(request, hit)
+        attempt = (request.epoch, *num_releases, has_free_seq, num_steps, *[victim.epoch for victim in victims])
         is_known = missing >= self._failed_missing[0] and num_windows >= self._failed_missing[1]
         if attempt == self._failed_attempt and is_known:
             return None
-        freed = _FreedBlocks(self._cache, hit, missing, num_windows, self._num_spare_each(request, hit))
+        freed = self._freed_blocks(request, hit, missing, num_windows, num_steps)
         plan = self._choose_victims(freed, victims, has_free_seq=has_free_seq)
         if plan is None:
             self._failed_attempt, self._failed_missing = attempt, (missing, num_windows)
@@ -390,6 +443,8 @@ class Admission:
         if is_resumed:
             request.num_caught_up_at = self.caught_up_at(request)
             self._policy.ledger.set_aside(request, request.num_caught_up_at - hit.start)
+            if request.is_covered:
+                self._room.add(request)
         else:
             request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit, is_started=True)

@@ -270,13 +270,15 @@ class FairLedger:
                 yield Turn((priority,), num_tokens, self._owed_ns(priority), is_owed=True, is_prepaid=True)
         owed = [priority for priority in self.credits if self.is_owed(priority)]
         for priority in sorted(owed, key=lambda tier: -self.credits[tier] * UNITS // self.shares[tier]):
-            num_tokens = min(self.credits[priority], self._max_owed(priority))
-            yield Turn((priority,), -(-num_tokens // UNITS), self._owed_ns(priority), is_owed=True)
+            num_served = self._served[priority] * UNITS  # by the turn before, from credit that was set aside
+            num_tokens = min(self.credits[priority], self._max_owed(priority) - num_served)
+            if num_tokens > 0:
+                yield Turn((priority,), -(-num_tokens // UNITS), self._owed_ns(priority), is_owed=True)
         for priority in TIERS:
             yield Turn((priority,), max_ns=self._limit_ns(priority))
 
     def _max_owed(self, priority: Priority) -> int:
-        """Most credit that a tier uses in its first turn of a step: twice its share of the tokens of a step.
+        """Most credit that a tier uses in the first turns of a step: twice its share of the tokens of a step.
 
         The rest is left for higher tiers, so that they do not wait while it catches up.
         """
@@ -289,7 +291,8 @@ class FairLedger:
         because the work of higher tiers in this step is not known yet.
         """
         limit_ns = self._limit_ns(priority)
-        return None if limit_ns is None else max(limit_ns, 2 * self._last_ns * self.shares[priority] // UNITS)
+        owed_ns = 2 * self._last_ns * self.shares[priority] // UNITS - self._spent_ns[priority]
+        return None if limit_ns is None else max(limit_ns, owed_ns)
 
     def _limit_ns(self, priority: Priority) -> int | None:
         """Time that a tier may add to the step, next to higher tiers or alone. None: unlimited."""

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heapreplace
 from quire.core.admission import Admission, Outcome
 from quire.core.draft import StepDraft
 from quire.core.events import Observer, ignore
+from quire.core.growth_room import GrowthRoom
 from quire.core.heap import Key
 from quire.core.kv_cache import KVCacheManager
 from quire.core.ledger import Ledger, TierWork, Turn
@@ -63,7 +64,16 @@ class Planner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self.max_mixed_tokens = max_mixed_tokens  # prompt tokens per MIXED_ANSWERS answers; None: no limit
-        self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
+        self._room = GrowthRoom(
+            cache,
+            running,
+            max_chunk_tokens=max_chunk_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_mixed_tokens=max_mixed_tokens,
+        )
+        self._admission = Admission(
+            cache, policy, running, waiting, room=self._room, max_chunk_tokens=max_chunk_tokens, observe=observe
+        )
         self.loads = self._admission.loads
         self._num_steps = 0
         self._awaiting: Priority | None = None  # in the last step, a request of this tier needed memory of a spared one
@@ -72,6 +82,7 @@ class Planner:
         """Plan one step, and admit, preempt and advance requests accordingly."""
         step = StepDraft(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
         self._num_steps += 1
+        self._room.begin_step()
         self._waiting.unpark(self._admission.can_share)
         self.loads.expire(now_ns)
         self._begin(step)
@@ -139,7 +150,7 @@ class Planner:
                 )
                 for tier in TIERS
             ],
-            is_awaited=self._awaiting is not None,
+            is_awaited=self._awaiting is not None or self._room.is_tight,
         )
         step.rationed = self._ledger.rationed
         if step.rationed:
@@ -376,8 +387,8 @@ class Planner:
         free for every other running request. Without that block, another would soon be preempted for the guesses.
         """
         end = request.num_planned + length
-        if request.num_in_flight or end < len(request.tokens):
-            return 0
+        if request.num_in_flight or end < len(request.tokens) or self._room.has_spared:
+            return 0  # beside a spared request, answers grow by a token per step
         budget = step.budget - (length - 1 if request.request_id not in step.allotted else 0)
         num_rows = self._running.max_num_seqs - len(self._running) - step.num_drafts
         limits = (budget, num_rows, request.token_limit - 1 - end, self.max_chunk_tokens - length)

@@ -173,6 +173,30 @@ def test_a_request_with_prepaid_tokens_has_the_first_turn_and_is_not_rationed_wh
     assert others[-1].max_ns is not None  # other requests of its tier are
 
 
+@pytest.mark.parametrize("cost", [None, StepCost(0, 10)])
+def test_a_tier_has_twice_its_share_once_from_both_kinds_of_credit(cost: StepCost | None) -> None:
+    ledger = FairLedger()
+    ledger.begin_step([TierWork(MAX_STEP, 0, 0), IDLE, BUSY])
+    ledger.end_step((), MAX_STEP)  # from now on it knows the tokens of a step
+    ledger.cost = cost
+    for _ in range(2):  # from now on it knows the time of a step
+        ledger.begin_step([TierWork(MAX_STEP, 0, 0), IDLE, BUSY])
+        ledger.charge_decodes(HIGH, "", MAX_STEP)
+        ledger.end_step((HIGH, LOW), MAX_STEP)
+    ledger.credits[LOW] = 2 * MAX_STEP * UNITS
+    request = Request(1, [1], priority=LOW)
+    ledger.set_aside(request, MAX_STEP)
+    ledger.begin_step([TierWork(MAX_STEP, 0, 0), IDLE, BUSY])
+    given = []
+    for turn in ledger.turns():
+        if turn.is_owed:
+            assert turn.max_tokens is not None
+            num_tokens = turn.max_tokens if turn.max_ns is None else min(turn.max_tokens, turn.max_ns // 10)
+            ledger.charge(request, num_tokens)
+            given.append(num_tokens)
+    assert sum(given) == given[0] == 2 * MAX_STEP // 8
+
+
 def test_prepaid_tokens_are_paid_once() -> None:
     ledger = FairLedger()
     ledger.credits[LOW] = 30 * UNITS

@@ -164,6 +164,98 @@ def test_the_bound_of_a_wait_is_a_function_of_the_settings() -> None:
     assert rig.scheduler.planner.wait_bound(5) == 5 + 2 * 4 + MAX_WAIT_STEPS  # one token of a step
 
 
+SQUEEZES = [
+    # blocks of 4 tokens, rows, tokens of a step, of a chunk, beside answers; tokens of LOW, HIGH and answers of HIGH
+    (17, 4, 4, 4, None, 44, 4, 16),  # one HIGH request and LOW do not fit once HIGH has grown
+    (17, 2, 4, 256, None, 44, 4, 16),
+    (17, 4, 4, 4, None, 44, 4, 8),
+    (17, 4, 5, 2, 1, 40, 4, 60),
+    (25, 8, 16, 4, None, 60, 30, 2),
+]
+
+
+@pytest.mark.parametrize("tiers", [(HIGH,), (HIGH, NORMAL)], ids=str)
+@pytest.mark.parametrize("cost", [None, StepCost(5_000_000, 2_000_000)], ids=["free rows", "costly rows"])
+@pytest.mark.parametrize("squeeze", SQUEEZES, ids=str)
+def test_a_spared_request_is_not_preempted_in_a_pool_that_a_few_requests_fill(
+    squeeze: tuple[int, int, int, int, int | None, int, int, int], cost: StepCost | None, tiers: tuple[Priority, ...]
+) -> None:
+    """LOW computes a block of new tokens each time its credit covers its context and that block."""
+    num_blocks, num_seqs, batched, chunk, mixed, num_low, num_high, num_answer = squeeze
+    fair = Fair()
+    fair.ledger.cost = cost
+    rig = Rig(
+        num_blocks=num_blocks, max_num_seqs=num_seqs, max_num_batched_tokens=batched, max_chunk_tokens=chunk,
+        max_mixed_tokens=mixed, policy=fair,
+    )  # fmt: skip
+    low = rig.add(1, range(num_low), priority=LOW, max_tokens=10)
+    number, num_tokens, num_blocks_done = 2, 0, 0
+    bound = 0
+    while low.finish_reason is None:
+        for tier in tiers:
+            while sum(one.priority is tier for one in rig.scheduler.waiting) < 3:
+                prompt = range(number * 1000, number * 1000 + num_high)
+                rig.add(number, prompt, priority=tier, max_tokens=num_answer)
+                number += 1
+        num_tokens += rig.step().num_tokens
+        done = max(low.num_preempted_at, low.num_computed) // 4
+        if done > num_blocks_done or not bound:
+            drain = num_seqs * (num_high + num_answer)  # until there is room for it beside the others
+            bound = num_tokens + fair.ledger.service_bound(LOW, 4 * (done + 2), drain, batched)
+            num_blocks_done = done
+        assert num_tokens <= bound, f"{low!r} makes no progress"
+    lost = [event for event in rig.happened(Preempted) if event.request_id == 1]
+    assert len(lost) > 2, "nobody needed its memory"
+
+
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(40, [2, 2, 2, 2, 2]), (28, [2, 6, 6, 6, 6])])
+def test_a_spared_request_computes_faster_before_the_room_of_others_is_used_up(
+    num_blocks: int, lengths: list[int]
+) -> None:
+    """Beside a prompt it has twice the share of its tier, while there is room for what follows that prompt."""
+    fair = Fair()
+    rig = Rig(num_blocks=num_blocks, max_num_seqs=2, max_num_batched_tokens=6, max_chunk_tokens=6, policy=fair)
+    low = rig.add(1, range(32), priority=LOW, max_tokens=20)
+    while low.num_output_tokens < 2:
+        rig.step()
+    rig.add(2, range(1000, 1000 + 4 * (num_blocks - 8)), priority=HIGH, max_tokens=1)
+    while rig.scheduler.get(2) is not None:
+        rig.step()
+    assert low.num_preemptions == 1
+    rig.cache.evict_unused()
+    rig.add(3, range(2000, 2060), priority=HIGH, max_tokens=40)
+    fair.ledger.credits[LOW] = 50 * UNITS
+    found = [sum(piece.length for piece in rig.step().slices if piece.request_id == 1) for _ in lengths]
+    assert found == lengths
+    assert low.is_spared
+
+
+def test_an_admission_leaves_room_for_growth_beside_a_spared_request() -> None:
+    """A HIGH request waits until LOW has caught up, although it would fit: both would soon need the same blocks."""
+    fair = Fair()
+    rig = Rig(num_blocks=17, max_num_seqs=4, max_num_batched_tokens=8, max_chunk_tokens=8, policy=fair)
+    low = rig.add(1, range(44), priority=LOW, max_tokens=20)
+    while low.num_output_tokens < 2:
+        rig.step()
+    rig.add(2, range(1000, 1040), priority=HIGH, max_tokens=1)
+    while rig.scheduler.get(2) is not None:
+        rig.step()
+    rig.cache.evict_unused()
+    fair.ledger.credits[LOW] = 50 * UNITS
+    assert ids(rig.step()) == [1]
+    assert low.is_spared
+    high = rig.add(3, range(2000, 2004), priority=HIGH, max_tokens=20)
+    num_steps = 0
+    end = low.num_caught_up_at
+    bound = rig.scheduler.planner.wait_bound(end - low.num_computed)
+    while high in rig.scheduler.waiting:
+        rig.step()
+        num_steps += 1
+    assert 4 < num_steps <= bound
+    rig.run()
+    assert rig.happened(Preempted)[1].num_computed >= end
+
+
 # Reserve, seal, refund
 
 

@@ -159,7 +159,6 @@ PRESSED_MINIMA = {
     "HIGH waits for memory of others": 800,
     "HIGH waits for a spared request": 800,
     "preemptions while catching up": 20,
-    "spared requests preempted by need": 3,
     "blocks for guesses": 450,
     "pins yielded": 35,
     "preemptions by waiting": 500,

@@ -1017,7 +1017,7 @@ class World:
         elif victim is not winner:
             order = [(book.urgency, book.request.sequence) for book in (winner, victim)]
             self._require(order[0] < order[1], f"{winner.request!r} preempted {victim.request!r}, which is ahead")
-            self.counts["spared requests preempted by need"] += request.is_spared
+            self._require(not request.is_spared, f"{winner.request!r} took memory of {request!r}, which is spared")
             rest = [one for one in self.scheduler.running if one.request_id not in self._admitted]
             lowest = max(self.books[one.request_id].urgency for one in rest)
             self._require(victim.urgency == lowest, f"{winner.request!r} took memory of {request!r}, not of the lowest")
