@@ -1,18 +1,16 @@
 """Which tests run, and in which order: `make check`, `make test` and `make nightly`.
 
 - `make check` leaves out the files that take `QUICK_S` seconds or more.
-- `make test` leaves out tests marked with `nightly`, and runs a part of those marked with `sweep`.
+- `make test` leaves out tests marked with `nightly`. Of the combinations of a test's parameters, also those of its
+  fixtures, it runs the fewest in which each value of each parameter occurs. With `@pytest.mark.sweep("class")` or
+  `("file")`, the tests of a class or file share the combinations: each test runs and each value occurs, but not each
+  test with each value. With `("none")` all combinations run.
 - `make nightly` runs all tests.
-
-`@pytest.mark.sweep` is for tests of many combinations that seldom fail one by one. Of all combinations of a test's
-parameters, also those of its fixtures, `make test` runs the fewest in which each value of each parameter occurs. With
-`sweep("file")`, the tests of a file share the combinations: each test runs and each value occurs, but not each test with
-each value.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from tests.costs import name_of, slow_files
 QUICK_S = 4.0
 MARKERS = (
     "nightly: runs in `make nightly` only; `make test` has a case of the same kind",
-    "sweep(scope='test'): `make test` runs the fewest combinations in which each value of each parameter occurs",
+    "sweep(scope): what shares combinations of parameters in `make test`: class, file or none (tests/selection.py)",
 )
 
 
@@ -48,26 +46,42 @@ def select(items: list[pytest.Item], is_nightly: bool) -> tuple[list[pytest.Item
     sweeps: dict[Hashable, list[pytest.Item]] = defaultdict(list)
     left_out: set[pytest.Item] = set()
     for item in ordered:
-        sweep = item.get_closest_marker("sweep")
         if item.get_closest_marker("nightly"):
             left_out.add(item)
-        elif sweep is not None:
-            group = item.path if sweep.args == ("file",) else item.nodeid.partition("[")[0]
-            sweeps[group].append(item)
+        else:
+            sweeps[group_of(item)].append(item)
     for group in sweeps.values():
         left_out.update(set(group) - set(covering(group)))
     return [item for item in ordered if item not in left_out], [item for item in ordered if item in left_out]
 
 
+def group_of(item: pytest.Item) -> Hashable:
+    """What an item shares its combinations with."""
+    marker = item.get_closest_marker("sweep")
+    scope = marker.args[0] if marker is not None else "test"
+    if scope == "none":
+        return item.nodeid
+    parts = item.nodeid.partition("[")[0].split("::")
+    return tuple(parts[: {"file": 1, "class": 2, "test": 3}[scope]])
+
+
 def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Choose items, greedily, until each value that occurs in any of them occurs in a chosen one."""
+    """Choose items, greedily, until each value that occurs in any of them occurs in a chosen one.
+
+    Of items with as many missing values, the one whose values were chosen least is taken, so that tests that share the
+    values of a parameter run with different ones.
+    """
+    if len(items) == 1:
+        return list(items)
     values = {item: values_of(item) for item in items}
     missing = set().union(*values.values())
+    uses: Counter[tuple[Hashable, str]] = Counter()
     chosen = []
     while missing:
-        best = max(items, key=lambda item: len(values[item] & missing))  # the first of equal ones
+        best = max(items, key=lambda item: (len(values[item] & missing), -sum(uses[value] for value in values[item])))
         chosen.append(best)
         missing -= values[best]
+        uses.update(values[best])
     return chosen
 
 

@@ -168,9 +168,11 @@ def random_tokens(seed: int) -> list[int]:
     return [rng.randrange(3, 160) for _ in range(NUM_TOKENS)]
 
 
+@pytest.mark.sweep("class")
 class BlockIOContract:
     bound = 0.0  # on differences of logprobs
 
+    @pytest.mark.sweep("test")
     def test_random_bytes(self, runner: Runner) -> None:
         """Every piece of every kind; then the same bytes in other places."""
         rng, pieces, io = Random(0), all_pieces(runner), block_io(runner)
@@ -214,6 +216,7 @@ class BlockIOContract:
         wait(io.import_([], []))
         assert len(io.allocate(0)) == 0
 
+    @pytest.mark.sweep("test")
     def test_a_context_goes_on_elsewhere(self, runner: Runner) -> None:
         rng, io, tokens = Random(2), block_io(runner), random_tokens(2)
         wipe(runner)

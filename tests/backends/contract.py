@@ -52,6 +52,7 @@ class Alternating:
         return self._place == self._num_tokens
 
 
+@pytest.mark.sweep("class")
 class Contract:
     bound = 3e-5  # of log-probabilities in fp32, over a few layers and two libraries
 
@@ -74,6 +75,7 @@ class Contract:
         prompt = random_prompt(2, HEAD)
         self.check(reference, prompt, rig.answer(prompt, 4))
 
+    @pytest.mark.sweep("test")
     @pytest.mark.parametrize("overlap", [False, True])
     def test_a_batch_of_all_lengths(self, pair: Pair, overlap: bool) -> None:
         """Prompts in progress and decodes in one step. With a step in flight, decodes continue from the last sample."""

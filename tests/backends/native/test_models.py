@@ -37,6 +37,7 @@ MEAN_BOUND = 4e-4
 HALF_BOUND = 1.5e-2  # attention in fp16: 8e-3 at most with gemma3, 1.4e-3 with the others
 OTHER_EXPERT_BOUND = 0.5  # rows for which a router chose another expert
 ROUNDED_BOUND = {"balanced": 0.1, "fast": 0.15}
+pytestmark = pytest.mark.sweep("file")
 HEAD = 70  # tokens: two full blocks and a tail
 
 Pair = tuple[RoundedReference, Rig]
@@ -75,6 +76,7 @@ def check_rows(reference: RoundedReference, found: Tensor, expected: Tensor, bou
     assert float(difference[is_close].mean()) < bound * MEAN_BOUND / BOUND
 
 
+@pytest.mark.sweep("test")
 def test_one_request(pair: Pair) -> None:
     reference, rig = pair
     rig.reset()
@@ -121,6 +123,7 @@ def test_in_chunks(pair: Pair, chunk: int) -> None:
     check(reference, prompt, rig.answer(prompt, 4))
 
 
+@pytest.mark.sweep("test")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_batch_of_all_lengths(pair: Pair, overlap: bool) -> None:
     """Prompts in progress and decodes in one pass. With a step in flight, decodes continue from the runner's sample."""

@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {"gemma3": TWO, "mistral with a window": {"n
 
 # Padding rows compute on any memory content. The interpreter computes in numpy, which warns about it.
 pytestmark = [
+    pytest.mark.sweep("file"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered"),
@@ -76,6 +77,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.sweep("test")
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_only_blocks_within_the_window_are_read(
     make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
