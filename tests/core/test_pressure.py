@@ -240,7 +240,7 @@ def preempted_low(rig: Rig, num_tokens: int, num_high: int) -> Request:
 
 
 def test_a_spared_request_starts_only_if_running_requests_have_room_to_grow() -> None:
-    """It takes 12 of 15 free blocks, and the HIGH request needs more than the rest while it catches up at 3 tokens per step."""
+    """It takes 12 of 15 free blocks. The HIGH request needs more than the rest while it catches up."""
     fair = Fair()
     rig = Rig(num_blocks=17, max_num_seqs=4, max_num_batched_tokens=4, policy=fair)
     low = preempted_low(rig, 44, 60)
