@@ -387,8 +387,10 @@ class Planner:
         free for every other running request. Without that block, another would soon be preempted for the guesses.
         """
         end = request.num_planned + length
-        if request.num_in_flight or end < len(request.tokens) or self._room.has_spared:
-            return 0  # beside a spared request, answers grow by a token per step
+        if request.num_in_flight or end < len(request.tokens):
+            return 0
+        if self._room.has_spared:
+            return 0  # beside a spared request, others grow by a token per step
         budget = step.budget - (length - 1 if request.request_id not in step.allotted else 0)
         num_rows = self._running.max_num_seqs - len(self._running) - step.num_drafts
         limits = (budget, num_rows, request.token_limit - 1 - end, self.max_chunk_tokens - length)

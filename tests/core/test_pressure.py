@@ -208,25 +208,51 @@ def test_a_spared_request_is_not_preempted_in_a_pool_that_a_few_requests_fill(
     assert len(lost) > 2, "nobody needed its memory"
 
 
-@pytest.mark.parametrize(("num_blocks", "lengths"), [(40, [2, 2, 2, 2, 2]), (28, [2, 6, 6, 6, 6])])
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(88, [2] * 30), (84, [2] * 20 + [4] * 10)])
 def test_a_spared_request_computes_faster_before_the_room_of_others_is_used_up(
     num_blocks: int, lengths: list[int]
 ) -> None:
-    """Beside a prompt it has twice the share of its tier, while there is room for what follows that prompt."""
+    """Beside a prompt it has twice the share of its tier, while there is room for the answer of a third request."""
     fair = Fair()
-    rig = Rig(num_blocks=num_blocks, max_num_seqs=2, max_num_batched_tokens=6, max_chunk_tokens=6, policy=fair)
-    low = rig.add(1, range(32), priority=LOW, max_tokens=20)
+    rig = Rig(num_blocks=num_blocks, max_num_seqs=3, max_num_batched_tokens=6, max_chunk_tokens=6, policy=fair)
+    low = preempted_low(rig, 80, 4 * (num_blocks - 8))
+    rig.add(3, range(2000, 2004), priority=HIGH, max_tokens=70)
+    rig.add(4, range(3000, 3200), priority=HIGH, max_tokens=1)
+    rig.step()
+    fair.ledger.credits[LOW] = 85 * UNITS
+    found = [sum(piece.length for piece in rig.step().slices if piece.request_id == 1) for _ in lengths]
+    assert found == lengths
+    assert low.is_spared
+
+
+def preempted_low(rig: Rig, num_tokens: int, num_high: int) -> Request:
+    """A waiting LOW request that a HIGH one has preempted, which has ended. Nothing is cached."""
+    low = rig.add(1, range(num_tokens), priority=LOW, max_tokens=20)
     while low.num_output_tokens < 2:
         rig.step()
-    rig.add(2, range(1000, 1000 + 4 * (num_blocks - 8)), priority=HIGH, max_tokens=1)
+    rig.add(2, range(1000, 1000 + num_high), priority=HIGH, max_tokens=1)
     while rig.scheduler.get(2) is not None:
         rig.step()
     assert low.num_preemptions == 1
+    assert low.state is RequestState.WAITING
     rig.cache.evict_unused()
-    rig.add(3, range(2000, 2060), priority=HIGH, max_tokens=40)
-    fair.ledger.credits[LOW] = 50 * UNITS
-    found = [sum(piece.length for piece in rig.step().slices if piece.request_id == 1) for _ in lengths]
-    assert found == lengths
+    return low
+
+
+def test_a_spared_request_starts_only_if_running_requests_have_room_to_grow() -> None:
+    """It takes 12 of 15 free blocks. The HIGH request needs more than the rest while it catches up."""
+    fair = Fair()
+    rig = Rig(num_blocks=17, max_num_seqs=4, max_num_batched_tokens=4, policy=fair)
+    low = preempted_low(rig, 44, 60)
+    high = rig.add(3, range(2000, 2004), priority=HIGH, max_tokens=20)
+    fair.ledger.credits[LOW] = 0
+    assert 3 in ids(rig.step())
+    assert low.state is RequestState.WAITING
+    while rig.scheduler.get(3) is not None:
+        fair.ledger.credits[LOW] = 50 * UNITS
+        assert ids(rig.step()) == [3]
+    assert high.num_preemptions == 0
+    rig.step()
     assert low.is_spared
 
 
@@ -234,13 +260,7 @@ def test_an_admission_leaves_room_for_growth_beside_a_spared_request() -> None:
     """A HIGH request waits until LOW has caught up, although it would fit: both would soon need the same blocks."""
     fair = Fair()
     rig = Rig(num_blocks=17, max_num_seqs=4, max_num_batched_tokens=8, max_chunk_tokens=8, policy=fair)
-    low = rig.add(1, range(44), priority=LOW, max_tokens=20)
-    while low.num_output_tokens < 2:
-        rig.step()
-    rig.add(2, range(1000, 1040), priority=HIGH, max_tokens=1)
-    while rig.scheduler.get(2) is not None:
-        rig.step()
-    rig.cache.evict_unused()
+    low = preempted_low(rig, 44, 40)
     fair.ledger.credits[LOW] = 50 * UNITS
     assert ids(rig.step()) == [1]
     assert low.is_spared
