@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 BARE = ("msgspec", "starlette", "uvicorn", "typer", "rich", "gguf", "pytest", "jinja2", "hypothesis", "yaml")
 
 
+@pytest.mark.nightly
 def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
     for script, options, words in (
@@ -41,6 +42,7 @@ def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
             assert word in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_formats_runs(tiny_model: Path) -> None:
     command = [
         sys.executable,
@@ -95,6 +97,7 @@ def test_the_core_benchmark_runs() -> None:
         assert word in outcome.stdout
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_restarts_runs(tiny_model: Path) -> None:
     command = [sys.executable, str(FOLDER / "restart.py"), "--quick", "--model", str(tiny_model), "--threads", "1"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -103,6 +106,7 @@ def test_the_benchmark_of_restarts_runs(tiny_model: Path) -> None:
         assert word in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
     for options, words in (
         (["--rows", "2", "--steps", "3", "--rounds", "1"], ("2 rows, 3 steps of each", "per step (target: 5 %)")),
@@ -115,6 +119,7 @@ def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
             assert word in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_drafts_runs(tiny_model: Path) -> None:
     options = ("--model", str(tiny_model), "--backend", "torch", "--device", "cpu", "--rounds", "1", "--streams", "1,2")
     command = [sys.executable, str(FOLDER / "drafts.py"), *options, "--only", "predicted,json,wrong"]
@@ -128,6 +133,7 @@ def test_the_benchmark_of_drafts_runs(tiny_model: Path) -> None:
 # benchmarks/gpu.py, on a CPU
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_masks_runs() -> None:
     command = [sys.executable, str(FOLDER / "gpu_masks.py"), "--quick"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -142,6 +148,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.nightly
 def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "gpu.py"), "--quick", "--models", "qwen3-0.6b", "--out", str(tmp_path)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -252,6 +259,7 @@ def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     assert report["precision"]["quire"]["num_positions"] > 100
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_a_busy_machine_runs(tiny_model: Path) -> None:
     options = ["--rounds", "1", "--processes", "1", "--threads", "2", "--model", str(tiny_model)]
     command = [sys.executable, str(FOLDER / "busy.py"), *options]

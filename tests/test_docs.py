@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from quire.cli.first_answer import QUESTION
 from quire.cli.main import COMMANDS, FILES, app
 from tests import families_page, options_page
+from tests.selection import mostly_nightly
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +141,9 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/simulator.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", mostly_nightly([ROOT / "README.md", ROOT / "docs/simulator.md"], 1), ids=lambda page: page.name
+)
 def test_commands_run_as_written(page: Path, tmp_path: Path, default_model: Path) -> None:
     del default_model  # is here now
     todo = commands(page)

@@ -12,6 +12,7 @@ from quire.engine.model_text import ModelText
 from quire.weights.quantizing import quantize_folder
 from tests.backends.torch.rig import Rig
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
+from tests.selection import mostly_nightly
 from tests.weights.k_quants import write_k_quants
 from tests.weights.layouts import LAYOUTS
 from tests.weights.makers import VOCAB
@@ -75,7 +76,7 @@ def plain(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return write_plain_folder(tmp_path_factory.mktemp("models") / "plain", default_model)
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", mostly_nightly(["native", "torch"], 1))
 @pytest.mark.parametrize("name", ["default", "default fp8", "default w4a16-asym"])
 def test_the_default_model(name: str, backend: str, default_model: Path, plain: Path, tmp_path: Path) -> None:
     """Its own file has 4 bits and minima, as Q4_K has."""

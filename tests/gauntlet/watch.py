@@ -87,8 +87,8 @@ def left_over(server: Server, base: Base, *, prefix: str = "", spare_files: int 
             return is_files_back and is_threads_back and now.num_processes <= base.num_processes
         return False
 
-    # The trial of a grammar whose client has left goes on for at most 2 s of CPU time at a low priority: on a busy machine
-    # that may take a minute.
+    # The trial of a grammar whose client has left goes on for at most 2 s of CPU time, at a low priority: on a busy
+    # machine that may take a minute.
     with contextlib.suppress(AssertionError):  # the figures show the rest
         eventually(is_back, "files, threads and processes are back")
     now = base_of(server)

@@ -709,6 +709,7 @@ class Ending:
             self._server.process.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.nightly
 def test_sigterm_at_fifty_moments(tiny_model: Path) -> None:
     num_signals, seed = 0, SEED
     with ThreadPoolExecutor(3) as pool:

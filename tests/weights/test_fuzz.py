@@ -6,18 +6,21 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from tests.selection import mostly_nightly
 from tests.weights.fuzz_child import TARGETS
 
-MUTANTS = 700  # per target
 FIRST_SEED = 20_000
 
 
-def test_every_mutant_loads_or_is_refused() -> None:
-    command = [sys.executable, "-m", "tests.weights.fuzz_child", str(FIRST_SEED), str(MUTANTS)]
+@pytest.mark.parametrize("num_mutants", mostly_nightly([100, 700], 1))  # per target
+def test_every_mutant_loads_or_is_refused(num_mutants: int) -> None:
+    command = [sys.executable, "-m", "tests.weights.fuzz_child", str(FIRST_SEED), str(num_mutants)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["target"] for one in counts] == [target.name for target in TARGETS]
     for one in counts:
-        assert one["loads"] + one["refused"] == MUTANTS
-        assert min(one["loads"], one["refused"]) > MUTANTS // 50, one
+        assert one["loads"] + one["refused"] == num_mutants
+        assert min(one["loads"], one["refused"]) > num_mutants // 50, one

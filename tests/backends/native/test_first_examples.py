@@ -40,7 +40,7 @@ def check(benchmark: Any, llm: LLM) -> None:
     assert answered.least.nats >= benchmark.LEAST_MARGIN, str(answered.least)
 
 
-@pytest.mark.parametrize("precision", ["balanced", "exact"])
+@pytest.mark.parametrize("precision", ["exact", "balanced"])  # `portable` is slow in exact
 def test_first_examples_are_right_by_a_margin(
     benchmark: Any, default_model: Path, kernels: str, precision: str
 ) -> None:

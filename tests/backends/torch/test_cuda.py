@@ -19,6 +19,7 @@ from tests.backends.torch.families import EVERY_FAMILY, MORE_FAMILIES, STATE_FAM
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig, same_rows
+from tests.selection import mostly_nightly
 
 TOLERANCE = 2e-4  # of log-probabilities, fp32
 
@@ -187,7 +188,7 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
     assert int((rig.runner.store.layers[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
 
 
-@pytest.mark.parametrize("name", ["llama tied", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", mostly_nightly(["llama tied", "qwen3", "gemma3"], 1))
 def test_steps_with_prompts_run_as_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone, in chunks and beside decodes: each step is one graph."""
     reference = small(name, tmp_path)
@@ -219,7 +220,7 @@ def test_steps_with_prompts_run_as_graphs(name: str, tmp_path: Path, monkeypatch
 PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_parts", "gated_tile_product"]
 
 
-@pytest.mark.parametrize("name", ["llama with biases", "gemma3"])
+@pytest.mark.parametrize("name", mostly_nightly(["llama with biases", "gemma3"], 1))
 def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one and three rows, in a model wide enough for them. Gemma norms the parts before they are added."""
     sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1}

@@ -37,6 +37,7 @@ from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Rig
 from tests.backends.torch.test_compiling import Launches, write_config
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
+from tests.selection import mostly_nightly
 from tests.weights.k_quants import write_expert_quants
 from tests.weights.layouts import (
     LAYOUTS,
@@ -362,7 +363,7 @@ def test_random_experts_are_never_in_16_bits(tmp_path: Path, monkeypatch: pytest
 # Whole models
 
 
-@pytest.mark.parametrize("name", ["fp8 in small blocks", "ct w4 asymmetric", "awq g32"])
+@pytest.mark.parametrize("name", mostly_nightly(["fp8 in small blocks", "ct w4 asymmetric", "awq g32"], 2))
 def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) -> None:
     layout, _ = KEPT[name]
     packed, plain = tmp_path / "packed", tmp_path / "plain"
@@ -377,7 +378,7 @@ def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) ->
         assert float((got - want).abs().max()) < 0.02  # scales of groups are rounded to fp16
 
 
-@pytest.mark.parametrize("name", MINIMA)
+@pytest.mark.parametrize("name", mostly_nightly(reversed(MINIMA), 1))
 def test_experts_with_minima_compute_as_decoded_ones(name: str, tmp_path: Path) -> None:
     """Rows alone and in tiles. The plain runner decodes, when it loads."""
     path = write_expert_quants(tmp_path, MINIMA[name][0])

@@ -13,6 +13,7 @@ from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig
+from tests.selection import mostly_nightly
 from tests.weights.k_quants import write_k_quants
 
 BOUND = 2e-3 if DEVICE == "cpu" else 2e-2  # difference of log probabilities
@@ -41,12 +42,15 @@ def distance(one: Answer, other: Answer) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "types", "has_graphs"),
-    [
-        (None, ("int4", "int8"), False),
-        (None, ("int4", "int8"), True),
-        ("Q5_K", ("int8",), True),
-        ("MXFP4", ("fp4",), True),
-    ],
+    mostly_nightly(
+        [
+            (None, ("int4", "int8"), False),
+            ("MXFP4", ("fp4",), True),
+            (None, ("int4", "int8"), True),
+            ("Q5_K", ("int8",), True),
+        ],
+        2,
+    ),
 )
 def test_packed_models(
     kind: str | None, types: tuple[str, ...], has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

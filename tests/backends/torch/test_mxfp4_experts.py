@@ -19,6 +19,7 @@ from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.test_compiling import Launches
 from tests.backends.torch.test_experts import BF16, DOT_DTYPES, FP32, assert_near, exact, make_rows
+from tests.selection import mostly_nightly
 
 # N experts, E hidden size, F width of an expert
 
@@ -80,7 +81,7 @@ def test_decoding_equals_that_of_files() -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "num_chosen", "size", "width"),
-    [(1, 4, 1, 64, 32), (1, 16, 4, 96, 160), (2, 24, 3, 32, 64), (1, 4, 3, 1152, 1088)],
+    mostly_nightly([(1, 4, 1, 64, 32), (1, 16, 4, 96, 160), (2, 24, 3, 32, 64), (1, 4, 3, 1152, 1088)], 3),
 )
 def test_few_rows(num_rows: int, num_experts: int, num_chosen: int, size: int, width: int, dtype: torch.dtype) -> None:
     experts = make_packed(num_experts, num_chosen, size, width, dtype)

@@ -95,6 +95,7 @@ def is_damaged(path: str) -> bool:
     return False
 
 
+@pytest.mark.nightly
 def test_a_flipped_bit_in_every_file(default_model: Path, stored: Stored, copied: Path) -> None:
     rng = random.Random(3)
     files = all_files(copied)
@@ -149,6 +150,7 @@ def test_other_weights_or_settings_use_nothing_of_the_folder(
         path.unlink()  # pytest would keep it
 
 
+@pytest.mark.nightly
 def test_kills_during_saves(default_model: Path, tmp_path: Path) -> None:
     outcome = run_kills(default_model, tmp_path / "kv", 1, quiet, threads=1)
     assert outcome.problems == []
