@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,12 @@ class Recorder:
             self._costs.watch(interpreter.GridExecutor, "__call__", "Triton's interpreter")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self) -> Iterator[None]:
+    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
         self._cpu_s = cpu_s()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[Any]:
+    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
         report = yield
         report.user_properties = [("cpu_s", cpu_s() - self._cpu_s), ("spent", self._costs.take())]
         self._cpu_s = cpu_s()
