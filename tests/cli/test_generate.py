@@ -135,7 +135,10 @@ def test_the_answer_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     schema.write_text(json.dumps(city | {"additionalProperties": False}))
     outcome = quire("generate", QUESTION, "--temperature", "0", "--json-schema", str(schema))
-    assert (outcome.stdout, outcome.stderr) == ('{"city": "Paris"}\n', "")
+    assert outcome.stderr == ""
+    found = json.loads(outcome.stdout)  # which city is nearly a tie
+    assert list(found) == ["city"]
+    assert isinstance(found["city"], str)
 
 
 @pytest.mark.usefixtures("default_model")
