@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
 from tests.costs import Collector, Recorder
+from tests.mutations import FileContexts
 from tests.selection import MARKERS, is_slow, select
 from tests.tiny import write_tiny_model
 
@@ -60,6 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    if os.environ.get("QUIRE_TEST_COVERAGE"):
+        config.pluginmanager.register(FileContexts())
     path: Path | None = config.getoption("--costs")
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist
     if path is not None and not is_worker:

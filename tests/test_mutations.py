@@ -1,0 +1,50 @@
+"""Tests of drawn mutants: each edit compiles, and a mutant of a tested line is found in a copy of the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mutations import ROOT, Mutation, draw, files_for, find, mutations_of
+
+SIZES = "quire/sizes.py"
+
+
+def edited(mutation: Mutation) -> str:
+    source = (ROOT / mutation.file).read_bytes()
+    return (source[: mutation.start] + mutation.new.encode() + source[mutation.end :]).decode()
+
+
+def test_every_edit_compiles_and_changes_its_file() -> None:
+    kinds = set()
+    for name in (SIZES, "quire/core/planner.py", "quire/server/limits.py"):
+        found = list(mutations_of(ROOT / name))
+        assert len(found) > 10
+        for mutation in found:
+            text = edited(mutation)
+            assert text != (ROOT / name).read_text()
+            compile(text, name, "exec")
+            kinds.add(mutation.kind)
+    assert kinds == {"swapped comparison", "off by one", "negated condition", "dropped line"}
+
+
+def test_a_seed_draws_the_same_mutants() -> None:
+    first = draw(1, 21)
+    assert len(first) == 21
+    assert first == draw(1, 21) != draw(2, 21)
+
+
+def test_files_that_execute_the_line_run_the_cheapest_first() -> None:
+    lines = {"tests/sim/test_worlds.py": {SIZES: [5]}, "tests/test_sizes.py": {SIZES: [5, 9]}, "tests/other.py": {}}
+    inside = Mutation(SIZES, 5, 0, 1, "off by one", "2", is_in_function=True)
+    assert files_for(inside, lines) == ["tests/test_sizes.py", "tests/sim/test_worlds.py"]
+    assert files_for(Mutation(SIZES, 9, 0, 1, "", "2", is_in_function=True), lines) == ["tests/test_sizes.py"]
+    of_module = Mutation(SIZES, 1, 0, 1, "", "2", is_in_function=False)
+    assert len(files_for(of_module, lines)) == 2
+
+
+def test_a_mutant_of_a_tested_line_is_found() -> None:
+    lines = {"tests/test_sizes.py": {SIZES: list(range(200))}}
+    swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"]
+    assert find(swapped[0], lines, []) == "tests/test_sizes.py"
+    nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
+    assert find(nothing, lines, []) == ""
