@@ -207,7 +207,7 @@ MUTANTS = (
         "core/planner.py",
         "if other.request_id not in step.admitted and (victim is None",
         "if (victim is None",
-        first_world=FIRST_PRESSED,
+        "tests/core/test_pressure.py",
     ),
     _mutant(
         "running requests wait for memory of spared ones",
