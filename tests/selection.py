@@ -27,10 +27,14 @@ MARKERS = (
 )
 
 
-def mostly_nightly(cases: Iterable[Any], num_kept: int) -> list[ParameterSet | Any]:
-    """Return the cases of a test, such as seeds, of which `make test` runs only the first."""
-    cases = list(cases)
-    return [*cases[:num_kept], *(pytest.param(case, marks=pytest.mark.nightly) for case in cases[num_kept:])]
+def mostly_nightly(cases: Iterable[Any], num_kept: int) -> list[ParameterSet]:
+    """Return the cases of a test, such as seeds, of which `make test` runs only the first.
+
+    A tuple has the values of several parameters.
+    """
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [() if number < num_kept else (pytest.mark.nightly,) for number in range(len(cases))]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
 
 
 def is_slow(path: Path) -> bool:

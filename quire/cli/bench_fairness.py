@@ -80,9 +80,9 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         tell(3)
         saturated = visit.saturated()
         token_bytes = visit.token_bytes()
-    tell(4)
     resumed = None
     if token_bytes and visit.max_model_len >= POOL_TOKENS:
+        tell(4)
         pool = {"max_model_len": POOL_TOKENS, "kv_memory": (POOL_TOKENS + visit.setup.block_size) * token_bytes}
         with serving(model, _options(config, {**settings, **pool})) as process:
             resumed = _Measurement(process, config).resumed()

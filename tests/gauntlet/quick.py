@@ -15,7 +15,7 @@ IN_MAKE_TEST = frozenset(
     f"R{number}" for number in (1, 2, 3, 4, 5, 8, 9, 11, 12, 15, 17, 18, 19, 20, 23, 25, 26, 27, 30, 33)
 )
 NUMBERS = tuple(MODULES)
-ROWS = [number if number in IN_MAKE_TEST else pytest.param(number, marks=pytest.mark.nightly) for number in NUMBERS]
+CASES = [number if number in IN_MAKE_TEST else pytest.param(number, marks=pytest.mark.nightly) for number in NUMBERS]
 
 
 def check_row(number: str, folder: Path) -> None:

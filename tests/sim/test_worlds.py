@@ -82,8 +82,8 @@ def check_worlds(
         counts.update(outcome)
     with capsys.disabled():
         print(f"\n{len(seeds)} {title}, no failure\n{report(counts)}")
-    # In a few worlds the counts vary more.
-    expected = minima if share == 1 else {name: int(least * share / 2) for name, least in minima.items()}
+    # In a few worlds, what is not rare occurs at all.
+    expected = minima if share == 1 else dict.fromkeys((name for name, least in minima.items() if least >= 100), 1)
     rare = {name: (counts[name], least) for name, least in expected.items() if counts[name] < least}
     assert not rare, f"(count, minimum) {rare}"
     return counts
