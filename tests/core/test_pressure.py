@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.draft import StepDraft
 from quire.core.events import PinYielded, Preempted
-from quire.core.ledger import UNITS, StepCost
+from quire.core.ledger import UNITS, FairLedger, StepCost
 from quire.core.planner import MAX_WAIT_STEPS
 from quire.core.policy import Fair
 from quire.core.request import Priority, Request, RequestState
@@ -289,6 +289,19 @@ def test_a_request_that_started_in_this_step_is_no_victim() -> None:
     step.admitted.add(2)
     assert planner._find_victim(step, first) is None
     assert planner._find_victim(step, second) is None
+
+
+def test_a_step_is_not_empty_because_its_rows_are_rationed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever turns the ledger gives: if no other request computes anything, rationed rows are in the step."""
+    fair = Fair()
+    fair.ledger.cost = StepCost(5_000_000, 2_000_000)
+    rig = Rig(num_blocks=40, max_num_seqs=2, policy=fair)
+    rig.add(1, range(8), priority=LOW, max_tokens=20)
+    rig.step()
+    assert ids(rig.step()) == [1]
+    assert LOW in fair.ledger.rationed
+    monkeypatch.setattr(FairLedger, "turns", lambda _: iter(()))
+    assert ids(rig.step()) == [1]
 
 
 # Reserve, seal, refund

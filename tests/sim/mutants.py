@@ -364,7 +364,7 @@ MUTANTS = (
         "core/planner.py",
         "        if not step.slices and step.left_out:\n            self._plan_left_out(step)\n",
         "",
-        first_world=137,
+        "tests/core/test_pressure.py",
     ),
     _mutant(
         "lower tiers lengthen a step without limit",
@@ -944,7 +944,7 @@ MUTANTS = (
         "core/admission.py",
         "may_load=not has_preempted and hit is found",
         "may_load=hit is found",
-        first_world=FIRST_TIERED,
+        "tests/core/test_tiers.py",
     ),
     _mutant(
         "only loads that do not pay are made",
@@ -1113,7 +1113,7 @@ MUTANTS = (
         "core/load_admission.py",
         "tiers.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0",
         "tiers.loads.shortage(hit, reach) + num_spare > 0",
-        first_world=FIRST_TIERED + 240,
+        "tests/core/test_tiers.py",
     ),
     _mutant(
         "a disk that answers late is not used again",
