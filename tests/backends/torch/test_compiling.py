@@ -146,6 +146,7 @@ def ptxas_problem() -> str | None:
     return None
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     """Uses one process, so that kernels shared by the models are compiled once."""
