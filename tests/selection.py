@@ -20,7 +20,7 @@ from _pytest.mark import ParameterSet
 
 from tests.costs import name_of, slow_files
 
-QUICK_S = 4.0
+QUICK_S = 2.5
 MARKERS = (
     "nightly: runs in `make nightly` only; `make test` has a case of the same kind",
     "sweep(scope): what shares combinations of parameters in `make test`: class, file or none (tests/selection.py)",
@@ -75,10 +75,10 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     Of items with as many missing values, the one whose values were chosen least is taken, so that tests that share the
     values of a parameter run with different ones.
     """
-    if len(items) == 1:
-        return list(items)
     values = {item: values_of(item) for item in items}
     missing = set().union(*values.values())
+    if max(map(len, values.values())) <= 2 and len({item.nodeid.partition("[")[0] for item in items}) == 1:
+        return list(items)  # one test with one parameter
     uses: Counter[tuple[Hashable, str]] = Counter()
     chosen = []
     while missing:

@@ -18,6 +18,10 @@ import pytest
 @pytest.mark.parametrize("b", "xy")
 def test_products(a, b): pass
 
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", "xy")
+def test_squares(a, b): pass
+
 @pytest.mark.nightly
 def test_long(): pass
 
@@ -56,8 +60,12 @@ def collected(folder: Path, *options: str) -> list[str]:
 
 def test_each_value_occurs(tmp_path: Path) -> None:
     found = collected(tmp_path)
-    of = {name: [one for one in found if name in one] for name in ("products", "every", "seeds", "Contract", "batch")}
+    of = {
+        name: [one for one in found if name in one]
+        for name in ("products", "squares", "every", "seeds", "Contract", "batch")
+    }
     assert of["products"] == ["test_products[x-1]", "test_products[x-3]", "test_products[y-2]"]
+    assert of["squares"] == ["test_squares[x-1]", "test_squares[y-2]"]
     assert len(of["every"]) == 4
     assert of["seeds"] == ["test_seeds[0]"]
     assert of["batch"] == [f"TestContract::test_batch[{family}]" for family in FAMILIES]
@@ -70,7 +78,7 @@ def test_each_value_occurs(tmp_path: Path) -> None:
 
 def test_all_tests_run_nightly(tmp_path: Path) -> None:
     found = collected(tmp_path, "--nightly")
-    assert len(found) == 6 + 1 + 3 + 4 + 3 + 6 + 3
+    assert len(found) == 6 + 4 + 1 + 3 + 4 + 3 + 6 + 3
 
 
 def test_first_cases_are_kept() -> None:
