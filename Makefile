@@ -81,7 +81,7 @@ $(RUNTIME): $(SOURCES)
 serve: $(RUNTIME)  ## install and start a server with the default model, and print a first answer: PORT=8000 ARGS=...
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(if $(filter file,$(origin BACKEND)),,--backend $(BACKEND)) $(ARGS)
 
-test: lint      ## all checks of CI: ruff, import layers, mypy, and pytest with the world simulation; writes $(COSTS)
+test: lint      ## all checks of CI: ruff, import layers, mypy, and pytest with the world simulation
 	$(PYTEST) --costs $(COSTS)
 
 check: lint     ## ruff, import layers, mypy and the quick tests, in two minutes: run it before a commit
