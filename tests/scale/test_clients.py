@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.nightly  # test_deploy.py has a cluster, and tests/server runs the clients
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("client", ["openai", "anthropic"])
 def test_official_clients_work_unchanged(client: str, default_model: Path) -> None:

@@ -97,6 +97,7 @@ def test_a_deploy_under_load_loses_no_request(cluster: Cluster) -> None:
     cluster.wait_free()
 
 
+@pytest.mark.nightly  # another Ray cluster
 def test_a_front_does_not_use_replicas_with_other_settings(default_model: Path) -> None:
     """The replicas are replaced first. Until the front is, requests wait or are refused; none is answered wrongly."""
     del default_model
@@ -127,6 +128,7 @@ def test_a_front_does_not_use_replicas_with_other_settings(default_model: Path) 
         assert all("is being replaced" in error or "shutting down" in error for error in refused), refused
 
 
+@pytest.mark.nightly  # another Ray cluster
 def test_a_node_is_lost(default_model: Path) -> None:
     """Of two machines, one ends with its replica. The other one serves, and a replica is started there."""
     del default_model
@@ -138,6 +140,7 @@ def test_a_node_is_lost(default_model: Path) -> None:
         assert "Paris" in cluster.chat(QUESTION, **ANSWER).json["choices"][0]["message"]["content"]
 
 
+@pytest.mark.nightly  # another Ray cluster
 def test_requests_wait_for_the_successor_of_the_only_replica(default_model: Path) -> None:
     """More requests than Ray routes at a time: they must not keep the front from connecting to the new replica."""
     del default_model
@@ -152,6 +155,7 @@ def test_requests_wait_for_the_successor_of_the_only_replica(default_model: Path
         cluster.wait_free()
 
 
+@pytest.mark.nightly  # another Ray cluster
 def test_replicas_are_added_and_removed(default_model: Path) -> None:
     """One replica runs one request at a time: the others wait until a second replica takes some."""
     del default_model
@@ -188,6 +192,7 @@ def test_settings_that_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
     assert len(cluster.replicas()) == 2
 
 
+@pytest.mark.nightly  # another Ray cluster
 def test_a_model_that_cannot_be_loaded_is_named(default_model: Path, tmp_path: Path) -> None:
     """The reason of the replica reaches the command."""
     broken = tmp_path / "broken.gguf"

@@ -22,6 +22,8 @@ def run(folder: str, arguments: list[str], output: int) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(folder)
+    # The same file has other contents in the next run, perhaps of the same size and written in the same second.
+    sys.dont_write_bytecode = True
     sys.path[0] = folder
     sys.argv = arguments
     try:

@@ -262,6 +262,7 @@ class World:
         self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
         self._depth: dict[bytes, int] = {}  # chain key -> number of tokens up to it
         self._entries: dict[tuple[bytes, bytes], list[int]] = {}
+        self._hybrid_contents: dict[bytes, tuple[list[int], int]] = {}  # tokens of a context -> entries and last state
         self._heads = [self._tokens(self.random.randint(1, max(1, self.max_model_len // 2))) for _ in range(3)]
         self._middles = [self._tokens(self.random.randint(1, 2 * setup.block_size)) for _ in range(2)]
 
@@ -1329,12 +1330,15 @@ class World:
             packed.append(block.tokens)
             parent_key = block.parent_key
         whole = b"".join(reversed(packed))
-        model = Hybrid(self.setup.window)
-        entries = []
-        for i in range(0, len(whole), 4):
-            model.step()
-            entries.append(model.read(int.from_bytes(whole[i : i + 4], "big"), i // 4))
-        return entries[len(entries) - len(run) // 4 :], model.state
+        if whole not in self._hybrid_contents:
+            model = Hybrid(self.setup.window)
+            entries = []
+            for i in range(0, len(whole), 4):
+                model.step()
+                entries.append(model.read(int.from_bytes(whole[i : i + 4], "big"), i // 4))
+            self._hybrid_contents[whole] = (entries, model.state)
+        entries, state = self._hybrid_contents[whole]
+        return entries[len(entries) - len(run) // 4 :], state
 
     def _check_memory(self) -> None:
         """Check that the runner's memory has the content that the tree records for each block."""
