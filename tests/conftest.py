@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, Phase, settings
 from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
 from tests.costs import Collector, Recorder
-from tests.mutations import FileContexts
 from tests.selection import MARKERS, is_slow, select
 from tests.tiny import write_tiny_model
 
@@ -55,6 +54,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="skip slow test files")
     parser.addoption("--nightly", action="store_true", help="run all tests, also those marked with nightly")
+    parser.addoption("--left-out", action="store_true", help="run only the tests that `make test` leaves out")
     parser.addoption("--costs", type=Path, metavar="FILE", help="write what each test took to FILE (tests/costs.py)")
 
 
@@ -62,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     if os.environ.get("QUIRE_TEST_COVERAGE"):
+        from tests.mutations import FileContexts
+
         config.pluginmanager.register(FileContexts())
     path: Path | None = config.getoption("--costs")
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist
@@ -78,6 +80,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], left_out = select(items, config.getoption("--nightly"))
+    if config.getoption("--left-out"):
+        items[:], left_out = left_out, items[:]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
 

@@ -1,14 +1,15 @@
 """Draws small bugs over all packages with a seed, and counts those that the tests find: `python -m tests.mutations`.
 
-    python -m tests.mutations --count 200 --seed 1 --lines build/lines.json --out build/mutations.json [--nightly]
+    python -m tests.mutations --count 200 --seed 1 --lines build/lines.json --out build/mutations.json
 
 `MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn. Each runs the test files that
-execute its line, cheap ones first, until one fails. `--lines` names the lines that each test file executes. It is made
-from a run of `make test` (or `make nightly`) under coverage.py, which also prints the coverage:
+execute its line, cheap ones first, until one fails: first the tests of `make test`, then those left to `make nightly`.
+`--lines` names the lines that each test file executes. It is made from a run of all tests under coverage.py, which also
+prints the coverage:
 
-    python -m tests.mutations --collect build/lines.json -- -n 3 --dist loadfile
+    python -m tests.mutations --collect build/lines.json -- --nightly -n 3 --dist loadfile
 
-A mutant that ends in a hang counts as found.
+A mutant that ends in a hang counts as found. `--out` is read again: mutants that are in it do not run again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -30,9 +33,13 @@ from random import Random
 import pytest
 
 from tests.costs import slow_files
+from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited
 
-ROOT = Path(__file__).parents[1]
 LIMIT_S = 1800.0  # of one file of tests: only a hang takes longer
+TEST_LIMIT_S = "400"  # of one test; some wait for 300 s until they fail
+NO_TESTS = 5  # pytest's exit code
+# What test files import, and what takes long.
+IMPORTED = ("hypothesis", "numpy", "pytest", "torch", "transformers", "triton", "starlette", "openai", "anthropic")
 SWAPPED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
     ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -117,18 +124,20 @@ def draw(seed: int, count: int) -> list[Mutation]:
     ]
 
 
-def copy_with(mutation: Mutation, folder: Path) -> None:
-    """Copy the project with one edit. Other files are symbolic links."""
-    for name in ("quire", "tests", "benchmarks", "docs", "deploy", "requirements", ".github", ".ci"):
+def copy_of_project(folder: Path) -> Path:
+    """Copy the project as symbolic links."""
+    copy_of_quire(folder)
+    for name in ("benchmarks", "docs", "deploy", "requirements", ".github", ".ci"):
         shutil.copytree(ROOT / name, folder / name, copy_function=os.symlink)
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
-    file = folder / mutation.file
-    source = file.read_bytes()
-    file.unlink()
-    file.write_bytes(source[: mutation.start] + mutation.new.encode() + source[mutation.end :])
-    compile(file.read_bytes(), file, "exec")
+    return folder
+
+
+def mutated(mutation: Mutation) -> str:
+    source = (ROOT / mutation.file).read_bytes()
+    return (source[: mutation.start] + mutation.new.encode() + source[mutation.end :]).decode()
 
 
 def files_for(mutation: Mutation, lines: Lines) -> list[str]:
@@ -140,23 +149,31 @@ def files_for(mutation: Mutation, lines: Lines) -> list[str]:
     return sorted(found, key=lambda test: slow_files().get(test.removeprefix("tests/"), 0.0))
 
 
-def find(mutation: Mutation, lines: Lines, options: Sequence[str]) -> str:
-    """The test file that finds a mutant; empty if none does."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
-        folder = Path(name)
-        copy_with(mutation, folder)
-        for test in files_for(mutation, lines):
-            environment = os.environ | {"PYTHONPATH": name}  # child processes import the copy too
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, test]
-            try:
-                done = subprocess.run(
-                    command, cwd=folder, env=environment, capture_output=True, timeout=LIMIT_S, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return f"{test} (hangs)"
-            if done.returncode not in (0, 5):  # 5: all tests of the file are left to make nightly
-                return test
-    return ""
+class Finder:
+    """Runs tests in a copy of the project. Each thread has its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = copy_of_project(folder)
+        # Child processes import the copy too.
+        environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+        self._server = ForkServer(*IMPORTED, environment=environment, limit_s=LIMIT_S)
+
+    def __enter__(self) -> Finder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.__exit__(*error)
+
+    def find(self, mutation: Mutation, lines: Lines) -> dict[str, str]:
+        """Return the test file that finds a mutant, and the command that runs it; empty if none does."""
+        with edited(self._folder, {mutation.file: mutated(mutation)}):
+            for command, options in (("make test", []), ("make nightly", ["--left-out"])):
+                for test in files_for(mutation, lines):
+                    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", TEST_LIMIT_S, *options, test]
+                    code, output = self._server.run(self._folder, "pytest", *arguments)
+                    if code not in (0, NO_TESTS):
+                        return {"found_by": test, "found_in": command, "output": output[-500:]}
+        return {"found_by": "", "found_in": "", "output": ""}
 
 
 class FileContexts:
@@ -214,7 +231,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--out", type=Path, default=Path("build/mutations.json"))
-    parser.add_argument("--nightly", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--collect", type=Path, metavar="FILE")
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args()
@@ -222,14 +239,26 @@ def main() -> None:
         collect(options.collect.absolute(), options.pytest)
         return
     lines: Lines = json.loads(options.lines.read_text()) if options.lines else {}
-    results = []
-    for mutation in draw(options.seed, options.count):
-        found_by = find(mutation, lines, ["--nightly"] if options.nightly else [])
-        results.append({**asdict(mutation), "found_by": found_by})
-        print(f"{mutation.file}:{mutation.line} {mutation.kind}: {found_by or 'SURVIVED'}", flush=True)
-        options.out.write_text(json.dumps(results, indent=1))
-    counts = Counter(bool(one["found_by"]) for one in results)
-    print(f"{counts[True]} of {len(results)} found")
+    results = json.loads(options.out.read_text()) if options.out.exists() else []
+    known = {json.dumps(one["mutation"]) for one in results}
+    left = deque(one for one in draw(options.seed, options.count) if json.dumps(asdict(one)) not in known)
+
+    def work(folder: Path) -> None:
+        with Finder(folder) as finder:
+            while left:
+                mutation = left.popleft()
+                began = time.monotonic()
+                found = finder.find(mutation, lines)
+                results.append({"mutation": asdict(mutation), **found, "seconds": round(time.monotonic() - began)})
+                place = f"{mutation.file}:{mutation.line} {mutation.kind}"
+                print(f"{place}: {found['found_in']} {found['found_by'] or 'SURVIVED'}", flush=True)
+                options.out.write_text(json.dumps(results, indent=1))
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor() as pool:
+        for running in [pool.submit(work, Path(name) / str(number)) for number in range(options.jobs)]:
+            running.result()
+    counts = Counter(one["found_in"] for one in results)
+    print(f"of {len(results)}: {counts['make test']} by make test, {counts['make nightly']} only by make nightly")
 
 
 if __name__ == "__main__":

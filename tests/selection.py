@@ -1,8 +1,9 @@
 """Which tests run, and in which order: `make check`, `make test` and `make nightly`.
 
 - `make check` leaves out the files that take `QUICK_S` seconds or more.
-- `make test` leaves out tests marked with `nightly`. Of the combinations of a test's parameters, also those of its
-  fixtures, it runs the fewest in which each value of each parameter occurs. With `@pytest.mark.sweep("class")` or
+- `make test` leaves out tests marked with `nightly`, and of a test marked with `@pytest.mark.kept("tiny", "real")` all
+  cases but those in whose names one of these words occurs. Of the combinations of a test's parameters, also those of
+  its fixtures, it runs the fewest in which each value of each parameter occurs. With `@pytest.mark.sweep("class")` or
   `("file")`, the tests of a class or file share the combinations: each test runs and each value occurs, but not each
   test with each value. With `("none")` all combinations run.
 - `make nightly` runs all tests.
@@ -23,6 +24,7 @@ from tests.costs import name_of, slow_files
 QUICK_S = 2.5
 MARKERS = (
     "nightly: runs in `make nightly` only; `make test` has a case of the same kind",
+    "kept(words): cases that `make test` runs, by words in their names; the others run in `make nightly` only",
     "sweep(scope): what shares combinations of parameters in `make test`: class, file or none (tests/selection.py)",
 )
 
@@ -50,13 +52,19 @@ def select(items: list[pytest.Item], is_nightly: bool) -> tuple[list[pytest.Item
     sweeps: dict[Hashable, list[pytest.Item]] = defaultdict(list)
     left_out: set[pytest.Item] = set()
     for item in ordered:
-        if item.get_closest_marker("nightly"):
+        if item.get_closest_marker("nightly") or not is_kept(item):
             left_out.add(item)
         else:
             sweeps[group_of(item)].append(item)
     for group in sweeps.values():
         left_out.update(set(group) - set(covering(group)))
     return [item for item in ordered if item not in left_out], [item for item in ordered if item in left_out]
+
+
+def is_kept(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("kept")
+    name = item.nodeid.partition("[")[2].removesuffix("]")
+    return marker is None or any(word in name for word in marker.args)
 
 
 def group_of(item: pytest.Item) -> Hashable:

@@ -78,6 +78,7 @@ def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
         assert 0 <= result["gap_p99"] <= result["gap_max"]
 
 
+@pytest.mark.nightly
 def test_the_first_answer_of_the_default_model_is_right(default_model: Path) -> None:
     options = ["--answers", "20", "--kernels", kernels_available()[0], "--precision", "balanced"]
     command = [sys.executable, str(FOLDER / "first_answer.py"), "--model", str(default_model), *options]
@@ -236,6 +237,7 @@ def test_step_times_are_measured_between_results(gpu: Any) -> None:
 # benchmarks/cpu.py
 
 
+@pytest.mark.nightly
 def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
     options = ["--quick", "--no-llama", "--model", str(tiny_model), "--out", str(out)]
@@ -300,6 +302,7 @@ def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
             assert figure["is_held"] is expected
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_copies_on_a_gpu_checks_bits() -> None:
     import torch
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutations import ROOT, Mutation, draw, files_for, find, mutations_of
+from tests.mutations import ROOT, Finder, Mutation, draw, files_for, mutated, mutations_of
 
 SIZES = "quire/sizes.py"
-
-
-def edited(mutation: Mutation) -> str:
-    source = (ROOT / mutation.file).read_bytes()
-    return (source[: mutation.start] + mutation.new.encode() + source[mutation.end :]).decode()
 
 
 def test_every_edit_compiles_and_changes_its_file() -> None:
@@ -20,7 +15,7 @@ def test_every_edit_compiles_and_changes_its_file() -> None:
         found = list(mutations_of(ROOT / name))
         assert len(found) > 10
         for mutation in found:
-            text = edited(mutation)
+            text = mutated(mutation)
             assert text != (ROOT / name).read_text()
             compile(text, name, "exec")
             kinds.add(mutation.kind)
@@ -42,9 +37,11 @@ def test_files_that_execute_the_line_run_the_cheapest_first() -> None:
     assert len(files_for(of_module, lines)) == 2
 
 
-def test_a_mutant_of_a_tested_line_is_found() -> None:
+def test_a_mutant_of_a_tested_line_is_found(tmp_path: Path) -> None:
     lines = {"tests/test_sizes.py": {SIZES: list(range(200))}}
     swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"]
-    assert find(swapped[0], lines, []) == "tests/test_sizes.py"
-    nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
-    assert find(nothing, lines, []) == ""
+    with Finder(tmp_path) as finder:
+        found = finder.find(swapped[0], lines)
+        assert (found["found_by"], found["found_in"]) == ("tests/test_sizes.py", "make test"), found
+        nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
+        assert finder.find(nothing, lines) == {"found_by": "", "found_in": "", "output": ""}

@@ -36,6 +36,10 @@ def test_every_combination(a, b): pass
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
 def family(request): return request.param
 
+@pytest.mark.kept("tiny", "huge")
+@pytest.mark.parametrize("size", ["tiny", "small", "huge model"])
+def test_sizes(size): pass
+
 @pytest.mark.sweep("class")
 class TestContract:
     def test_alone(self, family): pass
@@ -74,11 +78,12 @@ def test_each_value_occurs(tmp_path: Path) -> None:
     assert {family for family in FAMILIES for one in shared if family in one} == set(FAMILIES)
     assert sorted("alone" if "alone" in one else one[-2] for one in shared) == ["1", "7", "alone"]
     assert "test_long" not in found
+    assert [one for one in found if "sizes" in one] == ["test_sizes[tiny]", "test_sizes[huge model]"]
 
 
 def test_all_tests_run_nightly(tmp_path: Path) -> None:
     found = collected(tmp_path, "--nightly")
-    assert len(found) == 6 + 4 + 1 + 3 + 4 + 3 + 6 + 3
+    assert len(found) == 6 + 4 + 1 + 3 + 4 + 3 + 3 + 6 + 3
 
 
 def test_first_cases_are_kept() -> None:

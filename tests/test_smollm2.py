@@ -132,6 +132,7 @@ def test_greedy_answers_do_not_depend_on_the_cache(rig: Rig, alone: list[Any]) -
     assert outcome.num_cached_tokens == sum(len(one.prompt) - 1 for one in alone)
 
 
+@pytest.mark.nightly
 def test_the_kv_cache_in_fp8(default_model: Path, text: ModelText, rig: Rig) -> None:
     """Its answers are near those of fp32, and depend on chunks and cached prefixes only where tokens nearly tie."""
     japan = chat(text, "What is the capital of Japan?")
@@ -177,6 +178,7 @@ def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.nightly
 def test_weights_stream(default_model: Path) -> None:
     """While loading, memory contains the model and one tensor, never a second copy of the model."""
     script = (

@@ -101,6 +101,7 @@ def test_a_build_without_a_compiler_fails_with_a_message(tmp_path: Path) -> None
     assert "No working C compiler was found" in outcome.stdout + outcome.stderr
 
 
+@pytest.mark.nightly
 def test_a_wheel_without_the_library_runs_the_other_backends(tmp_path: Path) -> None:
     outcome = pip_wheel(ROOT, tmp_path, "QUIRE_NATIVE=OFF", CC=str(tmp_path / "no-compiler"))
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
@@ -122,6 +123,7 @@ def test_a_wheel_without_the_library_runs_the_other_backends(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("native", "is_built"), [("AUTO", True), ("ON", False)])
+@pytest.mark.kept("AUTO")
 def test_a_mac_without_a_compiler_needs_none(native: str, is_built: bool, tmp_path: Path) -> None:
     """Without the Command Line Tools, `cc` opens a dialog: it must not be called, and xcode-select fails."""
     for name, code in (("xcode-select", 2), ("cc", 0)):

@@ -250,6 +250,7 @@ def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(8)]
 
 
+@pytest.mark.nightly
 def test_the_default_model_answers_as_it_does_alone(default_model: Path, tmp_path: Path) -> None:
     del default_model
     source, out = write(tmp_path / "in.jsonl", *(json.dumps(text) for text in QUESTIONS)), tmp_path / "out.jsonl"

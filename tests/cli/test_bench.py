@@ -97,6 +97,7 @@ def test_a_person_gets_tables_that_fit(model: str) -> None:
     assert max(map(len, outcome.stdout.splitlines())) <= 80
 
 
+@pytest.mark.nightly
 def test_fairness_alone_loads_no_model_here(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run_bench", lambda *_: pytest.fail("it loaded one"))
     options = ("--only", "fairness", "--backend", "fake", *SHORT)

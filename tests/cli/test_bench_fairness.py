@@ -67,6 +67,7 @@ def test_a_server_runs_until_it_is_no_longer_needed(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RequestFailed])
+@pytest.mark.kept("KeyboardInterrupt")
 def test_a_server_is_stopped_whatever_happens(tiny_model: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), serving(str(tiny_model), FAKE) as process:
         raise error("something happens")
@@ -112,6 +113,7 @@ def test_what_a_server_lacks_is_named_before_anything_is_measured() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.kept("15")
 def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: signal.Signals) -> None:
     script = (
         "import signal\n"
@@ -207,6 +209,7 @@ def test_a_refused_load_raises(client: StreamClient) -> None:
 # All of it
 
 
+@pytest.mark.nightly
 def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_fairness, "MAX_PAUSE_S", 0.01)
     stages: list[Stage] = []

@@ -118,6 +118,7 @@ def test_a_packed_model_is_refused_with_the_backend_that_may_run_it(mlx_hub: Fak
     assert mlx_hub.fetched == ["config.json"]
 
 
+@pytest.mark.nightly
 def test_a_forced_packed_model_is_whole_and_named_with_its_problem(mlx_hub: FakeHub, tmp_path: Path) -> None:
     env = mlx_hub.env(tmp_path)
     outcome = pull(mlx_hub, tmp_path, "mlx-community/Tiny-4bit", "--force")
@@ -152,6 +153,7 @@ def on_a_mac(hub: FakeHub, home: Path, *arguments: str) -> CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | hub.env(home))
 
 
+@pytest.mark.nightly
 def test_where_mlx_is_chosen_a_packed_model_runs(mlx_hub: FakeHub, tmp_path: Path) -> None:
     name = "mlx-community/Tiny-4bit"
     outcome = on_a_mac(mlx_hub, tmp_path, "pull", name)

@@ -73,6 +73,7 @@ AGENTS = ("--scenario", "agents", "--requests", "30", "--rate", "6", "--max-num-
 STATES = ("--states", "18", "--states=400", "--places", "prompt,answer,message,branch", "--places", "every-1024")
 
 
+@pytest.mark.nightly
 def test_sim_compares_numbers_of_states_and_placement_rules() -> None:
     outcome = quire("sim", *AGENTS, "--states=20", "--requests=9", "--machine", "h200-qwen3.5-35b-a3b")
     assert outcome.returncode == 0, outcome.stderr
@@ -112,6 +113,7 @@ def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "magic"), [("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")])
+@pytest.mark.kept("png")
 def test_sim_draws(tmp_path: Path, name: str, magic: bytes) -> None:
     outcome = quire("sim", "--requests", "40", "--blocks", "400", "--plot", name, folder=tmp_path)
     assert outcome.returncode == 0, outcome.stderr

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.scale.rig import Cluster, deployed
 from tests.server.rig import Server
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, paused
 
 
 @dataclass
@@ -90,12 +90,13 @@ def kill_in_mid_stream(cluster: Cluster, number: int, num_tokens: int) -> tuple[
     ]
     for outcome in outcomes:
         assert outcome.began.wait(HANG_S)
-    before = {one["name"] for one in cluster.replicas()}
-    assert all(one["num_requests"] for one in cluster.replicas()), cluster.replicas()
-    # Half of the time Ray's process, half of the time the worker below it.
-    victim = random.Random(number).choice(cluster.replica_pids() if number % 2 else cluster.worker_pids())
-    killed_s = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+    with paused(*cluster.worker_pids()):  # otherwise the streams may end first on a busy machine
+        before = {one["name"] for one in cluster.replicas()}
+        assert all(one["num_requests"] for one in cluster.replicas()), cluster.replicas()
+        # Half of the time Ray's process, half of the time the worker below it.
+        victim = random.Random(number).choice(cluster.replica_pids() if number % 2 else cluster.worker_pids())
+        killed_s = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
     for outcome in outcomes:
         assert outcome.ended.wait(HANG_S)
     assert not [one.problem for one in outcomes if one.problem], outcomes

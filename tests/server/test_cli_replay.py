@@ -238,6 +238,7 @@ def test_token_ids_of_completions(server: Server) -> None:
 # The real model
 
 
+@pytest.mark.nightly
 def test_the_real_model(default_model: Path, tmp_path: Path) -> None:
     """The quality of the prediction is not asserted: the machine may be busy. docs/replay.md has figures."""
     del default_model  # downloaded by the fixture

@@ -113,6 +113,7 @@ def test_a_model_with_a_state_is_refused_at_the_start(tmp_path: Path) -> None:
     assert "ArraysCache" in server.log
 
 
+@pytest.mark.nightly
 def test_bench_prints_the_same_report_as_elsewhere(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "quire", "bench", "--model", str(tiny_model), "--backend", "mlx", "--json"]
     parts = ["--only", "speedup", "--only", "prefix", "--clients", "1,2", "--rounds", "1"]

@@ -1,24 +1,27 @@
 """Runs modules like `python -m`, each in a fork of a process that has already imported the slow dependencies.
 
+    python fork_server.py LIMIT_S MODULE...
+
 Reads lines of JSON (folder, arguments) and writes one line (exit code, output) for each, until its input ends. It is
 run as a file, so that it imports nothing of quire and its tests: each fork imports those from its own folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import tempfile
+import time
 import traceback
-
-import hypothesis  # noqa: F401  imported for the forks
-import numpy  # noqa: F401
-import pytest  # noqa: F401
 
 
 def run(folder: str, arguments: list[str], output: int) -> int:
+    os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(folder)
@@ -36,7 +39,22 @@ def run(folder: str, arguments: list[str], output: int) -> int:
     return 0
 
 
+def wait(pid: int, limit_s: float) -> int:
+    """Wait for the exit code of a fork. After the limit it is killed. Processes that it left are killed too."""
+    deadline = time.monotonic() + limit_s
+    pause_s = 0.001
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(pid, 0)[1])
+
+
 def main() -> None:
+    limit_s = float(sys.argv[1])
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         folder, arguments = json.loads(line)
         with tempfile.TemporaryFile() as output:
@@ -46,7 +64,7 @@ def main() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            code = wait(pid, limit_s)
             output.seek(0)
             print(json.dumps((code, output.read().decode(errors="replace"))), flush=True)
 

@@ -1,7 +1,8 @@
-"""Runs the worlds or tests that should find a mutant: `python -m tests.sim.search` searches all and writes where each fails.
+"""Runs the worlds or tests that should find a mutant.
 
-`found_at.json` has the world or test that found each mutant. It is tried first, because most mutants are then found within
-a second. It may be stale: if it does not find the mutant, everything that may find it runs.
+`found_at.json` has the world or test that found each mutant; `python -m tests.sim.search` writes it. It is tried first,
+because most mutants are then found within a second. It may be stale: if it does not find the mutant, everything that
+may find it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from tests.sim.mutants import FIRST_HYBRID, MUTANTS, WORLDS, Mutant
 from tests.sim.runs import FOUND
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 FOUND_AT = Path(__file__).with_name("found_at.json")
 TESTS_FAILED = 1  # pytest's exit code
 NO_SUCH_TEST = 4
+LIMIT_S = 1200.0  # only a hang takes longer
 _FAILED_WORLD = re.compile(r"^world (\d+) failed at event", re.MULTILINE)
 _FAILED_TEST = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -39,23 +40,27 @@ def found_at() -> dict[str, str]:
 class ForkServer:
     """Runs modules like `python -m` in a given folder (`fork_server.py`)."""
 
-    def __init__(self) -> None:
-        # Importing the other pytest plugins takes longer than most of these tests take to fail.
-        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
-        environment["QUIRE_TEST_PROFILE"] = "first failure"  # of hypothesis: examples are not shrunk
+    def __init__(self, *modules: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> None:
+        """`modules`: imported before the forks. `limit_s`: a run that takes longer is killed, with its children."""
+        if environment is None:
+            # Importing the other pytest plugins takes longer than most of these tests take to fail.
+            environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
+        # Examples of hypothesis are not shrunk.
+        environment = {**os.environ, "QUIRE_TEST_PROFILE": "first failure", **environment}
+        script = str(Path(__file__).with_name("fork_server.py"))
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            [sys.executable, script, str(limit_s), *(modules or ("hypothesis", "numpy", "pytest"))],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.communicate("")
 
     def run(self, folder: Path, *arguments: str) -> tuple[int, str]:
-        """Run a module. Returns its exit code and output."""
+        """Run a module. Returns its exit code, negative if it was killed, and its output."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps((str(folder), arguments)), file=self.process.stdin, flush=True)
@@ -64,6 +69,7 @@ class ForkServer:
 
     def find(self, folder: Path, mutant: Mutant, tried_first: str | None) -> tuple[str | None, str]:
         """Run what may find a mutant until something does. Returns the world or test, or None, and the output."""
+        output = ""
         if mutant.found_by == WORLDS:
             last = mutant.first_world // FIRST_HYBRID * FIRST_HYBRID + 300
             everything = f"{mutant.first_world}:{last}"
@@ -90,21 +96,28 @@ def copy_of_quire(folder: Path) -> Path:
     return folder
 
 
+def sources_of(mutant: Mutant) -> dict[str, str]:
+    """The files that a mutant changes, with their new contents."""
+    sources: dict[str, str] = {}
+    for edit in mutant.edits:
+        name = f"quire/{edit.file}"
+        source = sources.get(name) or (ROOT / name).read_text()
+        assert source.count(edit.old) == 1, (
+            f"{edit.old!r} does not occur exactly once in {edit.file}: the mutant is stale"
+        )
+        sources[name] = source.replace(edit.old, edit.new)
+    return sources
+
+
 @contextmanager
-def edited(folder: Path, mutant: Mutant) -> Iterator[None]:
-    links: dict[Path, Path] = {}
+def edited(folder: Path, sources: dict[str, str]) -> Iterator[None]:
+    """Replace files of a copy, and put the links back."""
+    links = {folder / name: (folder / name).readlink() for name in sources}
     try:
-        for edit in mutant.edits:
-            path = folder / "quire" / edit.file
-            source = path.read_text()
-            assert source.count(edit.old) == 1, (
-                f"{edit.old!r} does not occur exactly once in {edit.file}: the mutant is stale"
-            )
-            if path not in links:
-                links[path] = path.readlink()
-            path.unlink()
-            path.write_text(source.replace(edit.old, edit.new))
-            compile(path.read_text(), path, "exec")
+        for name, source in sources.items():
+            compile(source, name, "exec")
+            (folder / name).unlink()
+            (folder / name).write_text(source)
         yield
     finally:
         for path, target in links.items():
@@ -117,7 +130,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ForkServer() as server:
         folder = copy_of_quire(Path(name))
         for mutant in MUTANTS:
-            with edited(folder, mutant):
+            with edited(folder, sources_of(mutant)):
                 at, _ = server.find(folder, mutant, None)
             print(f"{mutant.name}: {at or 'not found'}", flush=True)
             if at is not None:

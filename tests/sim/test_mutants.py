@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.mutants import MUTANTS, Mutant
-from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited, found_at
+from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited, found_at, sources_of
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_an_unchanged_copy_passes(fork_server: ForkServer, copy: Path) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_found(fork_server: ForkServer, mutant: Mutant, copy: Path) -> None:
-    with edited(copy, mutant):
+    with edited(copy, sources_of(mutant)):
         found, output = fork_server.find(copy, mutant, found_at().get(mutant.name))
     assert found is not None, f"{mutant.name} survived {mutant.found_by}\n{output}"
 

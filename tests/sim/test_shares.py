@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from quire.core.request import Priority
+from tests.selection import mostly_nightly
 from tests.sim.contest import Contest, Load
 
 HIGH, NORMAL, LOW = Priority
-SEEDS = range(24)
+SEEDS = mostly_nightly([range(6), range(6, 24)], 1)
 ENDLESS = 40  # waiting requests of a load at any time
 
 
 @pytest.mark.parametrize("others", [(HIGH,), (HIGH, NORMAL), (NORMAL,)], ids=str)
-def test_a_tier_gets_its_share_under_constant_load_of_higher_tiers(others: tuple[Priority, ...]) -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_tier_gets_its_share_under_constant_load_of_higher_tiers(others: tuple[Priority, ...], seeds: range) -> None:
+    for seed in seeds:
         contest = Contest(seed, [Load(tier, num_waiting=ENDLESS) for tier in (*others, LOW)])
         bound = 2 * contest.max_num_batched_tokens + contest.drain_tokens
         for _ in range(300):
@@ -24,8 +26,9 @@ def test_a_tier_gets_its_share_under_constant_load_of_higher_tiers(others: tuple
         assert contest.served[LOW] > 0
 
 
-def test_a_request_starts_within_the_service_bound() -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_request_starts_within_the_service_bound(seeds: range) -> None:
+    for seed in seeds:
         loads = [Load(HIGH, num_waiting=ENDLESS), Load(NORMAL, num_waiting=3), Load(LOW, num_waiting=3)]
         contest = Contest(seed, loads)
         for _ in range(300):
@@ -41,8 +44,9 @@ def test_a_request_starts_within_the_service_bound() -> None:
             assert one.total <= bound, f"seed {seed}: {one.request!r} waited for {one.total} tokens of at most {bound}"
 
 
-def test_high_starts_within_two_steps_next_to_a_permanent_low_backlog() -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_high_starts_within_two_steps_next_to_a_permanent_low_backlog(seeds: range) -> None:
+    for seed in seeds:
         contest = Contest(seed, [Load(LOW, num_waiting=ENDLESS)])
         for number in range(600):
             if number % 31 == 30:
@@ -54,8 +58,9 @@ def test_high_starts_within_two_steps_next_to_a_permanent_low_backlog() -> None:
         assert not any(one.request.priority is HIGH for one in contest.arrivals.values())
 
 
-def test_high_starts_within_two_steps_next_to_saturated_normal_and_low() -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_high_starts_within_two_steps_next_to_saturated_normal_and_low(seeds: range) -> None:
+    for seed in seeds:
         contest = Contest(seed, [Load(NORMAL, num_waiting=ENDLESS), Load(LOW, num_waiting=ENDLESS)])
         if contest.max_num_seqs < 2:
             continue  # LOW may hold the only batch row as long as it is owed
@@ -68,9 +73,10 @@ def test_high_starts_within_two_steps_next_to_saturated_normal_and_low() -> None
         assert max(one.num_steps for one in highs) <= 2, f"seed {seed}"
 
 
-def test_high_gets_all_tokens_above_the_guaranteed_shares() -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_high_gets_all_tokens_above_the_guaranteed_shares(seeds: range) -> None:
     """With three saturated tiers, the lower ones take no more than their shares from HIGH."""
-    for seed in SEEDS:
+    for seed in seeds:
         contest = Contest(seed, [Load(tier, num_waiting=ENDLESS) for tier in Priority])
         for _ in range(300):
             contest.step()
@@ -81,8 +87,9 @@ def test_high_gets_all_tokens_above_the_guaranteed_shares() -> None:
             assert contest.served[HIGH] >= 5 / 8 * total - slack, f"seed {seed}: {contest.served}"
 
 
-def test_a_tier_alone_gets_everything() -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_tier_alone_gets_everything(seeds: range) -> None:
+    for seed in seeds:
         contest = Contest(seed, [Load(LOW, num_waiting=ENDLESS)])
         contest.fair.ledger.cost = None
         for _ in range(200):
@@ -93,8 +100,9 @@ def test_a_tier_alone_gets_everything() -> None:
         assert contest.num_preemptions == 0
 
 
-def test_tenants_of_a_tier_share_it_equally() -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_tenants_of_a_tier_share_it_equally(seeds: range) -> None:
+    for seed in seeds:
         loads = [Load(NORMAL, "batch", ENDLESS), Load(NORMAL, "person", 2 * 16)]
         contest = Contest(seed, loads)
         bound = 2 * (contest.max_num_batched_tokens + contest.drain_tokens)

@@ -23,6 +23,7 @@ def run(num_replicas: int, router: str, report_s: float = REPORT_S) -> ClusterRe
 
 
 @pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.kept("prefix", "round-robin")
 def test_one_replica_is_the_plain_simulation(router: str) -> None:
     alone = simulate(TREE, CONFIG, STEP_TIME)
     assert run(1, router).records == alone.records
@@ -37,6 +38,7 @@ def test_every_request_is_answered_once(router: str) -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.kept("2")
 def test_prefixes_are_found_again_as_on_one_machine_and_the_load_is_shared(num_replicas: int) -> None:
     whole = replace(CONFIG, num_blocks=num_replicas * CONFIG.num_blocks, max_num_seqs=64 * num_replicas)
     expected = simulate_cluster(TREE, whole, STEP_TIME, 1, "round-robin").hit_tokens

@@ -365,6 +365,7 @@ def mlx_folder(default_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return write_mlx_folder(tmp_path_factory.mktemp("mlx") / "smollm2", default_model)
 
 
+@pytest.mark.nightly
 def test_default_model_as_an_mlx_folder(mlx_folder: Path) -> None:
     """The conversion of mlx-lm, with another quantisation for the embedding."""
     text, prompt = chat(mlx_folder)

@@ -75,6 +75,7 @@ def arrays_of(example: Example) -> Arrays:
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
+@pytest.mark.kept("(5,40)", "(2,3,7", "(40,10)-(5,1)")
 def test_the_text_of_the_kernel_agrees_with_gather(
     language: Language,
     lengths: tuple[int, ...],
@@ -130,6 +131,7 @@ def test_a_scale_and_a_window_of_one_are_different_constants() -> None:
         ("for (int s = 0; s < SIMDGROUPS; ++s) merged +=", "for (int s = 1; s < SIMDGROUPS; ++s) merged +="),
     ],
 )
+@pytest.mark.kept("base + j", "window[0]")
 def test_errors_in_the_text_are_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paged_decode.ATTEND.count(old) == 1
     monkeypatch.setattr(paged_decode, "ATTEND", paged_decode.ATTEND.replace(old, new))

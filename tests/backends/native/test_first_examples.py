@@ -41,6 +41,7 @@ def check(benchmark: Any, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("precision", ["exact", "balanced"])  # `portable` is slow in exact
+@pytest.mark.kept("avx2", "avx512", "neon", "dot")
 def test_first_examples_are_right_by_a_margin(
     benchmark: Any, default_model: Path, kernels: str, precision: str
 ) -> None:

@@ -66,6 +66,7 @@ def alone(long: tuple[Long, float]) -> list[Answer]:
     return answers
 
 
+@pytest.mark.kept("0)")
 def test_distributions(long: tuple[Long, float], alone: list[Answer]) -> None:
     (reference, _), bound = long
     for prompt, answer in zip(PROMPTS, alone, strict=True):
@@ -73,6 +74,7 @@ def test_distributions(long: tuple[Long, float], alone: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.kept("0)")
 def test_one_sequence(long: tuple[Long, float], alone: list[Answer], num_threads: int) -> None:
     """Chunks of one token, of a tile and a few, and of more than a piece."""
     rig = long[0][1]

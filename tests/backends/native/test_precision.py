@@ -72,6 +72,7 @@ def verdict_of(model: Model, reference: Model, passages: list[Passage]) -> Verdi
     return verdict
 
 
+@pytest.mark.nightly
 def test_native_is_close_to_fp32(default_model: Path, reference: Remembered, passages: list[Passage]) -> None:
     native = Native(default_model)
     try:

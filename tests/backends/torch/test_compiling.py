@@ -47,6 +47,7 @@ SIZES = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
+DTYPES = (torch.float32, torch.bfloat16)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -207,11 +208,13 @@ class Launches:
 @pytest.mark.parametrize(
     ("name", "dtype", "bits", "is_fp8"),
     [
-        *((name, dtype, None, False) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)),
+        *((name, dtype, None, False) for name in CONFIGS if name != "gpt_oss" for dtype in DTYPES),
+        *(pytest.param("gpt_oss", dtype, None, False, marks=pytest.mark.nightly) for dtype in DTYPES),  # 20 s
         *((one, torch.float32, None, False) for one in VARIANTS),
         *((name, torch.float32, bits, False) for name in (*CONFIGS, "qwen3_moe") for bits in QUANTIZED),
         *((name, torch.bfloat16, 8, False) for name in CONFIGS),
-        *((name, torch.float32, None, True) for name in (*CONFIGS, "gemma4 with shared layers", "gpt_oss")),
+        *((name, torch.float32, None, True) for name in (*CONFIGS, "gemma4 with shared layers")),
+        pytest.param("gpt_oss", torch.float32, None, True, marks=pytest.mark.nightly),  # 20 s
     ],
 )
 def test_kernels_of_steps_are_compiled_in_advance(

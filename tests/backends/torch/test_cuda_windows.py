@@ -77,7 +77,6 @@ STEPS = [
 ]
 
 
-@pytest.mark.sweep("test")
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_only_blocks_within_the_window_are_read(
     make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch

@@ -393,6 +393,7 @@ def test_experts_with_minima_compute_as_decoded_ones(name: str, tmp_path: Path) 
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+@pytest.mark.nightly
 def test_kernels_of_all_layers_are_compiled_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of Q4_K_M files have different types."""
     path = write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0])

@@ -18,7 +18,10 @@ from tests.backends.torch.test_compiling import Launches
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DOT_DTYPES = [FP32, BF16] if DEVICE == "cuda" else [FP32]  # the interpreter multiplies the bits of bf16
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
+    pytest.mark.sweep("file"),
+]
 
 
 def make_experts(

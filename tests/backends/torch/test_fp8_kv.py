@@ -51,6 +51,7 @@ def distance(one: Answer, other: Answer) -> float:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.kept("llama", "gemma3", "qwen3_5")
 def test_both_runners_agree(name: str, tmp_path: Path) -> None:
     """And differ from a cache in fp32, by the rounding of keys and values."""
     small(name, tmp_path)
@@ -87,6 +88,7 @@ def test_chunks_batches_and_cached_prefixes_change_nothing(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.kept("True")
 def test_siblings_and_graphs(has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings read a shared prefix in wide items; forks copy codes and scales of their last block."""
     small("llama", tmp_path, num_hidden_layers=1)
@@ -159,6 +161,7 @@ def test_a_purge_removes_what_is_not_finite() -> None:
     assert float((context.keys[0, 0, 0] - 1).abs().max()) < 0.01
 
 
+@pytest.mark.nightly
 def test_a_failed_request_leaves_nothing_behind(tmp_path: Path) -> None:
     """A NaN in the cache fails its request, and not the next one, which gets the same blocks."""
     small("llama", tmp_path)

@@ -49,7 +49,7 @@ def distance(one: Answer, other: Answer) -> float:
             (None, ("int4", "int8"), True),
             ("Q5_K", ("int8",), True),
         ],
-        2,
+        1,
     ),
 )
 def test_packed_models(

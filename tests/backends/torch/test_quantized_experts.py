@@ -64,7 +64,10 @@ FORMATS = {
 }
 # Some kernels move halves of bytes into the mantissa of 2048, and subtract that: a part of fp32 is lost.
 WIDE_BOUND = 3e-4
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
+    pytest.mark.sweep("file"),
+]
 
 
 def random_stack(shape: tuple[int, int, int], format: PackedFormat, dtype: torch.dtype, seed: int = 0) -> PackedStack:

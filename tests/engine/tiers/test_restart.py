@@ -74,6 +74,7 @@ def copied(stored: Stored, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)  # pytest would keep it
 
 
+@pytest.mark.nightly
 def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
     engine = open_engine(default_model, stored.folder, threads=1)
     assert disk_stats(engine).num_pieces == stored.num_files > 50

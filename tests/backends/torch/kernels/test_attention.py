@@ -26,7 +26,7 @@ from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, m
 from tests.backends.torch.kernels.device import DEVICE
 
 # In the interpreter only: the cap of a number far beyond it, which is finite all the same.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.sweep("file")]
 
 # T rows of the batch, H query heads, K kv heads, D head size
 

@@ -53,7 +53,7 @@ FORMATS = {
 }
 # Some shapes end within a tile, a strip, a block of rows and a step of columns.
 SHAPES = {0: [(7, 96), (35, 1184)], 128: [(7, 128), (35, 1152)]}  # by group columns
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp"), pytest.mark.sweep("file")]
 
 
 def random_weight(num_outputs: int, num_inputs: int, format: PackedFormat, dtype: torch.dtype = FP32) -> PackedWeight:
