@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import shutil
@@ -110,12 +111,19 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from executed(child)
 
 
-def draw(seed: int, count: int) -> list[Mutation]:
-    """Draw as many of each kind. Numbers alone would be half of all."""
+@functools.cache
+def all_mutations() -> dict[str, list[Mutation]]:
+    """All edits of the package, by kind."""
     kinds: dict[str, list[Mutation]] = defaultdict(list)
     for path in sorted((ROOT / "quire").rglob("*.py")):
         for one in mutations_of(path):
             kinds[one.kind].append(one)
+    return kinds
+
+
+def draw(seed: int, count: int) -> list[Mutation]:
+    """Draw as many of each kind. Numbers alone would be half of all."""
+    kinds = all_mutations()
     rng = Random(seed)
     return [
         one

@@ -70,7 +70,7 @@ def answer(llm: LLM, params: GenerationParams) -> GenerationOutput:
     ],
 )
 @pytest.mark.parametrize("is_predicted", [False, True])
-@pytest.mark.kept("params0", "params3", "params4", "params6", "params8")
+@pytest.mark.kept("params0", "params4")
 def test_the_same_answer(llms: tuple[LLM, LLM], params: GenerationParams, is_predicted: bool) -> None:
     """Stop strings and the last token are in the middle of drafts, because the answer repeats the document."""
     plain = answer(llms[0], params)
@@ -121,6 +121,7 @@ def test_a_prediction(llms: tuple[LLM, LLM]) -> None:
 
 
 @pytest.mark.parametrize("params", [JSON, replace(JSON, temperature=0.7, seed=3)])
+@pytest.mark.kept("params0")
 def test_tokens_that_a_grammar_forces(llms: tuple[LLM, LLM], params: GenerationParams) -> None:
     scheduler = llms[1].engine.scheduler
     before = scheduler.num_accepted

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutations import ROOT, Finder, Mutation, draw, files_for, mutated, mutations_of
+from tests.mutations import Finder, Mutation, draw, files_for, mutated, mutations_of
+from tests.sim.search import ROOT
 
 SIZES = "quire/sizes.py"
 

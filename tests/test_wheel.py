@@ -73,6 +73,7 @@ def test_the_wheel_contains_the_libraries_and_no_c_sources(wheel: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_the_wheel_runs_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"

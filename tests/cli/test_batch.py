@@ -233,6 +233,7 @@ def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:
     assert set(read(out)) == {f"p-{number}" for number in range(400)}
 
 
+@pytest.mark.nightly
 def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -> None:
     del default_model  # is here now
     page = (Path(__file__).parents[2] / "docs/batch.md").read_text()

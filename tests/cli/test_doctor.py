@@ -106,6 +106,7 @@ def test_without_torch_only_a_gpu_misses_it(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("default_model")
+@pytest.mark.nightly
 def test_the_reason_of_a_library_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"no library")
     outcome = quire("doctor", env={"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")})

@@ -171,6 +171,7 @@ def test_where_mlx_is_chosen_a_packed_model_runs(mlx_hub: FakeHub, tmp_path: Pat
     )
 
 
+@pytest.mark.nightly
 def test_types_that_mlx_lm_does_not_have_are_refused(mlx_hub: FakeHub, tmp_path: Path) -> None:
     outcome = on_a_mac(mlx_hub, tmp_path, "pull", "org/bert")
     assert "org/bert: mlx-lm has no models of type 'bert'. --force downloads it anyway" in outcome.stderr

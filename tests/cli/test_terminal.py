@@ -88,6 +88,7 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: next(iter(fields)))
+@pytest.mark.kept("architectures", "rope_scaling")
 def test_fields_of_a_config_are_escaped(tmp_path: Path, fields: dict[str, Any]) -> None:
     folder = with_config(tmp_path / "tiny", **fields)
     for command in (("show", str(folder)), ("doctor", str(folder)), ("generate", "Hi", "--model", str(folder), *SHORT)):
@@ -96,6 +97,7 @@ def test_fields_of_a_config_are_escaped(tmp_path: Path, fields: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("command", [("models",), ("models", "--json"), ("doctor",)])
+@pytest.mark.kept("command0")
 def test_names_of_files_in_the_cache_are_escaped(tmp_path: Path, command: Sequence[str]) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / f"broken{HOSTILE}.gguf").write_bytes(b"GGUF")

@@ -199,7 +199,7 @@ REPETITIVE: dict[str, tuple[str, dict[str, Any], list[Any] | None]] = {
 
 
 @pytest.mark.parametrize(("question", "schema", "expected"), REPETITIVE.values(), ids=REPETITIVE)
-@pytest.mark.kept("100 booleans", "open array")
+@pytest.mark.kept("open array")
 def test_the_best_allowed_token_of_the_real_model_is_chosen(
     vocabulary: Vocabulary, llm: LLM, question: str, schema: dict[str, Any], expected: list[Any] | None
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_model_that_cannot_be_loaded_is_named(default_model: Path, tmp_path: P
         assert "tensor" in done.stderr
 
 
+@pytest.mark.nightly
 def test_the_command_starts_ray_and_ends_it(cluster: Cluster, tmp_path: Path) -> None:
     """Its own cluster: the one of the other tests runs on the same machine, and is neither joined nor ended."""
     file = tmp_path / "q.yaml"
@@ -266,6 +267,7 @@ def _check_refusals(output: str, file: Path, environment: dict[str, str]) -> Non
         ("127.0.0.1:99999", "--address '127.0.0.1:99999': there is no Ray cluster"),
     ],
 )
+@pytest.mark.kept("127.0.0.1:1-", "auto")
 def test_no_cluster_at_an_address(address: str, text: str) -> None:
     done = _quire("deploy", "status", "--address", address)
     assert done.returncode == 2

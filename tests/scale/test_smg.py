@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from quire.weights.hub import DEFAULT_MODEL
 from tests.server.rig import Server, serving
 from tests.waiting import HANG_S, eventually
@@ -56,6 +58,7 @@ def ask(router: Server, system: str, question: str) -> int | None:
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]) if answer.status == 200 else None
 
 
+@pytest.mark.nightly  # needs a router and two servers
 def test_conversations_stay_and_a_dead_server_is_left_out(default_model: Path) -> None:
     del default_model  # is here now
     options = ("--num-blocks", "300")

@@ -715,6 +715,7 @@ def test_a_server_without_state_says_so(tiny_model: Path, tmp_path: Path) -> Non
             assert server.chat().status == 200
 
 
+@pytest.mark.nightly
 def test_a_disk_that_takes_nothing_is_reported_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
     with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:

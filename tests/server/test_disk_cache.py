@@ -124,6 +124,7 @@ def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.kept("json")
 def test_a_damaged_file_in_the_log(tiny_model: Path, tmp_path: Path, log_format: str) -> None:
     """The lines of a worker look like those of the server."""
     folder = tmp_path / "kv"
@@ -290,6 +291,7 @@ def test_values_that_do_not_fit_the_model_are_refused(
     assert outcome.stderr.count(message.partition(" = ")[2].partition(":")[0]) == 2  # here, and once in the log
 
 
+@pytest.mark.nightly
 def test_the_folder_in_the_environment(tiny_model: Path, tmp_path: Path) -> None:
     """It only names the folder, so it is no mistake without a disk cache. An empty one is."""
     folder = tmp_path / "kv"

@@ -102,6 +102,7 @@ def test_no_expression_tries_a_long_text_again(module: Path, name: str) -> None:
     assert found["steps"] < 30_000_000
 
 
+@pytest.mark.nightly
 def test_a_hundred_thousand_nodes_are_rendered(module: Path) -> None:
     """As arguments of one call they would be too many."""
     texts = [piece * 150_000 for piece in ("- a\n", "*a* ", "> - a\n", "|a|\n|-|\n|a|\n", "a\n\n")]

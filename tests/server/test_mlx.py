@@ -102,6 +102,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in answer.choices[0].logprobs.content or ())
 
 
+@pytest.mark.nightly
 def test_a_model_with_a_state_is_refused_at_the_start(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
     write_model(folder, "mamba", vocab_size=512)

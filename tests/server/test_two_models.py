@@ -15,6 +15,8 @@ from tests.server.rig import Server, children, command_line, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.nightly  # test_models.py has the same cases with small models
+
 BUDGET_BYTES = 500 << 20
 TOLERANCE_BYTES = 24 << 20  # what allocators may keep after an unload
 QUESTION = {"messages": [{"role": "user", "content": "Count from one to fifty."}], "temperature": 0}

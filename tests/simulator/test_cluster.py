@@ -30,6 +30,7 @@ def test_one_replica_is_the_plain_simulation(router: str) -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.kept("prefix", "round-robin")
 def test_every_request_is_answered_once(router: str) -> None:
     report = run(3, router)
     assert {record.outcome for record in report.records} == {Outcome.FINISHED}

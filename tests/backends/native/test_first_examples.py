@@ -55,6 +55,7 @@ def test_first_examples_are_right_by_a_margin(
                     assert benchmark.sample(llm, one.prompt, params) == [benchmark.RIGHT[one.prompt]] * len(params)
 
 
+@pytest.mark.nightly
 def test_first_examples_are_right_by_a_margin_in_fp32(benchmark: Any, default_model: Path) -> None:
     with benchmark.opened(benchmark.FP32, "", str(default_model)) as llm:
         check(benchmark, llm)

@@ -83,6 +83,7 @@ def test_native_is_close_to_fp32(default_model: Path, reference: Remembered, pas
     assert verdict.num_positions > sum(WINDOWS)
 
 
+@pytest.mark.nightly
 def test_8_bits_everywhere_fail_the_comparison(
     default_model: Path, reference: Remembered, passages: list[Passage]
 ) -> None:

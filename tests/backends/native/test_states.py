@@ -26,6 +26,7 @@ from tests.backends.native.test_windows import logits
 from tests.backends.plans import piece, plan
 from tests.backends.torch.families import STATE_FAMILIES
 from tests.backends.torch.rig import Rig
+from tests.selection import mostly_nightly
 from tests.weights.converting import write_gguf
 
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 1, 33, 5, 96))]
@@ -187,7 +188,7 @@ def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
 @pytest.mark.parametrize(
     "name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers"]
 )
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", mostly_nightly(range(2), 1))
 def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prefixes, snapshots, forks, preemption and cancellation: each answer has the bits of the request alone."""
     monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)

@@ -130,6 +130,7 @@ def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, mon
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("min_keys", [32, 1024])
+@pytest.mark.kept("1024-True")
 def test_drafts(llama: Reference, has_graphs: bool, min_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that are right up to some token, with a context that is read once for all of them, and without."""
     monkeypatch.setattr(work, "MIN_DRAFT_KEYS", min_keys)
@@ -196,6 +197,7 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_nightly(["llama tied", "qwen3", "gemma3"], 1))
+@pytest.mark.nightly
 def test_steps_with_prompts_run_as_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone, in chunks and beside decodes: each step is one graph."""
     reference = small(name, tmp_path)
@@ -278,6 +280,7 @@ WISHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.kept("True")
 def test_samples_equal_those_of_the_reference(llama: Reference, has_graphs: bool) -> None:
     """With a step in flight, the last tokens and their penalties are only on the device."""
     judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path)

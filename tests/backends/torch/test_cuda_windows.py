@@ -187,6 +187,7 @@ class WindowRig(FusedRig):
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.kept("gemma3-False")
 def test_on_the_real_scheduler(make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prefixes, whose windows are cached or computed again, samples of one prompt, and steps in flight."""
     monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)

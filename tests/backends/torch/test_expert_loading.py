@@ -364,6 +364,7 @@ def test_random_experts_are_never_in_16_bits(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", mostly_nightly(["fp8 in small blocks", "ct w4 asymmetric", "awq g32"], 2))
+@pytest.mark.kept("fp8")
 def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) -> None:
     layout, _ = KEPT[name]
     packed, plain = tmp_path / "packed", tmp_path / "plain"
@@ -379,6 +380,7 @@ def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", mostly_nightly(reversed(MINIMA), 1))
+@pytest.mark.nightly
 def test_experts_with_minima_compute_as_decoded_ones(name: str, tmp_path: Path) -> None:
     """Rows alone and in tiles. The plain runner decodes, when it loads."""
     path = write_expert_quants(tmp_path, MINIMA[name][0])

@@ -105,7 +105,7 @@ SOME = ["fp8 per output", BLOCKS, "int4 in 128", "int4 in 32 with minima", "int8
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.kept("True")
+@pytest.mark.kept("True-fp8 in blocks", "True-int4")
 def test_every_number_of_rows_has_a_product(name: str, is_graph: bool) -> None:
     linear = FusedPackedLinear(random_weight(70, 256, FORMATS[name]), randn(70))
     exact = exact_weight(linear.packed)
