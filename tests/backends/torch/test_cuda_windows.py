@@ -216,10 +216,10 @@ def test_kernels_are_compiled_in_advance(make_runner: Make, monkeypatch: pytest.
     monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
     runner = make_runner(num_window_blocks=30)
     with monkeypatch.context() as patch, torch.inference_mode():
-        ahead = Launches(patch, is_run=False)
+        ahead = Launches(patch)
         for call in first_calls(runner.model.spec, torch.float32, 8, torch.device("cpu")):
             call()
-    launches = Launches(monkeypatch, is_run=True)
+    launches = Launches(monkeypatch)
     driver = Driver(runner, [random_tokens(60, 1)] * 2)
     driver.step((0, 20))
     driver.step((0, 1), (1, 10))

@@ -404,11 +404,11 @@ def test_kernels_of_all_layers_are_compiled_in_advance(tmp_path: Path, monkeypat
     forms = []
     for some in (formats, formats[:1]):
         with monkeypatch.context() as patch, torch.inference_mode():
-            ahead = Launches(patch, is_run=False)
+            ahead = Launches(patch)
             for call in routed_calls(checkpoint.spec, FP32, 64, some):
                 call()
         forms.append(ahead.forms)
-    launches = Launches(monkeypatch, is_run=True)
+    launches = Launches(monkeypatch)
     rig.answer([5, 33, 12, 61, 4, 9, 17], 2)
     used = {form for form in launches.forms if "quantized" in str(form[0])}
     assert used <= forms[0]

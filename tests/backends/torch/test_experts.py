@@ -299,7 +299,7 @@ def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
 def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for the larger tiles and the longer sorts, and nothing is compiled that is not used."""
     gate_up, down = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((64, 128, 128), (64, 128, 64)))
-    launches = Launches(monkeypatch, is_run=False)
+    launches = Launches(monkeypatch)
     calls = expert_calls(
         gate_up,
         down,

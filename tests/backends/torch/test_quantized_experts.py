@@ -284,7 +284,7 @@ def test_kernels_are_compiled_in_advance(name: str, dtype: torch.dtype, monkeypa
     )
     biases = torch.empty(32, 256, dtype=dtype, device="meta"), torch.empty(32, 128, dtype=dtype, device="meta")
     settings = {"num_chosen": 4, "activation": Activation.SILU, "renormalizes": True, "scale": 1.0}
-    launches = Launches(monkeypatch, is_run=False)
+    launches = Launches(monkeypatch)
     for call in expert_calls(gate_up, down, **settings, logits_dtype=dtype, max_rows=1400, has_bias=True):  # type: ignore[arg-type]
         call()
     ahead, launches.forms = launches.forms, set()

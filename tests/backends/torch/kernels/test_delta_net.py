@@ -160,7 +160,7 @@ def test_sizes_that_the_kernels_support() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 def test_kernels_are_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch, is_run=False)
+    launches = Launches(monkeypatch)
     for call in delta_net_calls(LARGE, torch.float32):
         call()
     ahead, launches.forms = launches.forms, set()
