@@ -62,9 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     if os.environ.get("QUIRE_TEST_COVERAGE"):
-        from tests.mutations import FileContexts
+        from tests.mutations import TestContexts
 
-        config.pluginmanager.register(FileContexts())
+        config.pluginmanager.register(TestContexts())
     path: Path | None = config.getoption("--costs")
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist
     if path is not None and not is_worker:

@@ -184,16 +184,16 @@ class Finder:
         return {"found_by": "", "found_in": "", "output": ""}
 
 
-class FileContexts:
-    """Tells coverage.py which test file runs, here and in child processes."""
+class TestContexts:
+    """Tells coverage.py which test runs, here and in child processes."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         import coverage
 
-        os.environ["QUIRE_TEST_FILE"] = name = nodeid.partition("::")[0]
+        os.environ["QUIRE_TEST"] = nodeid
         if (current := coverage.Coverage.current()) is not None:
-            current.switch_context(name)
+            current.switch_context(nodeid)
 
 
 COVERAGE = """[run]
@@ -202,12 +202,15 @@ parallel = True
 source = quire
 data_file = {folder}/coverage
 patch = subprocess
-context = ${{QUIRE_TEST_FILE-none}}
+context = ${{QUIRE_TEST-}}
 """
 
 
 def collect(out: Path, options: Sequence[str]) -> None:
-    """Run the tests under coverage.py, and write the lines that each test file executes, in child processes too."""
+    """Run the tests under coverage.py, and write the lines that each test file executes, in child processes too.
+
+    What each test executes is in the folder `coverage` beside `out`.
+    """
     import coverage
 
     folder = out.parent / "coverage"
@@ -222,13 +225,15 @@ def collect(out: Path, options: Sequence[str]) -> None:
     data = whole.get_data()
     lines: Lines = defaultdict(dict)
     for file in data.measured_files():
+        if not Path(file).is_relative_to(ROOT):
+            continue  # a copy that a test made
         name = Path(file).relative_to(ROOT).as_posix()
-        by_test: dict[str, list[int]] = defaultdict(list)
+        by_test: dict[str, set[int]] = defaultdict(set)
         for line, contexts in data.contexts_by_lineno(file).items():
-            for context in {one.rpartition("|")[2] for one in contexts} - {"", "none"}:
-                by_test[context].append(line)
+            for context in {one.partition("::")[0] for one in contexts} - {""}:
+                by_test[context].add(line)
         for test, found in by_test.items():
-            lines[test][name] = found
+            lines[test][name] = sorted(found)
     out.write_text(json.dumps(lines))
     print(f"{whole.report(show_missing=False):.1f} % of lines and branches")
 

@@ -181,7 +181,7 @@ SERVED = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in _SERVED)]
 
 
 @pytest.mark.parametrize("page", [*SERVED, ROOT / "docs/generating.md"], ids=lambda page: page.name)
-@pytest.mark.kept("README", "generating", "serving", "tools")
+@pytest.mark.kept("README", "generating")
 def test_python_runs_as_written(page: Path, address: str) -> None:
     examples = blocks(at(address, page.read_text()), "python")
     assert examples or page in SERVED

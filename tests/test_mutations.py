@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.mutations import Finder, Mutation, draw, files_for, mutated, mutations_of
 from tests.sim.search import ROOT
 
@@ -38,6 +40,7 @@ def test_files_that_execute_the_line_run_the_cheapest_first() -> None:
     assert len(files_for(of_module, lines)) == 2
 
 
+@pytest.mark.nightly
 def test_a_mutant_of_a_tested_line_is_found(tmp_path: Path) -> None:
     lines = {"tests/test_sizes.py": {SIZES: list(range(200))}}
     swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"]

@@ -79,6 +79,7 @@ def plain(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize("backend", mostly_nightly(["native", "torch"], 1))
 @pytest.mark.parametrize("name", ["default", "default fp8", "default w4a16-asym"])
 @pytest.mark.kept("w4a16")
+@pytest.mark.nightly
 def test_the_default_model(name: str, backend: str, default_model: Path, plain: Path, tmp_path: Path) -> None:
     """Its own file has 4 bits and minima, as Q4_K has."""
     path = default_model

@@ -115,6 +115,7 @@ def alone(rig: Rig, text: ModelText) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
+@pytest.mark.kept("batched", "preempted", "drafts, step")
 def test_greedy_answers_do_not_depend_on_batching(rig: Rig, alone: list[Any], name: str) -> None:
     outcome = compare(rig, alone, name, lambda _: None)
     print(f"{name}: {outcome.num_tokens} equal tokens, near ties {outcome.near_ties}")

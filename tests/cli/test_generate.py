@@ -43,6 +43,7 @@ def run(*arguments: str, stdin: str | bytes = "") -> Any:
 # With weights that are made up
 
 
+@pytest.mark.nightly
 def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()

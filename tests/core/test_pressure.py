@@ -175,7 +175,6 @@ SQUEEZES = [
 ]
 
 
-@pytest.mark.sweep("none")
 @pytest.mark.parametrize("tiers", [(HIGH,), (HIGH, NORMAL)], ids=str)
 @pytest.mark.parametrize("cost", [None, StepCost(5_000_000, 2_000_000)], ids=["free rows", "costly rows"])
 @pytest.mark.parametrize("squeeze", SQUEEZES, ids=str)

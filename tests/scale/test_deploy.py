@@ -84,6 +84,7 @@ def test_the_cache_of_all_replicas_is_cleared(cluster: Cluster) -> None:
     assert _matched(cluster) == 0
 
 
+@pytest.mark.nightly
 def test_a_replica_dies_in_mid_stream(cluster: Cluster) -> None:
     for number in range(2):  # Ray's process, and the worker below it
         failed, _, _ = kill_in_mid_stream(cluster, number, 200)
@@ -267,13 +268,14 @@ def _check_refusals(output: str, file: Path, environment: dict[str, str]) -> Non
         ("127.0.0.1:99999", "--address '127.0.0.1:99999': there is no Ray cluster"),
     ],
 )
-@pytest.mark.kept("127.0.0.1:1-", "auto")
+@pytest.mark.kept("127.0.0.1:1-")
 def test_no_cluster_at_an_address(address: str, text: str) -> None:
     done = _quire("deploy", "status", "--address", address)
     assert done.returncode == 2
     assert text in " ".join(done.stderr.split())
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_was_killed(tmp_path: Path) -> None:
     """The file with its address is still there."""
     (tmp_path / "ray").mkdir()

@@ -521,6 +521,7 @@ def test_a_batch_of_a_key_that_is_gone_fails(tiny_model: Path, tmp_path: Path) -
 # Exceptions that nobody expects
 
 
+@pytest.mark.nightly
 def test_a_batch_whose_results_cannot_be_read_fails_when_it_expires(tiny_model: Path, tmp_path: Path) -> None:
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
     folder = tmp_path / "state" / "batches"
@@ -539,6 +540,7 @@ def test_a_batch_whose_results_cannot_be_read_fails_when_it_expires(tiny_model: 
             assert client.files.content(found.error_file_id).text.startswith("damaged")
 
 
+@pytest.mark.nightly
 def test_a_batch_whose_results_cannot_be_moved_fails_and_keeps_the_others(tiny_model: Path, tmp_path: Path) -> None:
     """It is interrupted before its end, and then a folder is where its errors belong."""
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
@@ -701,6 +703,7 @@ def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: 
         assert other.chat().status == 200
 
 
+@pytest.mark.nightly
 def test_a_server_without_state_says_so(tiny_model: Path, tmp_path: Path) -> None:
     if os.geteuid() == 0:
         blocked = tmp_path / "file"

@@ -25,6 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.selection import mostly_nightly
 from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.server.rig import (
     FAKE,
@@ -43,7 +44,6 @@ from tests.server.rig import (
 from tests.waiting import HANG_S, eventually, paused
 
 SEED = 20_261_115
-NUM_DISCONNECTS = 2_000
 NUM_SIGTERMS = 50
 ENDLESS = 3900  # tokens: at 5 ms per step they take 20 s; no test waits for the last one
 
@@ -134,20 +134,21 @@ def num_aborted(server: Server) -> float:
     return sum(map(float, found))
 
 
-def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
+@pytest.mark.parametrize("num_disconnects", mostly_nightly([400, 2000], 1))
+def test_disconnects_hold_nothing(busy: Server, num_disconnects: int) -> None:
     process = psutil.Process(busy.process.pid)
     busy.chat()
     num_files, worker_pid = process.num_fds(), busy.worker_pid
     leavers = [Leaver(busy, SEED + i) for i in range(10)]
     with ThreadPoolExecutor(len(leavers)) as pool:
-        for done in [pool.submit(leaver.leave_often, NUM_DISCONNECTS // len(leavers)) for leaver in leavers]:
+        for done in [pool.submit(leaver.leave_often, num_disconnects // len(leavers)) for leaver in leavers]:
             done.result()
     stats = busy.wait_free()
     assert stats["num_free"] == stats["num_blocks"] - stats.get("num_pinned", 0)
     assert stats["num_shared"] == 0
     assert busy.worker_pid == worker_pid
     num_interrupted = sum(leaver.num_interrupted for leaver in leavers)
-    assert num_aborted(busy) >= num_interrupted > NUM_DISCONNECTS / 50  # those that disconnected while they were served
+    assert num_aborted(busy) >= num_interrupted > num_disconnects / 50  # those that disconnected while they were served
     eventually(lambda: process.num_fds() <= num_files + 2, f"files closed again, {num_files} as before")
     assert busy.chat().status == 200
     assert "Traceback" not in busy.log
@@ -222,6 +223,7 @@ def test_it_listens_on_one_loopback_port_only(busy: Server) -> None:
 # Many at once
 
 
+@pytest.mark.nightly
 def test_two_hundred_streams_at_once_have_no_broken_frame(tiny_model: Path) -> None:
     rng = random.Random(SEED)
     bodies = []
@@ -315,6 +317,7 @@ def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.kept("kill")
 def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Server, number: signal.Signals) -> None:
     """16 requests run and 8 wait. Both groups have all protocols, and some requests do not stream."""
     kinds = ((CHAT, True), (MESSAGES, True), (COMPLETIONS, True), (RESPONSES, True), (CHAT, False), (RESPONSES, False))
@@ -746,6 +749,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(tiny_model: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.kept("15")
 def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) -> None:
     """The drain time is longer than the test waits."""
     with serving(str(tiny_model), *FAKE, "--device", "20ms") as server:

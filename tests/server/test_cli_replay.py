@@ -157,6 +157,7 @@ def test_a_server_that_refuses_the_key(server: Server, tmp_path: Path) -> None:
         assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
 
 
+@pytest.mark.nightly
 def test_the_commands_of_the_page_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of docs/replay.md, in order."""
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import mostly_nightly
 from tests.server.rig import FAKE, Server, serving
 from tests.waiting import HANG_S, eventually
 
@@ -273,12 +274,13 @@ def test_endless_bytes_behind_bad_ones_end_the_connection(server: Server) -> Non
     assert server.wait_free()["num_running"] == 0
 
 
-def test_an_offer_of_http2_is_declined_wherever_its_bytes_are_split(server: Server) -> None:
+@pytest.mark.parametrize("step", mostly_nightly([5, 1], 1))
+def test_an_offer_of_http2_is_declined_wherever_its_bytes_are_split(server: Server, step: int) -> None:
     """As sent by Java's client and curl --http2. The request is answered, with its body, and so is the next one."""
     offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
     whole = request({**BODY, "max_tokens": 1}, *offer)
     assert whole.startswith(b"POST")
-    for at in range(1, len(whole)):
+    for at in range(1, len(whole), step):
         with server.raw() as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(whole[:at])

@@ -107,6 +107,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert cached(ask(server)) == 0
 
 
+@pytest.mark.nightly
 def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> None:
     """`quire cache clear` reaches a running server, which has the prefix in memory too."""
     folder = tmp_path / "kv"
@@ -178,6 +179,7 @@ def test_keys_share_nothing_on_disk(tiny_model: Path, tmp_path: Path) -> None:
         assert (cached(answer), answer["cache"]["source"]) == (156, "disk")
 
 
+@pytest.mark.nightly
 def test_two_models_in_one_folder(tmp_path: Path) -> None:
     """Unloading a model keeps its cache. Settings of the file are for all models or for one."""
     for seed, name in enumerate("abc"):

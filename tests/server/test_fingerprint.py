@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.server.rig import serving
 
 OPTIONS = ("--backend", "native", "--threads", "1", "--num-blocks", "60")
@@ -25,6 +27,7 @@ def fingerprint(model: Path, *options: str) -> str:
     return one
 
 
+@pytest.mark.nightly
 def test_servers_with_another_arithmetic_have_another_fingerprint(tiny_model: Path) -> None:
     """The port differs in each; the name and the limits of a server do not count."""
     first = fingerprint(tiny_model)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.rig import FAKE, Server, serving
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
@@ -69,6 +71,7 @@ def test_a_model_with_states(tmp_path: Path, tiny_model: Path) -> None:
         assert "quire:recurrent_states{" in metrics
 
 
+@pytest.mark.nightly
 def test_a_model_without_them(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE) as server:
         server.chat(max_tokens=1)

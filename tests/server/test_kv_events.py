@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.subscriber import Subscriber, free_ports, routed
 from tests.engine.vllm_events import Router
 from tests.server.rig import FAKE, Server, put_away, serving, spawn
@@ -59,6 +61,7 @@ def num_cached(server: Server, prompt: Prompt, **fields: Any) -> int:
     return blocks * 32
 
 
+@pytest.mark.nightly
 def test_the_default_model_announces_what_it_has_cached(default_model: Path) -> None:
     with serving(str(default_model), "--num-blocks", "20", "--served-model-name", "smol", *ANY) as server:
         found = status(server)

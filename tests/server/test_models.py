@@ -453,6 +453,7 @@ def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatc
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.kept("native")
 def test_a_server_on_another_backend_fails_at_start_with_the_reason(backend: str, tmp_path: Path) -> None:
     path = write_mlx_model(tmp_path / "tiny-4bit")
     outcome = quire("serve", "--backend", backend, "--model", str(path), "--port", "0")

@@ -299,6 +299,7 @@ def point_at_shared(browser: Browser) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("num_blocks", ["4097", "100001"])
+@pytest.mark.kept("4097")
 def test_eight_siblings_can_be_seen_in_a_large_pool(browser: Browser, tiny_model: Path, num_blocks: str) -> None:
     with serving(str(tiny_model), "--backend", "fake", "--num-blocks", num_blocks, *SLOW) as server:
         open_page(browser, server)

@@ -54,7 +54,7 @@ def num_generated(stdout: str) -> int:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_examples", mostly_nightly([12, 40], 1))  # of each operation, valid and not
+@pytest.mark.parametrize("num_examples", mostly_nightly([6, 40], 1))  # of each operation, valid and not
 def test_schemathesis_finds_nothing(num_examples: int, tiny_model: Path, tmp_path: Path) -> None:
     with serving(str(tiny_model), *OPTIONS, key=KEY) as server:
         worker_pid = server.worker_pid
@@ -68,4 +68,4 @@ def test_schemathesis_finds_nothing(num_examples: int, tiny_model: Path, tmp_pat
         assert "Traceback" not in server.log
         text = server.get("/metrics").body.decode()
         served = re.findall(r"^quire:request_success_total\{.*\} (\S+)$", text, re.MULTILINE)
-        assert sum(map(float, served)) > 50  # and not all requests were refused
+        assert sum(map(float, served)) > num_examples  # and not all requests were refused

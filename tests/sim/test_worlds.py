@@ -67,7 +67,7 @@ HYBRID_MINIMA = {
 
 
 # The share of the worlds that run, of those and as many events that are named here.
-shares = pytest.mark.parametrize("share", mostly_nightly([0.15, 1.0], 1))
+shares = pytest.mark.parametrize("share", mostly_nightly([0.08, 1.0], 1))
 
 
 def check_worlds(

@@ -49,6 +49,7 @@ def test_prefixes_are_found_again_as_on_one_machine_and_the_load_is_shared(num_r
     assert run(num_replicas, "round-robin").hit_tokens < report.hit_tokens
 
 
+@pytest.mark.nightly
 def test_old_reports_cost_hits_but_nothing_else() -> None:
     fresh, old = run(4, "prefix", report_s=0.1), run(4, "prefix", report_s=60)
     assert old.hit_tokens < fresh.hit_tokens

@@ -336,6 +336,7 @@ def greedy(model: Module, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.nightly
 def test_default_model_equals_the_torch_backend(default_model: Path) -> None:
     text, prompt = chat(default_model)
     seen: list[tuple[int, int]] = []

@@ -25,6 +25,7 @@ from tests.backends.torch.families import FAMILIES
 from tests.backends.torch.rig import Answer, Rig
 from tests.equality import make_prompts
 
+pytestmark = pytest.mark.sweep("file")
 NUM_TOKENS = 10
 LENGTHS = (70, 1, 33, 5, 96, 31, 64, 18)
 

@@ -23,6 +23,8 @@ def heads(count: int, num_kv_heads: int, size: int) -> dict[str, int]:
     return {"hidden_size": 16 * count, **sizes}
 
 
+pytestmark = pytest.mark.sweep("file")
+
 # Models with heads that share one KV head, a window that spans pieces, global and local layers
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seven heads on one": ("llama", heads(7, 1, 8)),

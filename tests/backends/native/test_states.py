@@ -189,6 +189,7 @@ def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
     "name", [*STATE_FAMILIES, "mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers"]
 )
 @pytest.mark.parametrize("seed", mostly_nightly(range(2), 1))
+@pytest.mark.kept("qwen3_5_moe", "lfm2_moe", "mistral", "gemma3", "shared layers")
 def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prefixes, snapshots, forks, preemption and cancellation: each answer has the bits of the request alone."""
     monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)

@@ -25,6 +25,7 @@ from tests.backends.torch.hf_architectures import (
     BOUND,
     EQUAL,
     MAX_MODEL_LEN,
+    NUM_KEPT,
     REFUSED,
     EagerReference,
     largest_error,
@@ -33,13 +34,14 @@ from tests.backends.torch.hf_architectures import (
 )
 from tests.backends.torch.hf_rig import ModelRig
 from tests.backends.torch.rig import Answer, Rig, same_rows
+from tests.selection import mostly_nightly
 from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
-@pytest.mark.parametrize("model_type", EQUAL)
+@pytest.mark.parametrize("model_type", mostly_nightly(EQUAL, NUM_KEPT))
 def test_distributions_equal_those_of_eager_attention(model_type: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, model_type)
     assert largest_error(EagerReference(model), ModelRig(load_tiny(tmp_path))) < BOUND
