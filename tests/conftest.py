@@ -27,6 +27,8 @@ sys.dont_write_bytecode = False
 os.environ["QUIRE_STATE_DIR"] = "none"  # tests must not use the stored files and batches of this user
 os.environ["QUIRE_SERVER"] = "none"  # tests must not use a server that runs on port 8000 of this machine
 
+# Collecting the tests creates millions of objects that live until the end, and tests create more than a server does.
+gc.disable()
 # A shell that runs the tests in the background makes them ignore SIGINT, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,3 +92,5 @@ def pytest_collection_finish() -> None:
     """Exclude objects created so far from garbage collection: they live until the end."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()

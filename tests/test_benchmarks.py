@@ -176,6 +176,7 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
     assert 0 < report["ready"]["qwen3-0.6b"]["ready_s"] < report["ready"]["qwen3-0.6b"]["first_token_s"]
 
 
+@pytest.mark.nightly
 def test_a_failed_stage_is_reported_and_the_others_run(tmp_path: Path) -> None:
     options = ["--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu", "--out", str(tmp_path)]
     command = [sys.executable, str(FOLDER / "gpu.py"), *options]
@@ -185,6 +186,7 @@ def test_a_failed_stage_is_reported_and_the_others_run(tmp_path: Path) -> None:
     assert "device = 'tpu' is not auto, cpu, cuda or metal" in outcome.stdout
 
 
+@pytest.mark.nightly
 def test_the_gpu_benchmark_does_not_import_packages_missing_on_a_gpu_machine() -> None:
     script = f"import sys; sys.modules |= dict.fromkeys({BARE}); sys.path.insert(0, {str(FOLDER)!r}); import gpu"
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -271,6 +273,7 @@ def test_the_benchmark_of_a_busy_machine_runs(tiny_model: Path) -> None:
         assert word in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.nightly
 def test_a_failed_contender_is_reported_and_the_others_run(default_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
     options = ["--quick", "--only", "start", "--model", str(default_model), "--llama", sys.executable]

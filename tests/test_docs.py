@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from quire.cli.first_answer import QUESTION
 from quire.cli.main import COMMANDS, FILES, app
 from tests import families_page, options_page
-from tests.selection import mostly_nightly
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -141,9 +140,8 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "page", mostly_nightly([ROOT / "README.md", ROOT / "docs/simulator.md"], 1), ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/simulator.md"], ids=lambda page: page.name)
+@pytest.mark.nightly
 def test_commands_run_as_written(page: Path, tmp_path: Path, default_model: Path) -> None:
     del default_model  # is here now
     todo = commands(page)
@@ -181,7 +179,7 @@ SERVED = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in _SERVED)]
 
 
 @pytest.mark.parametrize("page", [*SERVED, ROOT / "docs/generating.md"], ids=lambda page: page.name)
-@pytest.mark.kept("README", "generating")
+@pytest.mark.kept("README")
 def test_python_runs_as_written(page: Path, address: str) -> None:
     examples = blocks(at(address, page.read_text()), "python")
     assert examples or page in SERVED

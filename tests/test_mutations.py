@@ -25,6 +25,7 @@ def test_every_edit_compiles_and_changes_its_file() -> None:
     assert kinds == {"swapped comparison", "off by one", "negated condition", "dropped line"}
 
 
+@pytest.mark.nightly
 def test_a_seed_draws_the_same_mutants() -> None:
     first = draw(1, 21)
     assert len(first) == 21

@@ -154,6 +154,7 @@ def test_the_kv_cache_in_fp8(default_model: Path, text: ModelText, rig: Rig) -> 
     fp8.engine.close()
 
 
+@pytest.mark.nightly
 def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
     """Both requests use the same blocks with reference count 2; nothing is copied and only the new tail is computed."""
     rig.reset()

@@ -57,12 +57,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_the_wheel_is_for_any_python_3_of_a_platform(wheel: Path) -> None:
     name, version, python, abi, platform = wheel.stem.split("-")
     assert (name, version, python, abi) == ("quire_llm", __version__, "py3", "none")
     assert platform.startswith(("linux_", "macosx_"))
 
 
+@pytest.mark.nightly
 def test_the_wheel_contains_the_libraries_and_no_c_sources(wheel: Path) -> None:
     held = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("quire/")}
     libraries = {path for path in held if path.suffix in LIBRARIES}
@@ -125,6 +127,7 @@ def test_a_wheel_without_the_library_runs_the_other_backends(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("native", "is_built"), [("AUTO", True), ("ON", False)])
 @pytest.mark.kept("AUTO")
+@pytest.mark.nightly
 def test_a_mac_without_a_compiler_needs_none(native: str, is_built: bool, tmp_path: Path) -> None:
     """Without the Command Line Tools, `cc` opens a dialog: it must not be called, and xcode-select fails."""
     for name, code in (("xcode-select", 2), ("cc", 0)):

@@ -81,6 +81,7 @@ def test_doctor_and_llm_give_the_same_reason(tmp_path: Path) -> None:
             LLM(tmp_path, backend=backend)
 
 
+@pytest.mark.nightly
 def test_no_report_of_a_model_type_shows_the_code_of_a_library(tmp_path: Path) -> None:
     """Every causal model type of transformers whose small config can be made."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -24,6 +24,7 @@ def examine(*arguments: str) -> Any:
 
 
 @pytest.mark.usefixtures("default_model")
+@pytest.mark.nightly
 def test_a_machine_that_has_everything() -> None:
     outcome = quire("doctor", "--json", env={"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "2"})
     assert outcome.returncode == 0, outcome.stderr

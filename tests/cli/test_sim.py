@@ -114,6 +114,7 @@ def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "magic"), [("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")])
 @pytest.mark.kept("png")
+@pytest.mark.nightly
 def test_sim_draws(tmp_path: Path, name: str, magic: bytes) -> None:
     outcome = quire("sim", "--requests", "40", "--blocks", "400", "--plot", name, folder=tmp_path)
     assert outcome.returncode == 0, outcome.stderr

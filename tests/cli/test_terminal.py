@@ -59,6 +59,7 @@ def with_config(folder: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("command", ["generate", "run"])
+@pytest.mark.kept("run")
 def test_a_templates_refusal_is_escaped(refusing: Path, command: str) -> None:
     named = ("--model", str(refusing), "Hi") if command == "generate" else (str(refusing), "Hi")
     check(at_a_terminal(command, *named, *SHORT))

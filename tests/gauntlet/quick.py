@@ -11,7 +11,7 @@ from tests.gauntlet.figures import Gauntlet
 from tests.gauntlet.rows import MODULES, row
 
 # In `make test`: others have the same kind of test in the suite, or measure what depends on time.
-IN_MAKE_TEST = frozenset(f"R{number}" for number in (3, 4, 8, 12, 17, 33))
+IN_MAKE_TEST = frozenset(f"R{number}" for number in (3, 4, 8, 12, 33))
 NUMBERS = tuple(MODULES)
 CASES = [number if number in IN_MAKE_TEST else pytest.param(number, marks=pytest.mark.nightly) for number in NUMBERS]
 

@@ -56,6 +56,7 @@ def test_sessions_are_sticky(cluster: Cluster) -> None:
     assert sorted(grown) == [0, 4]
 
 
+@pytest.mark.nightly
 def test_load_spreads(cluster: Cluster) -> None:
     outcomes = [stream(cluster, f"Tell me about the number {number}.", 400) for number in range(4)]
     for outcome in outcomes:

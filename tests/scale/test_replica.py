@@ -292,6 +292,7 @@ def test_blocks_of_the_joined_map(tiny_model: Path) -> None:
     run(tiny_model, work)
 
 
+@pytest.mark.nightly
 def test_a_request_that_ends_at_a_stop_string_is_forgotten(tiny_model: Path) -> None:
     """The worker sends nothing after it, which must not look like a hang."""
 
@@ -438,6 +439,7 @@ def test_a_request_is_moved_a_bounded_number_of_times(tiny_model: Path, monkeypa
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_a_replica_that_leaves_while_it_is_chosen(tiny_model: Path) -> None:
     """The request is sent to the other one."""
 
@@ -482,6 +484,7 @@ def test_a_cancellation_follows_its_request(tiny_model: Path) -> None:
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_queries_to_a_replica_that_is_left_end(tiny_model: Path) -> None:
     async def work(direct: Direct, client: ClusterClient) -> None:
         os.kill(direct.replicas["r0"].process.pid, signal.SIGSTOP)
@@ -496,6 +499,7 @@ def test_queries_to_a_replica_that_is_left_end(tiny_model: Path) -> None:
     run(tiny_model, work)
 
 
+@pytest.mark.nightly
 def test_counts_of_a_replica_that_dies_during_a_query(tiny_model: Path) -> None:
     """They are neither lost nor added twice, also not after its successor has begun to count."""
 
@@ -548,6 +552,7 @@ def test_requests_without_a_replica_fail_when_the_client_is_closed(tiny_model: P
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_requests_without_a_replica_can_be_cancelled(tiny_model: Path) -> None:
     async def work(direct: Direct, client: ClusterClient) -> None:
         first, *_ = await lose_the_replica(direct, client)
@@ -557,6 +562,7 @@ def test_requests_without_a_replica_can_be_cancelled(tiny_model: Path) -> None:
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +598,7 @@ def test_streams_that_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_a_front_that_does_not_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dropped like any other that sends nothing."""
     monkeypatch.setattr("quire.scale.replica.MAX_BATCHES", 1)
@@ -610,6 +617,7 @@ def test_a_front_that_does_not_continue(tiny_model: Path, monkeypatch: pytest.Mo
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_the_joined_map_of_replicas_of_different_sizes(tiny_model: Path) -> None:
     async def work(direct: Direct, client: ClusterClient) -> None:
         small = direct.replicas["small"] = Replica("small", print)
@@ -682,6 +690,7 @@ def test_a_request_that_was_cancelled_is_not_routed_for_ever(tiny_model: Path) -
     run(tiny_model, work, num_replicas=1)
 
 
+@pytest.mark.nightly
 def test_a_full_replica_does_not_keep_others_from_dropping_their_maps(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

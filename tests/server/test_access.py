@@ -436,6 +436,7 @@ def test_a_keys_file_can_define_an_admin_key(tiers: Server) -> None:
 # Settings
 
 
+@pytest.mark.nightly
 def test_flags_override_the_environment_which_overrides_the_file(tiny_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "quire.yaml"
     config.write_text(
@@ -455,6 +456,7 @@ def test_flags_override_the_environment_which_overrides_the_file(tiny_model: Pat
         assert server.get("/v1/models", headers=NO_KEYS["none"]).status == 401
 
 
+@pytest.mark.nightly
 def test_the_environment_can_set_everything(tiny_model: Path) -> None:
     env = {"QUIRE_MODEL": str(tiny_model), "QUIRE_BACKEND": "fake", "QUIRE_NUM_BLOCKS": "50"}
     env["QUIRE_API_KEY"] = f"{ALICE} {BOB}"

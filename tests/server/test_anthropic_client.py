@@ -396,6 +396,7 @@ def test_a_stream_closed_early_frees_its_blocks(client: Anthropic, server: Serve
     server.wait_free()
 
 
+@pytest.mark.nightly
 def test_a_dead_worker_is_reported_and_replaced(client: Anthropic, server: Server) -> None:
     """Must be the last test of this file: the cache is lost with the worker."""
     with client.messages.stream(**given(max_tokens=TOO_MANY, extra_body={"ignore_eos": True})) as stream:

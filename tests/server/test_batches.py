@@ -479,6 +479,7 @@ def test_a_batch_that_is_too_late_expires(tiny_model: Path, tmp_path: Path) -> N
         assert set(errors) == {"a", "b"}
 
 
+@pytest.mark.nightly
 def test_a_batch_that_stopped_while_its_results_were_moved_keeps_them(tiny_model: Path, tmp_path: Path) -> None:
     """It has the ids of its results, and is not finished: a disk that was full, or a crash."""
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
@@ -502,6 +503,7 @@ def test_a_batch_that_stopped_while_its_results_were_moved_keeps_them(tiny_model
         assert results(client, found.output_file_id) == wanted
 
 
+@pytest.mark.nightly
 def test_a_batch_of_a_key_that_is_gone_fails(tiny_model: Path, tmp_path: Path) -> None:
     env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
     with (

@@ -381,7 +381,7 @@ def check_loss(path: str, reply: Reply) -> None:
 def test_requests_wait_for_a_worker_that_cannot_restart_yet(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     shutil.copytree(tiny_model, model)
-    with serving(str(model), *FAKE, "--queue-timeout", "5") as server:
+    with serving(str(model), *FAKE, "--queue-timeout", "2") as server:
         (model / "config.json").rename(model / "away.json")
         os.kill(server.worker_pid, signal.SIGKILL)
         eventually(lambda: not is_healthy(server), "it is noticed")
@@ -451,7 +451,7 @@ def test_overload_is_refused_while_the_rest_is_served(tiny_model: Path) -> None:
 
 
 def test_the_queue_timeout_is_an_error(tiny_model: Path) -> None:
-    options = ("--device", "10ms", "--max-num-seqs", "1", "--queue-timeout", "5", "--keep-alive-interval", "0.1")
+    options = ("--device", "10ms", "--max-num-seqs", "1", "--queue-timeout", "2", "--keep-alive-interval", "0.1")
     with serving(str(tiny_model), *FAKE, *options) as server:
         eventually(lambda: server.begins(body_for(CHAT, "first", ENDLESS)), "the first one runs")
 

@@ -58,6 +58,7 @@ def test_the_environment_names_the_server(server: Server) -> None:
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
 
 
+@pytest.mark.nightly
 def test_json_is_what_it_is_locally(server: Server) -> None:
     """The same seed gives the same answers with and without a server. The protocol has no token ids and ranks."""
     options = ("--json", "--seed", "3", "-n", "2", "--max-tokens", "6", "--logprobs", "1")

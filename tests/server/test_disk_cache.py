@@ -126,6 +126,7 @@ def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 @pytest.mark.kept("json")
+@pytest.mark.nightly
 def test_a_damaged_file_in_the_log(tiny_model: Path, tmp_path: Path, log_format: str) -> None:
     """The lines of a worker look like those of the server."""
     folder = tmp_path / "kv"

@@ -26,6 +26,7 @@ def engine(server: Server) -> Any:
     return server.get("/v1/watch?once=true").json["models"][0]["engine"]
 
 
+@pytest.mark.nightly
 def test_a_model_with_windows(tmp_path: Path, tiny_model: Path) -> None:
     changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
     with serving(str(write_model(tmp_path / "windows", tiny_model, **changes)), *FAKE) as server:

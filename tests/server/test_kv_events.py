@@ -89,6 +89,7 @@ def test_the_default_model_announces_what_it_has_cached(default_model: Path) -> 
             assert routed(live.batches, 32).device == router.device
 
 
+@pytest.mark.nightly
 def test_each_model_announces_its_own_cache(tmp_path: Path) -> None:
     one, two = (write_tiny_model(tmp_path / name) for name in ("one", "two"))
     host, port = "tcp://127.0.0.1", free_ports(4)[0]
@@ -177,6 +178,7 @@ def test_a_taken_port_is_an_error_at_start(tiny_model: Path) -> None:
             assert "Traceback" not in server.log
 
 
+@pytest.mark.nightly
 def test_other_machines_and_every_network(tiny_model: Path) -> None:
     (port,) = free_ports(1)
     with serving(str(tiny_model), *FAKE, "--kv-events", f"tcp://0.0.0.0:{port}") as server:

@@ -88,6 +88,7 @@ def test_the_work_grows_with_the_text(module: Path) -> None:
     assert {name: ratio for name, ratio in found.items() if ratio > 5} == {}  # four times the text; its square: 16
 
 
+@pytest.mark.nightly
 def test_the_work_grows_with_texts_made_at_random(module: Path) -> None:
     rng = random.Random(41)
     pieces = ["".join(rng.choices(PIECES, k=rng.randint(2, 5))) for _ in range(150)]

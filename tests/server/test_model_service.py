@@ -177,6 +177,7 @@ def test_a_hung_worker_is_found_after_its_clients_disconnected(tiny_model: Path)
         assert server.worker_pid != worker
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_loaded_again(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "secretfolder")
     with serving(str(folder), *FAKE) as server:

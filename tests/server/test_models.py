@@ -273,6 +273,7 @@ def test_a_forced_unload_cuts_running_requests(tight: Server) -> None:
     assert b"a is being unloaded" in data
 
 
+@pytest.mark.nightly
 def test_the_command_line(tight: Server) -> None:
     def said(*arguments: str) -> str:
         outcome = quire(*arguments, "--server", tight.url)
@@ -353,6 +354,7 @@ def test_a_bad_entry_is_named_by_its_field(entries: str, message: str, tmp_path:
         configure(config)
 
 
+@pytest.mark.nightly
 def test_quotas_count_over_all_models_and_queues_per_model(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)

@@ -321,6 +321,7 @@ def test_eight_siblings_can_be_seen_in_a_large_pool(browser: Browser, tiny_model
 
 
 @needs_browser
+@pytest.mark.nightly
 def test_a_hundred_thousand_blocks_are_drawn_in_cells(browser: Browser, tiny_model: Path) -> None:
     with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "100001") as server:
         open_page(browser, server)

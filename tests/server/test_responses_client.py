@@ -237,6 +237,7 @@ def test_what_an_agent_like_codex_sends(server: Server) -> None:
     assert b"[DONE]" not in answer.body  # this protocol ends with its last event
 
 
+@pytest.mark.nightly
 def test_a_dead_worker_is_reported(client: OpenAI, server: Server) -> None:
     """Must be the last test of this file: the cache is lost with the worker."""
     stream = client.responses.create(

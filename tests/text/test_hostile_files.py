@@ -167,6 +167,7 @@ def test_mutants_load_or_are_refused() -> None:
     assert min(seen.values()) > 5, seen
 
 
+@pytest.mark.nightly
 def test_large_vocabularies_are_built_in_seconds_of_cpu_time() -> None:
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz\u2581"

@@ -173,6 +173,7 @@ def plain(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize(("name", "backend"), [("fp8", "native"), ("w4a16-asym", "native"), ("w8a16", "torch")])
 @pytest.mark.kept("w4a16")
+@pytest.mark.nightly
 def test_the_default_model_still_answers(name: str, backend: str, plain: Path, tmp_path: Path) -> None:
     quantize_folder(plain, tmp_path / "made", name, 32)
     with LLM(tmp_path / "made", backend=backend, device="cpu", num_blocks=32) as llm:

@@ -136,6 +136,7 @@ def test_a_device_that_does_not_exist_is_refused(
         start(model_path, device=device, num_blocks=10)
 
 
+@pytest.mark.nightly
 def test_importing_the_backend_keeps_the_limit_of_open_files() -> None:
     """mlx-lm lowers it for the whole process, also the hard limit."""
     code = (

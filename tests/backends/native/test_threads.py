@@ -32,6 +32,7 @@ def compiled(folder: Path, *flags: str) -> Path | None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 @pytest.mark.parametrize(("flags", "num_pieces"), [((), 3000), (("-fsanitize=thread",), 600)], ids=["plain", "tsan"])
+@pytest.mark.kept("plain")
 def test_every_unit_runs_once(flags: tuple[str, ...], num_pieces: int, tmp_path: Path) -> None:
     """Up to 16 threads, some of which sleep within units, and pieces of work without a pause between them."""
     program = compiled(tmp_path, *flags)

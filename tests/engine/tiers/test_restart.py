@@ -131,6 +131,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.kept("weights")
+@pytest.mark.nightly
 def test_other_weights_or_settings_use_nothing_of_the_folder(
     default_model: Path, stored: Stored, tmp_path: Path, name: str
 ) -> None:
