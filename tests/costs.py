@@ -130,7 +130,8 @@ class Collector:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = dict(report.user_properties)
-        test = self._tests.setdefault(report.nodeid, {"cpu": 0.0, "spent": defaultdict(float)})
+        test = self._tests.setdefault(report.nodeid, {"cpu": 0.0, "failed": False, "spent": defaultdict(float)})
+        test["failed"] |= report.failed
         test[report.when] = round(report.duration, 3)
         test["cpu"] += float(found.get("cpu_s", 0.0))  # type: ignore[arg-type]
         for what, seconds in found.get("spent", {}).items():  # type: ignore[attr-defined]

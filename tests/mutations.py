@@ -2,14 +2,19 @@
 
     python -m tests.mutations --count 200 --seed 1 --lines build/lines.json --out build/mutations.json
 
-`MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn. Each runs the test files that
-execute its line, cheap ones first, until one fails: first the tests of `make test`, then those left to `make nightly`.
-`--lines` names the lines that each test file executes. It is made from a run of all tests under coverage.py, which also
-prints the coverage:
+`MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn.
 
-    python -m tests.mutations --collect build/lines.json -- --nightly -n 3 --dist loadfile
+1. Each mutant runs test files that execute its line, the nearest first, until one fails or they took `ALONE_S`.
+2. The others are put into one copy of the project, and `make test` runs there once. Tests that fail run again with each
+   of these mutants alone.
+3. The rest runs the tests that are left to `make nightly`, in the same way.
 
-A mutant that ends in a hang counts as found. `--out` is read again: mutants that are in it do not run again.
+`--lines` names the lines that each test file executes. It is made from a run under coverage.py, which also prints the
+coverage; `--nightly` after the dashes adds what `make test` leaves out:
+
+    python -m tests.mutations --collect build/lines.json -- -n 3 --dist loadfile
+
+A mutant that ends in a hang counts as found. `--out` is read again: mutants that were found do not run again.
 """
 
 from __future__ import annotations
@@ -19,17 +24,18 @@ import ast
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -38,7 +44,11 @@ from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited
 
 LIMIT_S = 1800.0  # of one file of tests: only a hang takes longer
 TEST_LIMIT_S = "400"  # of one test; some wait for 300 s until they fail
+ALONE_S = 60.0  # of tests, by the table of slow files, that a mutant runs alone at first
+UNLISTED_S = 1.0  # of a file that is not in the table
+COMMANDS = {"make test": [], "make nightly": ["--left-out"]}
 NO_TESTS = 5  # pytest's exit code
+REWRITE_WARNING = "pytest.PytestAssertRewriteWarning"
 # What test files import, and what takes long.
 IMPORTED = ("hypothesis", "numpy", "pytest", "torch", "transformers", "triton", "starlette", "openai", "anthropic")
 SWAPPED: dict[type[ast.cmpop], str] = {
@@ -143,18 +153,38 @@ def copy_of_project(folder: Path) -> Path:
     return folder
 
 
-def mutated(mutation: Mutation) -> str:
-    source = (ROOT / mutation.file).read_bytes()
-    return (source[: mutation.start] + mutation.new.encode() + source[mutation.end :]).decode()
+def mutated(mutations: Iterable[Mutation]) -> dict[str, str]:
+    """The files that mutants change, with their new contents. Of two that overlap, the inner one is left out."""
+    sources: dict[str, bytes] = {}
+    start = sys.maxsize
+    for one in sorted(mutations, key=lambda one: (one.file, one.end, -one.start), reverse=True):
+        if one.file not in sources:
+            sources[one.file], start = (ROOT / one.file).read_bytes(), sys.maxsize
+        if one.end <= start:
+            source, start = sources[one.file], one.start
+            sources[one.file] = source[: one.start] + one.new.encode() + source[one.end :]
+    return {file: source.decode() for file, source in sources.items()}
+
+
+def cost_of(test: str) -> float:
+    return slow_files().get(test.removeprefix("tests/"), UNLISTED_S)
 
 
 def files_for(mutation: Mutation, lines: Lines) -> list[str]:
-    """The test files that execute the line of a mutant, cheap ones first. Lines of a module belong to all its users."""
+    """The test files that execute the line of a mutant, the nearest and cheapest first.
+
+    Lines of a module belong to all its users.
+    """
     users = [test for test, files in lines.items() if mutation.file in files]
     found = [test for test in users if mutation.line in lines[test][mutation.file]]
     if not mutation.is_in_function or not found:  # Triton's interpreter executes copies of the lines
         found = users
-    return sorted(found, key=lambda test: slow_files().get(test.removeprefix("tests/"), 0.0))
+    package, _, stem = mutation.file.removeprefix("quire/").removesuffix(".py").rpartition("/")
+
+    def distance(test: str) -> tuple[bool, bool, float]:
+        return stem not in test, not test.startswith(f"tests/{package}"), cost_of(test)
+
+    return sorted(found, key=distance)
 
 
 class Finder:
@@ -163,8 +193,8 @@ class Finder:
     def __init__(self, folder: Path) -> None:
         self._folder = copy_of_project(folder)
         # Child processes import the copy too.
-        environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-        self._server = ForkServer(*IMPORTED, environment=environment, limit_s=LIMIT_S)
+        self._environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+        self._server = ForkServer(*IMPORTED, environment=self._environment, limit_s=LIMIT_S)
 
     def __enter__(self) -> Finder:
         return self
@@ -173,15 +203,61 @@ class Finder:
         self._server.__exit__(*error)
 
     def find(self, mutation: Mutation, lines: Lines) -> dict[str, str]:
-        """Return the test file that finds a mutant, and the command that runs it; empty if none does."""
-        with edited(self._folder, {mutation.file: mutated(mutation)}):
-            for command, options in (("make test", []), ("make nightly", ["--left-out"])):
-                for test in files_for(mutation, lines):
-                    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", TEST_LIMIT_S, *options, test]
-                    code, output = self._server.run(self._folder, "pytest", *arguments)
-                    if code not in (0, NO_TESTS):
-                        return {"found_by": test, "found_in": command, "output": output[-500:]}
+        """Run the nearest test files. Returns the file that finds a mutant, and its command; empty if none does."""
+        left_s = ALONE_S
+        with edited(self._folder, mutated([mutation])):
+            for test in files_for(mutation, lines):
+                if (left_s := left_s - cost_of(test)) < 0:
+                    continue
+                if output := self._failure([test]):
+                    return {"found_by": test, "found_in": "make test", "output": output[-500:]}
         return {"found_by": "", "found_in": "", "output": ""}
+
+    def find_together(self, mutations: Sequence[Mutation], command: str, jobs: int) -> dict[Mutation, dict[str, str]]:
+        """Run a command with all mutants at once, and each test that fails with each mutant alone, until none fails."""
+        found: dict[Mutation, dict[str, str]] = {}
+        tests: list[str] = []
+        while len(found) < len(mutations):
+            left = [one for one in mutations if one not in found]
+            with edited(self._folder, mutated(left)):
+                tests = self._all_failures([*tests, "--nightly"] if tests else COMMANDS[command], jobs)
+            if not (tests := [test for test in tests if not self._failure([test, "--nightly"])]):
+                break
+            print(f"{command} with {len(left)} mutants: {len(tests)} tests fail: {tests[:20]}", flush=True)
+            num_found = len(found)
+            for one in left:
+                with edited(self._folder, mutated([one])):
+                    if output := self._failure([*tests, "--nightly"]):
+                        found[one] = {"found_by": failed_test(output), "found_in": command, "output": output[-500:]}
+            if len(found) == num_found:
+                print(f"none of the mutants alone makes these tests fail: {tests}", flush=True)
+                break
+        return found
+
+    def _failure(self, arguments: Sequence[str]) -> str:
+        """Run tests here, up to the first that fails. Returns the output, empty if all pass."""
+        # Plugins were imported before pytest could rewrite their assertions.
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", TEST_LIMIT_S, "-W", f"ignore::{REWRITE_WARNING}"]
+        code, output = self._server.run(self._folder, "pytest", *options, *arguments)
+        return "" if code in (0, NO_TESTS) else output
+
+    def _all_failures(self, arguments: Sequence[str], jobs: int) -> list[str]:
+        """Run tests in several processes. Returns those that fail."""
+        report = self._folder / "failures.json"
+        report.unlink(missing_ok=True)
+        options = ["-q", "-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
+        options += ["--costs", str(report), "--timeout", TEST_LIMIT_S]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *arguments],
+            cwd=self._folder, env=os.environ | self._environment, check=False,
+        )  # fmt: skip
+        return [test for test, measured in json.loads(report.read_text()).items() if measured["failed"]]
+
+
+def failed_test(output: str) -> str:
+    """The test that failed, from the end of pytest's output."""
+    found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return found[-1] if found else "the end of the process"
 
 
 class TestContexts:
@@ -252,26 +328,39 @@ def main() -> None:
         collect(options.collect.absolute(), options.pytest)
         return
     lines: Lines = json.loads(options.lines.read_text()) if options.lines else {}
-    results = json.loads(options.out.read_text()) if options.out.exists() else []
+    results: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     known = {json.dumps(one["mutation"]) for one in results}
     left = deque(one for one in draw(options.seed, options.count) if json.dumps(asdict(one)) not in known)
 
-    def work(folder: Path) -> None:
-        with Finder(folder) as finder:
-            while left:
-                mutation = left.popleft()
-                began = time.monotonic()
-                found = finder.find(mutation, lines)
-                results.append({"mutation": asdict(mutation), **found, "seconds": round(time.monotonic() - began)})
-                place = f"{mutation.file}:{mutation.line} {mutation.kind}"
-                print(f"{place}: {found['found_in']} {found['found_by'] or 'SURVIVED'}", flush=True)
-                options.out.write_text(json.dumps(results, indent=1))
+    def note(mutation: Mutation, found: dict[str, str]) -> None:
+        results.append({"mutation": asdict(mutation), **found})
+        print(f"{mutation.file}:{mutation.line} {mutation.kind}: {found['found_in']} {found['found_by']}", flush=True)
+        options.out.write_text(json.dumps(results, indent=1))
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor() as pool:
-        for running in [pool.submit(work, Path(name) / str(number)) for number in range(options.jobs)]:
-            running.result()
+
+        def work(folder: Path) -> list[Mutation]:
+            survivors = []
+            with Finder(folder) as finder:
+                while left:
+                    mutation = left.popleft()
+                    if (found := finder.find(mutation, lines))["found_in"]:
+                        note(mutation, found)
+                    else:
+                        survivors.append(mutation)
+            return survivors
+
+        running = [pool.submit(work, Path(name) / str(number)) for number in range(options.jobs)]
+        survivors = [one for future in running for one in future.result()]
+        with Finder(Path(name) / "together") as finder:
+            for command in COMMANDS:
+                for mutation, found in finder.find_together(survivors, command, options.jobs + 1).items():
+                    survivors.remove(mutation)
+                    note(mutation, found)
+    for mutation in survivors:
+        print(f"{mutation.file}:{mutation.line} {mutation.kind}: survived")
     counts = Counter(one["found_in"] for one in results)
-    print(f"of {len(results)}: {counts['make test']} by make test, {counts['make nightly']} only by make nightly")
+    print(f"of {options.count}: {counts['make test']} by make test, {counts['make nightly']} only by make nightly")
 
 
 if __name__ == "__main__":

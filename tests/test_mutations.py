@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations import Finder, Mutation, draw, files_for, mutated, mutations_of
+from tests.mutations import COMMANDS, Finder, Mutation, draw, files_for, mutated, mutations_of
 from tests.sim.search import ROOT
 
 SIZES = "quire/sizes.py"
@@ -18,7 +18,7 @@ def test_every_edit_compiles_and_changes_its_file() -> None:
         found = list(mutations_of(ROOT / name))
         assert len(found) > 10
         for mutation in found:
-            text = mutated(mutation)
+            text = mutated([mutation])[name]
             assert text != (ROOT / name).read_text()
             compile(text, name, "exec")
             kinds.add(mutation.kind)
@@ -32,7 +32,19 @@ def test_a_seed_draws_the_same_mutants() -> None:
     assert first == draw(1, 21) != draw(2, 21)
 
 
-def test_files_that_execute_the_line_run_the_cheapest_first() -> None:
+def test_several_edits_of_a_file() -> None:
+    found = {one.start: one for one in mutations_of(ROOT / SIZES)}
+    first, second = [found[start] for start in sorted(found)][:2]
+    assert first.end <= second.start
+    source = (ROOT / SIZES).read_text()
+    inner = Mutation(SIZES, 1, second.start, second.end, "", "INNER", is_in_function=True)
+    outer = Mutation(SIZES, 1, second.start, second.end + 1, "", "OUTER", is_in_function=True)
+    both = {SIZES: source[: first.start] + first.new + source[first.end : second.start] + "OUTER"}
+    both[SIZES] += source[second.end + 1 :]
+    assert mutated([first, inner, outer]) == mutated([outer, inner, first]) == both
+
+
+def test_files_that_execute_the_line_run_the_nearest_and_cheapest_first() -> None:
     lines = {"tests/sim/test_worlds.py": {SIZES: [5]}, "tests/test_sizes.py": {SIZES: [5, 9]}, "tests/other.py": {}}
     inside = Mutation(SIZES, 5, 0, 1, "off by one", "2", is_in_function=True)
     assert files_for(inside, lines) == ["tests/test_sizes.py", "tests/sim/test_worlds.py"]
@@ -50,3 +62,17 @@ def test_a_mutant_of_a_tested_line_is_found(tmp_path: Path) -> None:
         assert (found["found_by"], found["found_in"]) == ("tests/test_sizes.py", "make test"), found
         nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
         assert finder.find(nothing, lines) == {"found_by": "", "found_in": "", "output": ""}
+
+
+@pytest.mark.nightly
+def test_mutants_are_found_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "make test", ["tests/test_sizes.py"])
+    swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"][:2]
+    nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
+    with Finder(tmp_path) as finder:
+        found = finder.find_together([nothing, *swapped], "make test", jobs=2)
+        assert set(found) == set(swapped)
+        for one in found.values():
+            assert one["found_in"] == "make test"
+            assert one["found_by"].startswith("tests/test_sizes.py::")
+        assert finder.find_together([nothing], "make test", jobs=2) == {}

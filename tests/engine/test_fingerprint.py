@@ -21,6 +21,8 @@ from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.composition import EngineConfig, begin_fingerprint, make_engine
 from quire.engine.tiers.cache_folder import find_spaces
 from quire.engine.worker import process
+from quire.engine.worker.connection import WorkerConnection
+from quire.engine.worker.protocol import Fingerprinted, Ready
 from tests.engine.serving import client, run
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually
@@ -205,7 +207,15 @@ worker.main()
 def test_a_client_learns_it_with_the_start_or_later(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
 ) -> None:
-    """An idle worker reports a late one by itself."""
+    """Once. An idle worker reports a late one by itself."""
+    messages: list[Ready | Fingerprinted] = []
+    take_facts = WorkerConnection._take_facts
+
+    def take(self: WorkerConnection, message: Ready | Fingerprinted) -> None:
+        messages.append(message)
+        take_facts(self, message)
+
+    monkeypatch.setattr(WorkerConnection, "_take_facts", take)
     flag = tmp_path / "flag"
 
     def spawn(fd: int) -> subprocess.Popen[bytes]:
@@ -224,5 +234,8 @@ def test_a_client_learns_it_with_the_start_or_later(
                 flag.touch()
                 await asyncio.to_thread(eventually, lambda: engine.system_fingerprint is not None, "it is known")
             assert engine.system_fingerprint == expected
+            for _ in range(2):  # when it answers the second time, its loop has run
+                await engine.stats()
+        assert [type(one) for one in messages] == [Ready, Fingerprinted][: 1 + is_late]
 
     run(work())

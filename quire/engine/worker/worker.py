@@ -120,7 +120,6 @@ class Worker:
 
     `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
     Without `publisher`, changes of the cache are not announced; without `reporter`, not reported to the client.
-    `fingerprinting`: reported when it ends, unless the client has the result already.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class Worker:
         grammars: Grammars | None = None,
         publisher: EventPublisher | None = None,
         reporter: CacheReporter | None = None,
-        fingerprinting: Fingerprinting | None = None,
     ) -> None:
         self._channel = channel
         self._engine = engine
@@ -150,7 +148,6 @@ class Worker:
         self._grammars = grammars
         self._publisher = publisher
         self._reporter = reporter
-        self._fingerprinting = fingerprinting
         self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
         engine.on_plan = self._announce
@@ -188,8 +185,8 @@ class Worker:
         """The predicted duration of a step of `num_tokens` prompt tokens."""
         return self._estimator.predict_s(Work(num_tokens, float(num_tokens)))
 
-    def run(self, waiting: Sequence[ToWorker] = ()) -> None:
-        """Serve until the client closes the socket."""
+    def run(self, waiting: Sequence[ToWorker] = (), fingerprinting: Fingerprinting | None = None) -> None:
+        """Serve until the client closes the socket. `fingerprinting`: reported when it ends."""
         self._handle(waiting)
         while True:
             messages = self._channel.receive(self._sleep_s())
@@ -198,9 +195,9 @@ class Worker:
             self._handle(messages)
             if self._compilations:
                 self._take_compiled(self._compilations)
-            if self._fingerprinting is not None and self._fingerprinting.found:
-                self._channel.send(Fingerprinted(self._fingerprinting.found))
-                self._fingerprinting = None
+            if fingerprinting is not None and fingerprinting.found:
+                self._channel.send(Fingerprinted(fingerprinting.found))
+                fingerprinting = None
             if self._engine.has_work:
                 self._step()
             elif self._is_preparing:
@@ -550,7 +547,7 @@ def _load_and_run(channel: Channel) -> int:
         reporter = CacheReporter(cache) if first.reports_cache else None
         channel.expect_wake()
         fingerprinting = begin_fingerprint(Path(first.path), first.config, engine, channel.wake)
-        worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter, fingerprinting)
+        worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
@@ -561,9 +558,10 @@ def _load_and_run(channel: Channel) -> int:
         secret = cache.tree.secret if first.reports_cache else b""
         max_model_len = engine.scheduler.max_model_len
         ready = Ready(engine.capacity, max_model_len, facts, timings_s, step_s, tiers, events, secret)
-        channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprinting.wait()))
+        fingerprint = fingerprinting.wait()
+        channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprint))
         try:
-            worker.run(rest)
+            worker.run(rest, None if fingerprint else fingerprinting)
         except Gone:
             engine.save_cache(MAX_FINAL_SAVE_S)
             raise
