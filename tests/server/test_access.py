@@ -55,13 +55,6 @@ def locked(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def open_server(tiny_model: Path) -> Iterator[Server]:
-    """Without keys."""
-    with serving(str(tiny_model), *FAKE) as server:
-        yield server
-
-
 def refused(answer: Answer, status: int) -> bool:
     if answer.status != status:
         return False
@@ -190,21 +183,21 @@ FOREIGN_HOSTS = (
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_foreign_host_is_refused_without_keys(open_server: Server, host: str) -> None:
+def test_a_foreign_host_is_refused_without_keys(plain_server: Server, host: str) -> None:
     """DNS rebinding: a foreign host name that resolves to this machine lets a web page reach a local server."""
     for endpoint in ENDPOINTS:
-        answer = open_server.ask(endpoint.method, path_of(endpoint), GOOD.get(endpoint.path), headers={"host": host})
+        answer = plain_server.ask(endpoint.method, path_of(endpoint), GOOD.get(endpoint.path), headers={"host": host})
         assert refused(answer, 403), (endpoint.path, answer)
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "127.0.0.9:80", "[::1]:8000", "a.localhost"])
-def test_loopback_names_are_accepted(open_server: Server, host: str) -> None:
-    assert open_server.get("/v1/models", headers={"host": host}).status == 200
+def test_loopback_names_are_accepted(plain_server: Server, host: str) -> None:
+    assert plain_server.get("/v1/models", headers={"host": host}).status == 200
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "file://", "http://[", ""])
-def test_a_foreign_page_is_refused(open_server: Server, locked: Server, origin: str) -> None:
-    for server in (open_server, locked):
+def test_a_foreign_page_is_refused(plain_server: Server, locked: Server, origin: str) -> None:
+    for server in (plain_server, locked):
         for endpoint in ENDPOINTS:
             body = GOOD.get(endpoint.path)
             answer = server.ask(endpoint.method, path_of(endpoint), body, headers={"origin": origin})
@@ -212,15 +205,15 @@ def test_a_foreign_page_is_refused(open_server: Server, locked: Server, origin: 
             assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_the_servers_own_page_is_accepted(open_server: Server) -> None:
-    host = "{}:{}".format(*open_server.address)
-    assert open_server.get("/docs", headers={"origin": f"http://{host}", "host": host}).status == 200
+def test_the_servers_own_page_is_accepted(plain_server: Server) -> None:
+    host = "{}:{}".format(*plain_server.address)
+    assert plain_server.get("/docs", headers={"origin": f"http://{host}", "host": host}).status == 200
 
 
-def test_no_answer_has_cors_headers_unless_asked_for(open_server: Server, tiny_model: Path) -> None:
+def test_no_answer_has_cors_headers_unless_asked_for(plain_server: Server, tiny_model: Path) -> None:
     ask = {"origin": "https://page.example", "access-control-request-method": "POST"}
     for method in ("OPTIONS", "POST"):
-        answer = open_server.ask(method, CHAT, headers=ask)
+        answer = plain_server.ask(method, CHAT, headers=ask)
         assert answer.status == 403
         assert not any(name.startswith("access-control") for name in answer.headers)
     with serving(str(tiny_model), *FAKE, "--allowed-origins", "https://page.example", "--api-key", ALICE) as server:
@@ -297,11 +290,11 @@ def test_all_addresses_without_a_key_answer_to_addresses_and_private_names(tiny_
         assert server.get("/v1/models", headers={"host": "box", "origin": "http://evil.example"}).status == 403
 
 
-def test_a_keyless_server_shows_its_endpoints_without_a_key(open_server: Server) -> None:
-    page = open_server.get("/docs").body.decode()
+def test_a_keyless_server_shows_its_endpoints_without_a_key(plain_server: Server) -> None:
+    page = plain_server.get("/docs").body.decode()
     assert '<a href="./">' in page  # back to the page of the server
     assert 'id="form" class="row" hidden' in page  # the key is asked for when the server wants one
-    assert open_server.get("/openapi.json").status == 200
+    assert plain_server.get("/openapi.json").status == 200
 
 
 # Tenants

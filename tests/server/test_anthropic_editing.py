@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ from quire.server.protocols.anthropic.editing import CLEARED, Edited, apply, ign
 from quire.server.protocols.anthropic.parsing import conversation
 from quire.server.protocols.anthropic.types import MessagesRequest
 from quire.text.messages import ChatRequest
-from tests.server.rig import FAKE, serving
+from tests.server.rig import Server
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 THOUGHTS = "clear_thinking_20251015"
@@ -137,27 +136,26 @@ def test_an_unknown_edit_is_ignored_and_named() -> None:
     assert edit({"type": "compact_20260112"}).applied == ()
 
 
-def test_over_http(tiny_model: Path) -> None:
+def test_over_http(plain_server: Server) -> None:
     edits = [{"type": "compact_20260112"}, {"type": TOOLS, "trigger": {"type": "tool_uses", "value": 4}}]
     body = {"model": "claude-some", "max_tokens": 4, "messages": talk(), "context_management": {"edits": edits}}
-    with serving(str(tiny_model), *FAKE) as server:
-        whole = server.post("/v1/messages", body)
-        assert whole.status == 200, whole
-        (applied,) = whole.json["context_management"]["applied_edits"]
-        assert applied["cleared_tool_uses"] == 2
-        assert "compact_20260112" in whole.headers["x-quire-ignored-fields"]
-        assert whole.json["model"] != "claude-some"  # the default model answered and is named
-        assert whole.headers["x-quire-ignored-fields"].startswith("model, ")
-        events = [
-            json.loads(line[6:])
-            for line in server.post("/v1/messages", {**body, "stream": True}).body.decode().splitlines()
-            if line.startswith("data: ")
-        ]
-        assert events[-2]["context_management"]["applied_edits"] == [applied]
-        counted = server.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"}).json
-        assert counted["context_management"]["original_input_tokens"] == (
-            counted["input_tokens"] + applied["cleared_input_tokens"]
-        )
-        plain = server.post("/v1/messages", {**body, "context_management": None})
-        assert "context_management" not in plain.json
-        assert server.post("/v1/messages", {**body, "model": "gpt-5"}).status == 404
+    whole = plain_server.post("/v1/messages", body)
+    assert whole.status == 200, whole
+    (applied,) = whole.json["context_management"]["applied_edits"]
+    assert applied["cleared_tool_uses"] == 2
+    assert "compact_20260112" in whole.headers["x-quire-ignored-fields"]
+    assert whole.json["model"] != "claude-some"  # the default model answered and is named
+    assert whole.headers["x-quire-ignored-fields"].startswith("model, ")
+    events = [
+        json.loads(line[6:])
+        for line in plain_server.post("/v1/messages", {**body, "stream": True}).body.decode().splitlines()
+        if line.startswith("data: ")
+    ]
+    assert events[-2]["context_management"]["applied_edits"] == [applied]
+    counted = plain_server.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"}).json
+    assert counted["context_management"]["original_input_tokens"] == (
+        counted["input_tokens"] + applied["cleared_input_tokens"]
+    )
+    plain = plain_server.post("/v1/messages", {**body, "context_management": None})
+    assert "context_management" not in plain.json
+    assert plain_server.post("/v1/messages", {**body, "model": "gpt-5"}).status == 404

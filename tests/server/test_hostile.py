@@ -245,20 +245,14 @@ def test_the_concurrent_stream_was_complete(server: Server, worker: int, stream:
 # Numbers, on a server whose steps take no time: some requests ask for the longest possible answer
 
 
-@pytest.fixture(scope="module")
-def quick(tiny_model: Path) -> Iterator[Server]:
-    with serving(str(tiny_model), *FAKE) as found:
-        yield found
-
-
 @pytest.mark.parametrize("path", corpus.NUMBERS)
-def test_odd_numbers_are_accepted_or_refused_by_name(quick: Server, path: str) -> None:
-    pid = quick.worker_pid
+def test_odd_numbers_are_accepted_or_refused_by_name(plain_server: Server, path: str) -> None:
+    pid = plain_server.worker_pid
     num_taken = 0
     for where, name, value in corpus.numbers():
         if where != path:
             continue
-        answer = quick.post(path, data=corpus.body_with(path, name, value))
+        answer = plain_server.post(path, data=corpus.body_with(path, name, value))
         row = f"{path} {name}={value[:40]}: {answer.status} {answer.body[:300]!r}"
         assert answer.status == 200 or 400 <= answer.status < 500, row
         num_taken += answer.status == 200
@@ -266,16 +260,16 @@ def test_odd_numbers_are_accepted_or_refused_by_name(quick: Server, path: str) -
             message = error_of(path, answer.json)["message"]
             assert name in message or "not JSON" in message, row
     assert num_taken
-    quick.wait_free()
-    assert quick.worker_pid == pid
-    assert "Traceback" not in quick.log
+    plain_server.wait_free()
+    assert plain_server.worker_pid == pid
+    assert "Traceback" not in plain_server.log
 
 
 @pytest.mark.parametrize("path", [corpus.CHAT, corpus.COMPLETIONS])
-def test_values_that_are_not_numbers_are_refused_in_every_number_field(quick: Server, path: str) -> None:
+def test_values_that_are_not_numbers_are_refused_in_every_number_field(plain_server: Server, path: str) -> None:
     for name in corpus.NUMBERS[path]:
         for value in ("NaN", "Infinity", "[]", "{}", "true", "1e400"):
-            assert quick.post(path, data=corpus.body_with(path, name, value)).status == 400, (name, value)
+            assert plain_server.post(path, data=corpus.body_with(path, name, value)).status == 400, (name, value)
 
 
 # Privacy
@@ -330,8 +324,8 @@ def test_the_corpus_is_large_enough() -> None:
     assert len({row.name for row in corpus.corpus()}) == len(corpus.corpus())
 
 
-def test_frames_of_a_whole_stream_parse(quick: Server) -> None:
-    answer = quick.post(corpus.CHAT, STREAM | {"max_tokens": 50})
+def test_frames_of_a_whole_stream_parse(plain_server: Server) -> None:
+    answer = plain_server.post(corpus.CHAT, STREAM | {"max_tokens": 50})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *chunks, last = [data for _, data in events(answer.body)]
     assert last == "[DONE]"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from quire.server.app import ENDPOINTS
 from quire.server.http.not_found import BASES, UNSERVED, advice, find_meant, why_unserved
-from tests.server.rig import FAKE, Server, serving
+from tests.server.rig import Server
 
 MEANT = {
     "/chat/completions": "/v1/chat/completions",
@@ -82,9 +80,8 @@ def test_unserved_paths_of_other_servers_are_explained() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Server]:
-    with serving(str(tiny_model), *FAKE) as found:
-        yield found
+def server(plain_server: Server) -> Server:
+    return plain_server
 
 
 def test_each_protocol_gets_its_own_error_format(server: Server) -> None:

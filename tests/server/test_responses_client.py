@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import openai
@@ -16,7 +15,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseS
 from pydantic import BaseModel
 
 from quire.weights.hub import DEFAULT_MODEL
-from tests.server.rig import Server, serving
+from tests.server.rig import Server
 from tests.waiting import HANG_S
 
 QUESTION = "What is the capital of Japan?"
@@ -37,10 +36,8 @@ WEATHER: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def server(default_model: Path) -> Iterator[Server]:
-    del default_model  # is here now
-    with serving("--num-blocks", "400") as server:
-        yield server
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 @pytest.fixture(scope="module")

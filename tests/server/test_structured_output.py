@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from quire.server.limits import FairSlots
 from quire.server.protocols.openai.types import ChatCompletionRequest
 from quire.server.request_context import MAX_PLAIN_BYTES, MAX_QUICK_BYTES, RequestContext, _field_names, is_slow
-from tests.server.rig import FAKE, Server, serving
+from tests.server.rig import Server
 
 HEADER = "x-quire-unenforced"
 SAY: Any = [{"role": "user", "content": "Hi"}]
@@ -37,9 +35,8 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "string", "minLength": 
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Server]:
-    with serving(str(tiny_model), *FAKE) as server:
-        yield server
+def server(plain_server: Server) -> Server:
+    return plain_server
 
 
 def chat_tool(name: str, schema: Any, **more: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -16,7 +15,7 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from quire.weights.hub import DEFAULT_MODEL
-from tests.server.rig import Server, serving
+from tests.server.rig import Server
 from tests.waiting import HANG_S
 
 QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
@@ -39,10 +38,8 @@ SCHEMAS = {"get_weather": WEATHER, "add_one": ADD}
 
 
 @pytest.fixture(scope="module")
-def server(default_model: Path) -> Iterator[Server]:
-    del default_model  # is here now
-    with serving("--num-blocks", "200") as server:
-        yield server
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 @pytest.fixture(scope="module")
