@@ -33,6 +33,7 @@ def slow_files() -> dict[str, float]:
     return found
 
 
+@functools.cache
 def name_of(path: Path) -> str:
     return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
 

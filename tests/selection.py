@@ -83,6 +83,8 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     Of items with as many missing values, the one whose values were chosen least is taken, so that tests that share the
     values of a parameter run with different ones.
     """
+    if len(items) == 1:
+        return list(items)
     values = {item: values_of(item) for item in items}
     missing = set().union(*values.values())
     if max(map(len, values.values())) <= 2 and len({item.nodeid.partition("[")[0] for item in items}) == 1:
