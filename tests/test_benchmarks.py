@@ -61,6 +61,7 @@ def test_the_benchmark_of_formats_runs(tiny_model: Path) -> None:
     assert "w4a16, groups of 64: --group-size 64 does not divide the 96 inputs" in outcome.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("default_model")  # its tokenizer is used
 def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
     options = ["--quick", "--models", "qwen3-0.6b", "--rounds", "1", "--out", str(tmp_path)]

@@ -23,7 +23,7 @@ def run(num_replicas: int, router: str, report_s: float = REPORT_S) -> ClusterRe
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.kept("prefix", "round-robin")
+@pytest.mark.kept("prefix")
 def test_one_replica_is_the_plain_simulation(router: str) -> None:
     alone = simulate(TREE, CONFIG, STEP_TIME)
     assert run(1, router).records == alone.records

@@ -27,7 +27,7 @@ def test_a_4_bit_folder_answers(default_model: Path, tmp_path: Path) -> None:
     assert answer.text == "The capital of Japan is Tokyo."
 
 
-@pytest.mark.parametrize("num_prompts", mostly_nightly([25, 100], 1))
+@pytest.mark.parametrize("num_prompts", mostly_nightly([10, 100], 1))
 def test_greedy_answers_alone_and_in_company(num_prompts: int, tmp_path: Path) -> None:
     """`make equality BACKEND=mlx` does the same with the default model, which takes long on a CPU."""
     rig = Rig(write_model(tmp_path / "m", "llama"), backend="mlx", dtype="float32", num_blocks=1500, max_num_seqs=16)
