@@ -24,6 +24,7 @@ COSTS  := build/test-costs.json
 # One more than the number of cores, because some tests wait for servers most of the time.
 JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
+# With `--costs FILE`, pytest would take a FILE that exists for tests, and not read tests/conftest.py, which has the option.
 # The tests of a file run in one process, in their order: they share models and servers.
 PYTEST  = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -82,7 +83,7 @@ serve: $(RUNTIME)  ## install and start a server with the default model, and pri
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(if $(filter file,$(origin BACKEND)),,--backend $(BACKEND)) $(ARGS)
 
 test: lint      ## all checks of CI: ruff, import layers, mypy, and pytest with the world simulation
-	$(PYTEST) --costs $(COSTS)
+	$(PYTEST) --costs=$(COSTS)
 
 check: lint     ## ruff, import layers, mypy and the quick tests, in two minutes: run it before a commit
 	$(PYTEST) --quick
@@ -90,7 +91,7 @@ check: lint     ## ruff, import layers, mypy and the quick tests, in two minutes
 # Each part runs although another fails; the last line is the exit status.
 nightly: lint   ## all tests, and everything that is too long for `make test`: hours on two cores
 	@failed=; run() { echo "== $$*"; "$$@" || failed="$$failed; $$*"; }; \
-	run $(PYTEST) --nightly --costs $(COSTS); \
+	run $(PYTEST) --nightly --costs=$(COSTS); \
 	run make sim SEEDS=20000; \
 	run make equality; \
 	run make precision; \

@@ -1,6 +1,6 @@
 """What tests cost, and on what they spend it: a pytest plugin that writes a report, and a command that reads it.
 
-`pytest --costs FILE` writes the report. `python -m tests.costs FILE` prints the most expensive files; with `--write` it
+`pytest --costs=FILE` writes the report. `python -m tests.costs FILE` prints the most expensive files; with `--write` it
 also generates `tests/slow_files.json`, which orders the run.
 """
 

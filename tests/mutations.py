@@ -246,7 +246,7 @@ class Finder:
         report = self._folder / "failures.json"
         report.unlink(missing_ok=True)
         options = ["-q", "-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
-        options += ["--costs", str(report), "--timeout", TEST_LIMIT_S]
+        options += [f"--costs={report}", "--timeout", TEST_LIMIT_S]
         subprocess.run(
             [sys.executable, "-m", "pytest", *options, *arguments],
             cwd=self._folder, env=os.environ | self._environment, check=False,
