@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    if os.environ.get("QUIRE_TEST_COVERAGE"):
+    if os.environ.get("COVERED_TESTS"):
         from tests.mutations import TestContexts
 
         config.pluginmanager.register(TestContexts())

@@ -267,7 +267,7 @@ class TestContexts:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         import coverage
 
-        os.environ["QUIRE_TEST"] = nodeid
+        os.environ["COVERED_TEST"] = nodeid
         if (current := coverage.Coverage.current()) is not None:
             current.switch_context(nodeid)
 
@@ -278,7 +278,7 @@ parallel = True
 source = quire
 data_file = {folder}/coverage
 patch = subprocess
-context = ${{QUIRE_TEST-}}
+context = ${{COVERED_TEST-}}
 """
 
 
@@ -294,7 +294,7 @@ def collect(out: Path, options: Sequence[str]) -> None:
     config = folder / "coveragerc"
     config.write_text(COVERAGE.format(folder=folder.absolute()))
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", *options]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"QUIRE_TEST_COVERAGE": "1"}, check=False)
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"COVERED_TESTS": "1"}, check=False)
     whole = coverage.Coverage(config_file=str(config))
     whole.combine()
     whole.save()
