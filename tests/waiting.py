@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-HANG_S = 300.0  # only ends a hang; pytest ends a test after 600 s
+HANG_S = 300.0  # only ends a hang; pytest ends a test after 1,200 s
 
 
 def eventually(condition: Callable[[], T], what: str, limit_s: float = HANG_S) -> T:
