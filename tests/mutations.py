@@ -5,8 +5,8 @@
 `MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn.
 
 1. Each mutant runs test files that execute its line, the nearest first, until one fails or they took `ALONE_S`.
-2. The others are put into one copy of the project, and `make test` runs there once. Tests that fail run again with each
-   of these mutants alone.
+2. The others are put into one copy of the project, and `make test` runs there. A test that fails runs again with halves
+   of them, until one is left.
 3. The rest runs the tests that are left to `make nightly`, in the same way.
 
 `--lines` names the lines that each test file executes. It is made from a run under coverage.py, which also prints the
@@ -24,7 +24,6 @@ import ast
 import functools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -44,7 +43,7 @@ from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited
 
 LIMIT_S = 1800.0  # of one file of tests: only a hang takes longer
 TEST_LIMIT_S = "400"  # of one test; some wait for 300 s until they fail
-ALONE_S = 60.0  # of tests, by the table of slow files, that a mutant runs alone at first
+ALONE_S = 20.0  # of tests, by the table of slow files, that a mutant runs alone at first
 UNLISTED_S = 1.0  # of a file that is not in the table
 COMMANDS = {"make test": [], "make nightly": ["--left-out"]}
 NO_TESTS = 5  # pytest's exit code
@@ -214,25 +213,39 @@ class Finder:
         return {"found_by": "", "found_in": "", "output": ""}
 
     def find_together(self, mutations: Sequence[Mutation], command: str, jobs: int) -> dict[Mutation, dict[str, str]]:
-        """Run a command with all mutants at once, and each test that fails with each mutant alone, until none fails."""
+        """Run a command with all mutants at once. Halves of them show which one makes a test fail."""
         found: dict[Mutation, dict[str, str]] = {}
-        tests: list[str] = []
-        while len(found) < len(mutations):
-            left = [one for one in mutations if one not in found]
-            with edited(self._folder, mutated(left)):
-                tests = self._all_failures([*tests, "--nightly"] if tests else COMMANDS[command], jobs)
-            if not (tests := [test for test in tests if not self._failure([test, "--nightly"])]):
-                break
-            print(f"{command} with {len(left)} mutants: {len(tests)} tests fail: {tests[:20]}", flush=True)
-            num_found = len(found)
-            for one in left:
-                with edited(self._folder, mutated([one])):
-                    if output := self._failure([*tests, "--nightly"]):
-                        found[one] = {"found_by": failed_test(output), "found_in": command, "output": output[-500:]}
-            if len(found) == num_found:
-                print(f"none of the mutants alone makes these tests fail: {tests}", flush=True)
-                break
+        left = list(mutations)
+        tests = self._all_failures(left, COMMANDS[command], jobs)
+        while tests:
+            print(f"{command} with {len(left)} mutants: {len(tests)} tests fail", flush=True)
+            test = min(tests, key=lambda test: cost_of(test.partition("::")[0]))
+            if (culprit := self._culprit(left, test)) is None:
+                print(f"no single mutant makes it fail: {test}", flush=True)
+                tests.remove(test)
+                continue
+            left.remove(culprit)
+            found[culprit] = {"found_by": test, "found_in": command, "output": ""}
+            print(f"{culprit.file}:{culprit.line} {culprit.kind}: {test}", flush=True)
+            tests = self._all_failures(left, [*tests, "--nightly"], jobs)
         return found
+
+    def _culprit(self, mutations: Sequence[Mutation], test: str) -> Mutation | None:
+        """The mutant that makes a test fail, if it is a single one."""
+
+        def fails(some: Sequence[Mutation]) -> bool:
+            with edited(self._folder, mutated(some)):
+                return bool(self._failure([test, "--nightly"]))
+
+        if fails([]):
+            return None
+        while len(mutations) > 1:
+            halves = mutations[: len(mutations) // 2], mutations[len(mutations) // 2 :]
+            failing = [half for half in halves if fails(half)]
+            if not failing:
+                return None
+            mutations = failing[0]
+        return mutations[0]
 
     def _failure(self, arguments: Sequence[str]) -> str:
         """Run tests here, up to the first that fails. Returns the output, empty if all pass."""
@@ -241,23 +254,17 @@ class Finder:
         code, output = self._server.run(self._folder, "pytest", *options, *arguments)
         return "" if code in (0, NO_TESTS) else output
 
-    def _all_failures(self, arguments: Sequence[str], jobs: int) -> list[str]:
-        """Run tests in several processes. Returns those that fail."""
+    def _all_failures(self, mutations: Sequence[Mutation], arguments: Sequence[str], jobs: int) -> list[str]:
+        """Run tests with mutants in several processes. Returns those that fail."""
         report = self._folder / "failures.json"
-        report.unlink(missing_ok=True)
         options = ["-q", "-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
         options += [f"--costs={report}", "--timeout", TEST_LIMIT_S]
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *arguments],
-            cwd=self._folder, env=os.environ | self._environment, check=False,
-        )  # fmt: skip
+        with edited(self._folder, mutated(mutations)):
+            subprocess.run(
+                [sys.executable, "-m", "pytest", *options, *arguments],
+                cwd=self._folder, env=os.environ | self._environment, check=False,
+            )  # fmt: skip
         return [test for test, measured in json.loads(report.read_text()).items() if measured["failed"]]
-
-
-def failed_test(output: str) -> str:
-    """The test that failed, from the end of pytest's output."""
-    found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-    return found[-1] if found else "the end of the process"
 
 
 class TestContexts:
