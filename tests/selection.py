@@ -21,7 +21,7 @@ from _pytest.mark import ParameterSet
 
 from tests.costs import name_of, slow_files
 
-QUICK_S = 2.5
+QUICK_S = 3.0
 MARKERS = (
     "nightly: runs in `make nightly` only; `make test` has a case of the same kind",
     "kept(words): cases that `make test` runs, by words in their names; the others run in `make nightly` only",

@@ -208,7 +208,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.nightly
 def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
     command = ["batch", str(source), str(out), *at(server), "--max-tokens", "60", "--max-in-flight", "4"]

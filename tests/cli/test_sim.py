@@ -73,8 +73,7 @@ AGENTS = ("--scenario", "agents", "--requests", "30", "--rate", "6", "--max-num-
 STATES = ("--states", "18", "--states=400", "--places", "prompt,answer,message,branch", "--places", "every-1024")
 
 
-@pytest.mark.nightly
-def test_sim_compares_numbers_of_states_and_placement_rules() -> None:
+def test_sim_compares_placement_rules_of_states() -> None:
     outcome = quire("sim", *AGENTS, "--states=20", "--requests=9", "--machine", "h200-qwen3.5-35b-a3b")
     assert outcome.returncode == 0, outcome.stderr
     _, _, _, _, reference, *rows = map(str.split, outcome.stdout.splitlines())
@@ -83,6 +82,9 @@ def test_sim_compares_numbers_of_states_and_placement_rules() -> None:
     assert rows[0][1:3] == ["20", "1.3"]  # states and GB
     assert max(map(len, outcome.stdout.splitlines())) <= 100
 
+
+@pytest.mark.nightly
+def test_sim_compares_numbers_of_states() -> None:
     document = json.loads(quire("sim", *AGENTS, *STATES, "--json").stdout)
     assert "places" not in document["config"]
     reference, *runs = document["runs"]
@@ -94,6 +96,13 @@ def test_sim_compares_numbers_of_states_and_placement_rules() -> None:
     assert many > 0.99
     assert runs[0]["state_evictions"] > runs[1]["state_evictions"] == 0
     assert runs[1]["cache"]["states"]["num_slots"] == 399
+
+
+def test_sim_compares_routers() -> None:
+    outcome = quire("sim", "--scenario", "tree", "--requests", "40", "--num-blocks", "400", "--replicas", "2")
+    assert outcome.returncode == 0, outcome.stderr
+    for word in ("prefix", "round-robin", "power-of-two", "consistent-hash"):
+        assert word in outcome.stdout
 
 
 def test_sim_frees_window_blocks_behind_running_requests() -> None:
@@ -114,7 +123,6 @@ def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "magic"), [("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")])
 @pytest.mark.kept("png")
-@pytest.mark.nightly
 def test_sim_draws(tmp_path: Path, name: str, magic: bytes) -> None:
     outcome = quire("sim", "--requests", "40", "--blocks", "400", "--plot", name, folder=tmp_path)
     assert outcome.returncode == 0, outcome.stderr

@@ -89,7 +89,6 @@ def test_server_and_simulator_agree_where_time_does_not_matter(server: Server, t
     server.wait_free()  # cancelled requests are gone
 
 
-@pytest.mark.nightly
 def test_step_times_are_measured(server: Server, tmp_path: Path) -> None:
     """The fake backend sleeps 5 ms per step. A busy machine takes longer, none takes less."""
     trace = write(tmp_path / "t.jsonl", *(line(0.1 * number, prompt=40) for number in range(6)))

@@ -60,7 +60,6 @@ def test_a_key_is_needed(server: Server) -> None:
         assert "API key" in outcome.stderr
 
 
-@pytest.mark.nightly
 def test_at_a_terminal_it_waits_for_a_stopped_server(default_model: Path) -> None:
     del default_model  # downloaded by the fixture
     with serving(*FAKE) as server:
