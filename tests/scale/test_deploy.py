@@ -208,6 +208,7 @@ def test_a_model_that_cannot_be_loaded_is_named(default_model: Path, tmp_path: P
         assert "tensor" in done.stderr
 
 
+@pytest.mark.nightly  # another Ray cluster
 def test_the_command_starts_ray_and_ends_it(cluster: Cluster, tmp_path: Path) -> None:
     """Its own cluster: the one of the other tests runs on the same machine, and is neither joined nor ended."""
     file = tmp_path / "q.yaml"

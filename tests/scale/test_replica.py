@@ -439,7 +439,6 @@ def test_a_request_is_moved_a_bounded_number_of_times(tiny_model: Path, monkeypa
     run(tiny_model, work, num_replicas=1)
 
 
-@pytest.mark.nightly
 def test_a_replica_that_leaves_while_it_is_chosen(tiny_model: Path) -> None:
     """The request is sent to the other one."""
 
@@ -562,7 +561,6 @@ def test_requests_without_a_replica_can_be_cancelled(tiny_model: Path) -> None:
     run(tiny_model, work, num_replicas=1)
 
 
-@pytest.mark.nightly
 def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,7 +596,6 @@ def test_streams_that_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     run(tiny_model, work, num_replicas=1)
 
 
-@pytest.mark.nightly
 def test_a_front_that_does_not_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dropped like any other that sends nothing."""
     monkeypatch.setattr("quire.scale.replica.MAX_BATCHES", 1)
@@ -690,7 +687,6 @@ def test_a_request_that_was_cancelled_is_not_routed_for_ever(tiny_model: Path) -
     run(tiny_model, work, num_replicas=1)
 
 
-@pytest.mark.nightly
 def test_a_full_replica_does_not_keep_others_from_dropping_their_maps(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

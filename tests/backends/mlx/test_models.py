@@ -24,7 +24,7 @@ TRANSFORMERS = ("llama", "llama 3 rope", "llama yarn", "qwen3", "gemma3", "phi3"
 # In `make test`: each kind of attention, position, norm, expert and block that the others have too.
 KEPT = (
     *("llama with windows", "cohere2", "dbrx", "exaone4", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2", "gpt_neox"),
-    *("gpt_oss", "granite", "ministral3", "nemotron", "olmo2", "phi", "phimoe", "qwen3_moe", "smollm3"),
+    *("gpt_oss", "granite", "ministral3", "nemotron", "olmo2", "phi", "phimoe", "qwen3_moe", "smollm3", "stablelm"),
 )
 WHOLE_CONTRACT = ("llama with windows", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma2")
 
