@@ -212,9 +212,10 @@ class Finder:
                     return {"found_by": test, "found_in": "make test", "output": output[-500:]}
         return {"found_by": "", "found_in": "", "output": ""}
 
-    def find_together(self, mutations: Sequence[Mutation], command: str, jobs: int) -> dict[Mutation, dict[str, str]]:
+    def find_together(
+        self, mutations: Iterable[Mutation], command: str, jobs: int
+    ) -> Iterator[tuple[Mutation, dict[str, str]]]:
         """Run a command with all mutants at once. Halves of them show which one makes a test fail."""
-        found: dict[Mutation, dict[str, str]] = {}
         left = list(mutations)
         tests = self._all_failures(left, COMMANDS[command], jobs)
         while tests:
@@ -225,10 +226,8 @@ class Finder:
                 tests.remove(test)
                 continue
             left.remove(culprit)
-            found[culprit] = {"found_by": test, "found_in": command, "output": ""}
-            print(f"{culprit.file}:{culprit.line} {culprit.kind}: {test}", flush=True)
+            yield culprit, {"found_by": test, "found_in": command, "output": ""}
             tests = self._all_failures(left, [*tests, "--nightly"], jobs)
-        return found
 
     def _culprit(self, mutations: Sequence[Mutation], test: str) -> Mutation | None:
         """The mutant that makes a test fail, if it is a single one."""
@@ -361,7 +360,7 @@ def main() -> None:
         survivors = [one for future in running for one in future.result()]
         with Finder(Path(name) / "together") as finder:
             for command in COMMANDS:
-                for mutation, found in finder.find_together(survivors, command, options.jobs + 1).items():
+                for mutation, found in finder.find_together(survivors, command, options.jobs + 1):
                     survivors.remove(mutation)
                     note(mutation, found)
     for mutation in survivors:

@@ -70,9 +70,9 @@ def test_mutants_are_found_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"][:2]
     nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
     with Finder(tmp_path) as finder:
-        found = finder.find_together([nothing, *swapped], "make test", jobs=2)
+        found = dict(finder.find_together([nothing, *swapped], "make test", jobs=2))
         assert set(found) == set(swapped)
         for one in found.values():
             assert one["found_in"] == "make test"
             assert one["found_by"].startswith("tests/test_sizes.py::")
-        assert finder.find_together([nothing], "make test", jobs=2) == {}
+        assert dict(finder.find_together([nothing], "make test", jobs=2)) == {}

@@ -387,6 +387,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"logit_bias": {"5": 101}}, "logit_bias[5] = 101.0 is not", "logit_bias[5]"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 entries", "logit_bias"),
     ({"stop": ["x"] * 17}, "stop", "stop"),
+    ({"stop": [""]}, "stop[0] has 0 characters", "stop[0]"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and tools has no function", "tool_choice"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0] = -1 is not", "stop_token_ids[0]"),
     ({"seed": 2**64}, "seed = 18446744073709551616 is not", "seed"),
     ({"service_tier": "gold"}, "service_tier = 'gold' is not one of auto", "service_tier"),
