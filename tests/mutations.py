@@ -1,18 +1,19 @@
 """Draws small bugs over all packages with a seed, and counts those that the tests find: `python -m tests.mutations`.
 
-    python -m tests.mutations --count 200 --seed 1 --lines build/lines.json --out build/mutations.json
+    python -m tests.mutations --count 200 --seed 1 --covered build/covered --out build/mutations.json
 
 `MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn.
 
-1. Each mutant runs test files that execute its line, the nearest first, until one fails or they took `ALONE_S`.
+1. Each mutant runs tests of `make test` that execute its line, the nearest and cheapest first, until one fails or they
+   took `ALONE_S`. A test that fails must pass without the mutant.
 2. The others are put into one copy of the project, and `make test` runs there. A test that fails runs again with halves
    of them, until one is left.
-3. The rest runs the tests that are left to `make nightly`, in the same way.
+3. The rest runs the tests that are left to `make nightly`, in the same two ways.
 
-`--lines` names the lines that each test file executes. It is made from a run under coverage.py, which also prints the
-coverage; `--nightly` after the dashes adds what `make test` leaves out:
+`--covered` is a folder that names the lines that each test executes, and what the test takes. It is made from a run of
+all tests under coverage.py, which also prints the coverage:
 
-    python -m tests.mutations --collect build/lines.json -- -n 3 --dist loadfile
+    python -m tests.mutations --collect build/covered -- -n 3 --dist loadfile --nightly
 
 A mutant that ends in a hang counts as found. `--out` is read again: mutants that were found do not run again.
 """
@@ -24,6 +25,7 @@ import ast
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,10 +45,12 @@ from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited
 
 LIMIT_S = 1800.0  # of one file of tests: only a hang takes longer
 TEST_LIMIT_S = "400"  # of one test; some wait for 300 s until they fail
-ALONE_S = 20.0  # of tests, by the table of slow files, that a mutant runs alone at first
+ALONE_S = 60.0  # CPU seconds of tests that a mutant runs alone at first
+TEST_S = 0.05  # at least, of each test
 UNLISTED_S = 1.0  # of a file that is not in the table
 COMMANDS = {"make test": [], "make nightly": ["--left-out"]}
 NO_TESTS = 5  # pytest's exit code
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 REWRITE_WARNING = "pytest.PytestAssertRewriteWarning"
 # What test files import, and what takes long.
 IMPORTED = ("hypothesis", "numpy", "pytest", "torch", "transformers", "triton", "starlette", "openai", "anthropic")
@@ -54,7 +58,6 @@ SWAPPED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
     ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
 }  # fmt: skip
-Lines = dict[str, dict[str, list[int]]]  # test file -> source file -> executed lines
 
 
 @dataclass(frozen=True)
@@ -169,21 +172,42 @@ def cost_of(test: str) -> float:
     return slow_files().get(test.removeprefix("tests/"), UNLISTED_S)
 
 
-def files_for(mutation: Mutation, lines: Lines) -> list[str]:
-    """The test files that execute the line of a mutant, the nearest and cheapest first.
+class Covered:
+    """The lines that each test executes, and what it takes."""
 
-    Lines of a module belong to all its users.
-    """
-    users = [test for test, files in lines.items() if mutation.file in files]
-    found = [test for test in users if mutation.line in lines[test][mutation.file]]
-    if not mutation.is_in_function or not found:  # Triton's interpreter executes copies of the lines
-        found = users
-    package, _, stem = mutation.file.removeprefix("quire/").removesuffix(".py").rpartition("/")
+    def __init__(self, folder: Path) -> None:
+        import coverage
 
-    def distance(test: str) -> tuple[bool, bool, float]:
-        return stem not in test, not test.startswith(f"tests/{package}"), cost_of(test)
+        self._data = coverage.CoverageData(str(folder / "coverage"))
+        self._data.read()
+        self._costs: dict[str, dict[str, Any]] = json.loads((folder / "costs.json").read_text())
+        self._kept = set((folder / "make_test.txt").read_text().splitlines())
 
-    return sorted(found, key=distance)
+    def tests_for(self, mutation: Mutation, command: str) -> list[str]:
+        """The tests of a command that execute the line of a mutant, the nearest and cheapest first, up to `ALONE_S`.
+
+        Lines of a module belong to all its users.
+        """
+        contexts = self._data.contexts_by_lineno(str(ROOT / mutation.file))
+        found = set(contexts.get(mutation.line, ())) - {""}
+        if not mutation.is_in_function or not found:  # Triton's interpreter executes copies of the lines
+            found = set().union(*contexts.values()) - {""}
+        package, _, stem = mutation.file.removeprefix("quire/").removesuffix(".py").rpartition("/")
+
+        def distance(test: str) -> tuple[bool, bool, float]:
+            file = test.partition("::")[0]
+            return stem not in file, not file.startswith(f"tests/{package}"), self._cost_of(test)
+
+        chosen, left_s = [], ALONE_S
+        for test in sorted(found, key=distance):
+            is_of_command = (test in self._kept) == (command == "make test")
+            if is_of_command and self._cost_of(test) <= left_s:
+                left_s -= self._cost_of(test)
+                chosen.append(test)
+        return chosen
+
+    def _cost_of(self, test: str) -> float:
+        return max(TEST_S, self._costs[test]["cpu"]) if test in self._costs else UNLISTED_S
 
 
 class Finder:
@@ -201,16 +225,21 @@ class Finder:
     def __exit__(self, *error: object) -> None:
         self._server.__exit__(*error)
 
-    def find(self, mutation: Mutation, lines: Lines) -> dict[str, str]:
-        """Run the nearest test files. Returns the file that finds a mutant, and its command; empty if none does."""
-        left_s = ALONE_S
-        with edited(self._folder, mutated([mutation])):
-            for test in files_for(mutation, lines):
-                if (left_s := left_s - cost_of(test)) < 0:
-                    continue
-                if output := self._failure([test]):
-                    return {"found_by": test, "found_in": "make test", "output": output[-500:]}
-        return {"found_by": "", "found_in": "", "output": ""}
+    def find(self, mutation: Mutation, tests: Sequence[str], command: str) -> dict[str, str] | None:
+        """Run tests of a command. Returns what is noted of a mutant that makes one fail."""
+        tests = list(tests)
+        while tests:
+            with edited(self._folder, mutated([mutation])):
+                if not (output := self._failure([*tests, "--nightly"])):
+                    return None
+            failed = _FAILED.search(output)
+            test = failed[1] if failed and failed[1] in tests else ""
+            # Without a name, no test ran: the mutant ends the import of a module, or hangs.
+            if not self._failure([*([test] if test else tests), "--nightly"]):
+                return {"found_by": test or tests[0], "found_in": command, "output": output[-500:]}
+            print(f"fails without a mutant: {test or tests}", flush=True)
+            tests = [one for one in tests if one != test] if test else []
+        return None
 
     def find_together(
         self, mutations: Iterable[Mutation], command: str, jobs: int
@@ -288,35 +317,23 @@ context = ${{COVERED_TEST-}}
 """
 
 
-def collect(out: Path, options: Sequence[str]) -> None:
-    """Run the tests under coverage.py, and write the lines that each test file executes, in child processes too.
-
-    What each test executes is in the folder `coverage` beside `out`.
-    """
+def collect(folder: Path, options: Sequence[str]) -> None:
+    """Run the tests under coverage.py, and write the lines that each executes, in child processes too."""
     import coverage
 
-    folder = out.parent / "coverage"
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "coveragerc"
     config.write_text(COVERAGE.format(folder=folder.absolute()))
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", *options]
+    tests = [sys.executable, "-m", "pytest"]
+    listed = subprocess.run([*tests, "-q", "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    (folder / "make_test.txt").write_text("\n".join(names) + "\n")
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", *tests[1:]]
+    command += [f"--costs={folder / 'costs.json'}", *options]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"COVERED_TESTS": "1"}, check=False)
     whole = coverage.Coverage(config_file=str(config))
     whole.combine()
     whole.save()
-    data = whole.get_data()
-    lines: Lines = defaultdict(dict)
-    for file in data.measured_files():
-        if not Path(file).is_relative_to(ROOT):
-            continue  # a copy that a test made
-        name = Path(file).relative_to(ROOT).as_posix()
-        by_test: dict[str, set[int]] = defaultdict(set)
-        for line, contexts in data.contexts_by_lineno(file).items():
-            for context in {one.partition("::")[0] for one in contexts} - {""}:
-                by_test[context].add(line)
-        for test, found in by_test.items():
-            lines[test][name] = sorted(found)
-    out.write_text(json.dumps(lines))
     print(f"{whole.report(show_missing=False):.1f} % of lines and branches")
 
 
@@ -324,46 +341,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lines", type=Path)
+    parser.add_argument("--covered", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=Path("build/mutations.json"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--collect", type=Path, metavar="FILE")
+    parser.add_argument("--collect", type=Path, metavar="FOLDER")
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args()
     if options.collect:
         collect(options.collect.absolute(), options.pytest)
         return
-    lines: Lines = json.loads(options.lines.read_text()) if options.lines else {}
+    covered = Covered(options.covered)
     results: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     known = {json.dumps(one["mutation"]) for one in results}
-    left = deque(one for one in draw(options.seed, options.count) if json.dumps(asdict(one)) not in known)
+    left = [one for one in draw(options.seed, options.count) if json.dumps(asdict(one)) not in known]
 
     def note(mutation: Mutation, found: dict[str, str]) -> None:
+        left.remove(mutation)
         results.append({"mutation": asdict(mutation), **found})
         print(f"{mutation.file}:{mutation.line} {mutation.kind}: {found['found_in']} {found['found_by']}", flush=True)
         options.out.write_text(json.dumps(results, indent=1))
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor() as pool:
+        for command in COMMANDS:
+            queue = deque(left)
 
-        def work(folder: Path) -> list[Mutation]:
-            survivors = []
-            with Finder(folder) as finder:
-                while left:
-                    mutation = left.popleft()
-                    if (found := finder.find(mutation, lines))["found_in"]:
-                        note(mutation, found)
-                    else:
-                        survivors.append(mutation)
-            return survivors
+            def work(folder: Path, command: str = command, queue: deque[Mutation] = queue) -> None:
+                with Finder(folder) as finder:
+                    while queue:
+                        mutation = queue.popleft()
+                        tests = covered.tests_for(mutation, command)
+                        print(f"{mutation.file}:{mutation.line} {mutation.kind}: {len(tests)} tests", flush=True)
+                        if (found := finder.find(mutation, tests, command)) is not None:
+                            note(mutation, found)
 
-        running = [pool.submit(work, Path(name) / str(number)) for number in range(options.jobs)]
-        survivors = [one for future in running for one in future.result()]
-        with Finder(Path(name) / "together") as finder:
-            for command in COMMANDS:
-                for mutation, found in finder.find_together(survivors, command, options.jobs + 1):
-                    survivors.remove(mutation)
+            folders = [Path(name) / f"{command} {number}" for number in range(options.jobs)]
+            for future in [pool.submit(work, folder) for folder in folders]:
+                future.result()
+            with Finder(Path(name) / f"{command} together") as finder:
+                for mutation, found in finder.find_together(left, command, options.jobs + 1):
                     note(mutation, found)
-    for mutation in survivors:
+    for mutation in left:
         print(f"{mutation.file}:{mutation.line} {mutation.kind}: survived")
     counts = Counter(one["found_in"] for one in results)
     print(f"of {options.count}: {counts['make test']} by make test, {counts['make nightly']} only by make nightly")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 
-from tests.mutations import COMMANDS, Finder, Mutation, draw, files_for, mutated, mutations_of
+from tests.mutations import COMMANDS, Covered, Finder, Mutation, draw, mutated, mutations_of
 from tests.sim.search import ROOT
 
 SIZES = "quire/sizes.py"
@@ -44,24 +46,53 @@ def test_several_edits_of_a_file() -> None:
     assert mutated([first, inner, outer]) == mutated([outer, inner, first]) == both
 
 
-def test_files_that_execute_the_line_run_the_nearest_and_cheapest_first() -> None:
-    lines = {"tests/sim/test_worlds.py": {SIZES: [5]}, "tests/test_sizes.py": {SIZES: [5, 9]}, "tests/other.py": {}}
+def covered(folder: Path, tests: dict[str, tuple[list[int], float]], kept: list[str]) -> Covered:
+    """Lines of `SIZES` that each test executes, and CPU seconds that it takes."""
+    data = CoverageData(str(folder / "coverage"))
+    for test, (lines, _) in tests.items():
+        data.set_context(test)
+        data.add_lines({str(ROOT / SIZES): lines})
+    data.write()
+    (folder / "costs.json").write_text(json.dumps({test: {"cpu": cost} for test, (_, cost) in tests.items()}))
+    (folder / "make_test.txt").write_text("\n".join(kept) + "\n")
+    return Covered(folder)
+
+
+def test_tests_that_execute_the_line_run_the_nearest_and_cheapest_first(tmp_path: Path) -> None:
+    far, near, cheap = (
+        "tests/sim/test_worlds.py::test_world",
+        "tests/test_sizes.py::test_a",
+        "tests/test_sizes.py::test_b",
+    )
+    dear, nightly = "tests/test_sizes.py::test_dear", "tests/test_sizes.py::test_nightly"
+    tests = {far: ([5], 0.1), near: ([5, 9], 2.0), cheap: ([5], 1.0), dear: ([5], 1000.0), nightly: ([5], 0.1)}
+    lines = covered(tmp_path, tests, [far, near, cheap, dear])
     inside = Mutation(SIZES, 5, 0, 1, "off by one", "2", is_in_function=True)
-    assert files_for(inside, lines) == ["tests/test_sizes.py", "tests/sim/test_worlds.py"]
-    assert files_for(Mutation(SIZES, 9, 0, 1, "", "2", is_in_function=True), lines) == ["tests/test_sizes.py"]
+    assert lines.tests_for(inside, "make test") == [cheap, near, far]
+    assert lines.tests_for(inside, "make nightly") == [nightly]
+    assert lines.tests_for(Mutation(SIZES, 9, 0, 1, "", "2", is_in_function=True), "make test") == [near]
     of_module = Mutation(SIZES, 1, 0, 1, "", "2", is_in_function=False)
-    assert len(files_for(of_module, lines)) == 2
+    assert lines.tests_for(of_module, "make test") == [cheap, near, far]
 
 
 @pytest.mark.nightly
 def test_a_mutant_of_a_tested_line_is_found(tmp_path: Path) -> None:
-    lines = {"tests/test_sizes.py": {SIZES: list(range(200))}}
     swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"]
     with Finder(tmp_path) as finder:
-        found = finder.find(swapped[0], lines)
+        found = finder.find(swapped[0], ["tests/test_sizes.py"], "make test")
+        assert found is not None
         assert (found["found_by"], found["found_in"]) == ("tests/test_sizes.py", "make test"), found
         nothing = Mutation(SIZES, 1, 0, 0, "", "", is_in_function=False)
-        assert finder.find(nothing, lines) == {"found_by": "", "found_in": "", "output": ""}
+        assert finder.find(nothing, ["tests/test_sizes.py"], "make test") is None
+
+
+@pytest.mark.nightly
+def test_a_test_that_always_fails_finds_no_mutant(tmp_path: Path) -> None:
+    failing = tmp_path / "test_failing.py"
+    failing.write_text("def test_fails() -> None:\n    raise AssertionError\n")
+    swapped = [one for one in mutations_of(Path(ROOT / SIZES)) if one.kind == "negated condition"]
+    with Finder(tmp_path / "copy") as finder:
+        assert finder.find(swapped[0], [str(failing)], "make test") is None
 
 
 @pytest.mark.nightly
