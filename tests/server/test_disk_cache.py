@@ -229,6 +229,7 @@ def test_content_that_is_evicted_goes_to_host_memory(tiny_model: Path) -> None:
         assert metrics(server)["lower_cache_loads_total host"] == 1
 
 
+@pytest.mark.nightly
 def test_the_real_model(default_model: Path, tmp_path: Path) -> None:
     options = (str(default_model), "--kv-memory", "128M", "--disk-cache", "1G", "--cache-dir", str(tmp_path / "kv"))
     text = f"Read this text. {LONG * 3} What does the fox jump over? Answer in one word."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,26 +17,29 @@ from quire.sim.traces import TraceRequest
 STEP_TIME = MACHINES["h200-llama3-8b"].step_time
 CONFIG = SimConfig(num_blocks=1200)
 TREE = tree(360, 40, 0)
+FEW = TREE[:100]
 
 
-def run(num_replicas: int, router: str, report_s: float = REPORT_S) -> ClusterReport:
-    return simulate_cluster(TREE, CONFIG, STEP_TIME, num_replicas, router, report_s=report_s)
+def run(
+    num_replicas: int, router: str, report_s: float = REPORT_S, trace: Sequence[TraceRequest] = TREE
+) -> ClusterReport:
+    return simulate_cluster(trace, CONFIG, STEP_TIME, num_replicas, router, report_s=report_s)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.kept("prefix")
 def test_one_replica_is_the_plain_simulation(router: str) -> None:
-    alone = simulate(TREE, CONFIG, STEP_TIME)
-    assert run(1, router).records == alone.records
+    alone = simulate(FEW, CONFIG, STEP_TIME)
+    assert run(1, router, trace=FEW).records == alone.records
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.kept("prefix", "round-robin")
 def test_every_request_is_answered_once(router: str) -> None:
-    report = run(3, router)
+    report = run(3, router, trace=FEW)
     assert {record.outcome for record in report.records} == {Outcome.FINISHED}
-    assert sum(report.num_requests) == len(TREE)
-    assert all(record.num_outputs == one.output_tokens for record, one in zip(report.records, TREE, strict=True))
+    assert sum(report.num_requests) == len(FEW)
+    assert all(record.num_outputs == one.output_tokens for record, one in zip(report.records, FEW, strict=True))
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])

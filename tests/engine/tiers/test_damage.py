@@ -1,4 +1,4 @@
-"""10,000 damaged files: none is used, all are counted, and nothing crashes."""
+"""Thousands of damaged files: none is used, all are counted, and nothing crashes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire.engine.tiers.block_file import DamagedBlock, Fault, check_block, file
 from quire.engine.tiers.disk_store import DiskStore
 from quire.engine.tiers.file_library import DIGEST_BYTES
 from tests.engine.tiers.contents import FACTS, PAYLOAD_BYTES, make_content, make_payload, new_buffer, read_back
+from tests.selection import mostly_nightly
 
-NUM_FILES = 10_000
 PAYLOAD_AT = file_bytes(128, 0) - DIGEST_BYTES
 VERSION_AT = 8
 
@@ -103,7 +103,7 @@ class Damager:
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # 10,000 files are written in seconds
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # the files are written in seconds
 
 
 def damage_one(damager: Damager, number: int, content: Content, good: str) -> None:
@@ -130,12 +130,14 @@ def damage_one(damager: Damager, number: int, content: Content, good: str) -> No
 
 
 @pytest.mark.usefixtures("unsynced")
-def test_no_damaged_file_is_used(tmp_path: Path) -> None:
+# Files are swapped in pairs: every 14th.
+@pytest.mark.parametrize("num_files", mostly_nightly([1008, 10_000], 1))
+def test_no_damaged_file_is_used(num_files: int, tmp_path: Path) -> None:
     store = DiskStore(tmp_path, FACTS, 1 << 40)
-    contents = [make_content(number) for number in range(NUM_FILES)]
+    contents = [make_content(number) for number in range(num_files)]
     for content in contents:
         assert store.write(content, make_payload(content)).is_stored
-    good = make_content(NUM_FILES)
+    good = make_content(num_files)
     store.write(good, make_payload(good))
     damager = Damager(store, seed=1)
     for number, content in enumerate(contents):
@@ -146,7 +148,7 @@ def test_no_damaged_file_is_used(tmp_path: Path) -> None:
     again = DiskStore(tmp_path, FACTS, 1 << 40)
     found = list(again.scan())
     in_scan = again.stats().faults
-    assert sum(in_scan.values()) == NUM_FILES + 1 - len(found)
+    assert sum(in_scan.values()) == num_files + 1 - len(found)
     assert set(found) - {good}  # of these, only the payload is damaged
 
     # Every read fails, and is counted. The scan removed all but those that it may not remove.
@@ -155,7 +157,7 @@ def test_no_damaged_file_is_used(tmp_path: Path) -> None:
         with pytest.raises(DamagedBlock) as error:
             again.read(content, new_buffer())
         caught[error.value.fault] += 1
-    assert sum(caught.values()) == NUM_FILES
+    assert sum(caught.values()) == num_files
     assert again.stats().faults == {fault: caught[fault] + in_scan.get(fault, 0) for fault in {*caught, *in_scan}}
     assert again.stats().num_reads == 0
     assert read_back(again, good)
