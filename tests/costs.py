@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import ForkServer
+
 FOLDER = Path(__file__).parent
 SLOW_FILES = FOLDER / "slow_files.json"
 SERVER_STARTS = "server starts"
@@ -95,6 +97,7 @@ class Recorder:
         # Watched before test modules are imported, because these import the functions by name.
         self._costs.watch(waiting, "eventually", "waiting")
         self._costs.watch(time, "sleep", "waiting")
+        self._costs.watch(ForkServer, "run", "other processes")
         self._costs.watch(subprocess.Popen, "communicate", "other processes")
         self._costs.watch(subprocess.Popen, "wait", "other processes")
         from tests.server import rig
@@ -147,9 +150,9 @@ class Collector:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """CPU seconds of this process, of its children that have ended, and of forks of those that run."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ForkServer.cpu_s
 
 
 def by_file(tests: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -41,7 +41,7 @@ from typing import Any
 import pytest
 
 from tests.costs import slow_files
-from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited
+from tests.sim.search import ROOT, MutantServer, copy_of_quire, edited
 
 LIMIT_S = 1800.0  # of one file of tests: only a hang takes longer
 TEST_LIMIT_S = "400"  # of one test; some wait for 300 s until they fail
@@ -217,7 +217,7 @@ class Finder:
         self._folder = copy_of_project(folder)
         # Child processes import the copy too.
         self._environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-        self._server = ForkServer(*IMPORTED, environment=self._environment, limit_s=LIMIT_S)
+        self._server = MutantServer(*IMPORTED, environment=self._environment, limit_s=LIMIT_S)
 
     def __enter__(self) -> Finder:
         return self
@@ -279,7 +279,7 @@ class Finder:
         """Run tests here, up to the first that fails. Returns the output, empty if all pass."""
         # Plugins were imported before pytest could rewrite their assertions.
         options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", TEST_LIMIT_S, "-W", f"ignore::{REWRITE_WARNING}"]
-        code, output = self._server.run(self._folder, "pytest", *options, *arguments)
+        code, output = self._server.output_of(self._folder, "pytest", *options, *arguments)
         return "" if code in (0, NO_TESTS) else output
 
     def _all_failures(self, mutations: Sequence[Mutation], arguments: Sequence[str], jobs: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ SCHEMA = {
 GREEDY = GenerationParams(temperature=0, max_tokens=80)
 SEEDED = GenerationParams(temperature=0.8, seed=5, max_tokens=80)
 JSON = replace(GREEDY, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+PlainAnswer = Callable[[GenerationParams], GenerationOutput]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,19 @@ def answer(llm: LLM, params: GenerationParams) -> GenerationOutput:
     llm.engine.clear_cache()
     (output,) = llm.chat(PROMPT, params)
     return output
+
+
+@pytest.fixture(scope="module")
+def plain_answer(llms: tuple[LLM, LLM]) -> PlainAnswer:
+    """The answer without drafts, which several tests compare with."""
+    found: dict[str, GenerationOutput] = {}
+
+    def plain(params: GenerationParams) -> GenerationOutput:
+        if repr(params) not in found:
+            found[repr(params)] = answer(llms[0], params)
+        return found[repr(params)]
+
+    return plain
 
 
 @pytest.mark.parametrize(
@@ -71,9 +85,11 @@ def answer(llm: LLM, params: GenerationParams) -> GenerationOutput:
 )
 @pytest.mark.parametrize("is_predicted", [False, True])
 @pytest.mark.kept("params0", "params4")
-def test_the_same_answer(llms: tuple[LLM, LLM], params: GenerationParams, is_predicted: bool) -> None:
+def test_the_same_answer(
+    llms: tuple[LLM, LLM], plain_answer: PlainAnswer, params: GenerationParams, is_predicted: bool
+) -> None:
     """Stop strings and the last token are in the middle of drafts, because the answer repeats the document."""
-    plain = answer(llms[0], params)
+    plain = plain_answer(params)
     scheduler = llms[1].engine.scheduler
     before = scheduler.num_accepted
     drafting = answer(llms[1], replace(params, prediction=DOCUMENT) if is_predicted else params)
@@ -82,8 +98,8 @@ def test_the_same_answer(llms: tuple[LLM, LLM], params: GenerationParams, is_pre
     assert scheduler.num_accepted > before or params.temperature
 
 
-def test_preempted_with_drafts(default_model: Path, llms: tuple[LLM, LLM]) -> None:
-    expected = answer(llms[0], GREEDY).completions
+def test_preempted_with_drafts(default_model: Path, plain_answer: PlainAnswer) -> None:
+    expected = plain_answer(GREEDY).completions
     events: list[Preempted] = []
     with LLM(default_model, num_blocks=16, threads=1, enable_prefix_caching=False) as small:
         scheduler = small.engine.scheduler
@@ -107,8 +123,8 @@ def test_a_text_that_is_copied(llms: tuple[LLM, LLM]) -> None:
     assert num_accepted > num_drafted // 4
 
 
-def test_a_prediction(llms: tuple[LLM, LLM]) -> None:
-    plain = answer(llms[0], SEEDED)
+def test_a_prediction(llms: tuple[LLM, LLM], plain_answer: PlainAnswer) -> None:
+    plain = plain_answer(SEEDED)
     predicted = answer(llms[1], replace(SEEDED, prediction=plain.text))
     assert predicted.completions == plain.completions
     assert predicted.usage.accepted_prediction_tokens > plain.usage.completion_tokens // 2

@@ -64,7 +64,7 @@ def test_small_models(name: str, backend: str, tiny_model: Path, tmp_path: Path)
     else:
         path, _ = write_pair(tiny_model, tmp_path, LAYOUTS[LAYOUTS_OF_TINY[name]])
     rng = np.random.default_rng(0)
-    prompts = [tuple(rng.integers(3, VOCAB, int(length)).tolist()) for length in rng.integers(2, 40, 9)]
+    prompts = [tuple(rng.integers(3, VOCAB, int(length)).tolist()) for length in rng.integers(2, 40, 7)]
     rig = Rig(path, backend=backend, num_blocks=64)
     check_packed(rig, name)
     check(rig, prompts, 8, list(CONDITIONS))

@@ -112,9 +112,9 @@ class Contract:
 
     def test_after_preemption(self, pair: Pair) -> None:
         reference, rig = pair
-        rig.reset(num_blocks=14)  # four requests cannot all grow
+        rig.reset(num_blocks=14)  # four requests cannot all grow to four blocks
         prompts = [random_prompt(20 + i, 60) for i in range(4)]
-        ids = [rig.start(prompt, 70) for prompt in prompts]
+        ids = [rig.start(prompt, 46) for prompt in prompts]
         requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
         answers = rig.run(*ids)
         assert any(request is not None and request.num_preemptions for request in requests)

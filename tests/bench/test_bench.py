@@ -242,7 +242,7 @@ def fairness(
     ttfts_s: tuple[float | None, ...] = (0.1, 0.2, 0.3),
     low_tokens: int = 150,
     high_tokens: int = 1000,
-    resumed_s: float = 1.0,
+    resumed_s: float | None = 1.0,
 ) -> FairnessReport:
     """Idle requests take 100 ms. Window i of 15 s has one request that takes `ttfts_s[i]`, or none."""
     high = tuple(sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None)
@@ -251,7 +251,7 @@ def fairness(
         [sample(0.1)] * 20,
         BacklogSamples(seconds=45.0, num_low=8, high=high, low_tokens_per_s=100.0, client_cpu=0.01),
         SaturatedSamples(seconds=22.5, num_each=8, high_tokens=high_tokens, low_tokens=low_tokens, client_cpu=0.01),
-        resumed(resumed_s),
+        None if resumed_s is None else resumed(resumed_s),
     )
 
 
@@ -293,6 +293,7 @@ def test_fairness_needs_both_criteria() -> None:
     assert not fairness(low_tokens=100).is_held  # 9.1 % of all tokens
     assert fairness(resumed_s=3.0).is_held
     assert not fairness(resumed_s=3.1).is_held
+    assert fairness(resumed_s=None).is_held  # a server without room for that phase
     assert not fairness(low_tokens=0, high_tokens=0).is_held
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
 import pty
 import re
@@ -10,11 +10,11 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
@@ -23,53 +23,47 @@ from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong
 from quire.text.answers import PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from tests.fork_server import ForkServer
 from tests.waiting import HANG_S
 
 LIMIT_S = HANG_S
+ROOT = Path(__file__).parents[2]
 
 
-def quire(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire", *arguments]
+# What commands import, which takes longer than most of them.
+IMPORTED = (
+    *("quire.cli.main", "quire.cli.pull_check", "quire.cli.server_client", "quire.cli.sim_replicas"),
+    *("quire.engine.llm", "quire.backends.native.runner", "quire.server.launcher"),
+    *("httpx2", "jinja2.sandbox", "rich.progress", "tokenizers"),
+)
+
+
+@cache
+def _forks() -> ForkServer:
+    server = ForkServer(*IMPORTED, environment={**os.environ, "PYTHONPATH": str(ROOT)}, limit_s=LIMIT_S)
+    atexit.register(server.__exit__)
+    return server
+
+
+def quire(
+    *arguments: str, stdin: str = "", env: dict[str, str] | None = None, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, which does not need to import most of it."""
     everything = {**os.environ, **(env or {})}
-    return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=everything
-    )
-
-
-_EACH = """
-import contextlib, io, json, sys
-from quire.cli.main import run
-outcomes = []
-for sys.argv[1:] in json.load(sys.stdin):
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run()
-        except SystemExit as end:
-            code = end.code
-    outcomes.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(outcomes))
-"""
-
-
-class Outcome(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def quire_each(commands: Sequence[Sequence[str]], *, folder: Path, env: dict[str, str] | None = None) -> list[Outcome]:
-    """Run commands that are refused at once, in one process."""
-    found = subprocess.run(
-        [sys.executable, "-c", _EACH],
-        input=json.dumps([list(command) for command in commands]),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=folder,
-        env={**os.environ, **(env or {})},
-    )
-    return [Outcome(*outcome) for outcome in json.loads(found.stdout)]
+    command = [sys.executable, "-m", "quire", *arguments]
+    if "COVERED_TESTS" in everything:  # coverage.py watches processes that start
+        return subprocess.run(
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env=everything,
+            cwd=folder,
+        )
+    ended = _forks().run(folder or Path.cwd(), "quire", *arguments, stdin=stdin, environment=everything)
+    return subprocess.CompletedProcess(command, ended.code, ended.stdout, ended.stderr)
 
 
 class Terminal:

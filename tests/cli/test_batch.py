@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, GenerationParams
-from tests.cli.runs import Terminal, quire, quire_each
+from tests.cli.runs import Terminal, quire
 from tests.cli.scripted import Reply, document, refusal
 from tests.cli.scripted import serving as scripted
 from tests.server.rig import FAKE, Server, children, command_line, serving
@@ -131,8 +131,8 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path: Path) -> Non
         ([str(source), "out.jsonl", "--server", "http://127.0.0.1:9", "--local"], "choose one"),
         ([str(source), "out.jsonl", "--server", "http://127.0.0.1:9"], "does not answer"),
     ]
-    outcomes = quire_each([["batch", *arguments] for arguments, _ in refused], folder=tmp_path)
-    for (arguments, text), outcome in zip(refused, outcomes, strict=True):
+    for arguments, text in refused:
+        outcome = quire("batch", *arguments, folder=tmp_path)
         assert outcome.returncode == 2, (arguments, outcome)
         assert text in outcome.stderr, (arguments, outcome)
     assert out.read_text() == "not a result\n"
@@ -148,9 +148,10 @@ def test_refusals_and_lost_connections_are_retried(tmp_path: Path) -> None:
         busy.headers["retry-after"] = "1"
         cut = Reply(200, [b'{"usage"'], {"content-type": "application/json"}, is_cut=True)
         server.answers(busy, cut, refusal(503, "starting"), document(ANSWER), refusal(400, "no"), document(ANSWER))
-        outcome = quire("batch", str(source), str(out), "--server", server.url, "--max-in-flight", "1")
+        options = ("--max-in-flight", "1", "--temperature", "0.5", "--max-tokens", "7")
+        outcome = quire("batch", str(source), str(out), "--server", server.url, *options)
         assert outcome.returncode == 1, outcome.stderr
-        assert len(server.posted()) == 6
+        assert [(body["temperature"], body["max_tokens"]) for body in server.posted()] == [(0.5, 7)] * 6
     found = read(out)
     statuses = [found[f"p-{number}"]["response"]["status_code"] for number in range(3)]
     assert statuses == [200, 400, 200]

@@ -6,18 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from quire.bench.report import BenchConfig, BenchReport, Progress
+from quire.bench.report import BenchConfig, BenchReport, Progress, Setup
 from quire.bench.run import run_bench
 from quire.cli import bench as command
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest, ModelNotFound, QuireError
+from tests.bench.test_bench import fairness
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(command.bench)
@@ -107,6 +110,25 @@ def test_fairness_alone_loads_no_model_here(model: str, monkeypatch: pytest.Monk
     text = " ".join(outcome.stdout.split())
     for words in ("phase HIGH TTFT ms p50", "backlog 0.3-0.7 s", "idle 20", "guaranteed share is 12.5%", "of a core"):
         assert words in text
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("resumed_s", "rows"), [(None, 0), (3.5, 2)])
+def test_figures_of_fairness_are_printed(
+    resumed_s: float | None, rows: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a server: those of test_bench.py."""
+    values: Any = dict.fromkeys((field.name for field in fields(Setup)), "x")
+    found = SimpleNamespace(setup=Setup(**values), report=fairness(resumed_s=resumed_s))
+    monkeypatch.setattr(command, "measure_fairness", lambda *_: found)
+    outcome = CliRunner().invoke(app, ["--model", model, "--only", "fairness", "--backend", "fake"])
+    assert outcome.exit_code == (0 if resumed_s is None else 1), outcome.output
+    text = " ".join(outcome.stdout.split())
+    for words in ("Fairness between priorities", "idle 20 100 100 100", "backlog 15-30 s 1 200 200 200 2.00"):
+        assert words in text
+    assert "a share of 13.0%. Its guaranteed share is 12.5%, and it should reach 11.2%." in text
+    assert (text.count("small pool, idle 3 1000") + text.count("LOW resumed 2 1000 3500 3500 3.50")) == rows
+    assert ("preempted, lost its cached blocks and resumed" in text) == (rows > 0)
     assert max(map(len, outcome.stdout.splitlines())) <= 80
 
 

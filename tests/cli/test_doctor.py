@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.backends import machine
+from quire.backends.native.library import NativeUnavailable, load_library
 from quire.cli import doctor
 from quire.cli.main import app
 from tests.cli.runs import quire
@@ -115,6 +116,13 @@ def test_the_reason_of_a_library_that_does_not_load(tmp_path: Path) -> None:
     assert "native      does not run here" in outcome.stdout
     assert "note: the native backend cannot be loaded: " in outcome.stdout
     assert "make install" in outcome.stdout
+
+
+def test_a_library_that_does_not_load_names_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", str(tmp_path / "broken.so"))
+    with pytest.raises(NativeUnavailable, match=r"library broken.so cannot be loaded \(.*broken.so: .*gcc or clang"):
+        load_library.__wrapped__()
 
 
 @pytest.mark.usefixtures("default_model")

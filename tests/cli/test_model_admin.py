@@ -75,6 +75,24 @@ def test_a_server_that_does_not_list_requests(server: ScriptedServer) -> None:
     assert NAME in run(server, "ps").stdout
 
 
+def test_models_are_loaded_unloaded_and_pinned(server: ScriptedServer) -> None:
+    ready = {"model": NAME, "state": "ready", "is_pinned": True, "max_model_len": 2048, "full_model_len": 8192}
+    note = ", with 2,048 tokens of context instead of 8,192: its KV cache is too small for more"
+    for arguments, answer, text, body in (
+        (("load",), ready, f"{NAME} is ready, pinned{note}", {}),
+        (("load",), {**ready, "max_model_len": 8192, "is_pinned": False}, f"{NAME} is ready", {}),
+        (("pin",), {**ready, "state": "unloaded"}, f"{NAME} is unloaded, pinned", {}),
+        (("unpin",), {"model": NAME, "state": "loading"}, f"{NAME} is loading", {}),
+        (("unload",), {"model": NAME, "state": "unloaded"}, f"{NAME} is unloaded", {"force": False}),
+        (("unload", "--force"), {"model": NAME, "state": "unloaded"}, f"{NAME} is unloaded", {"force": True}),
+    ):
+        server.replies[f"/v1/models/{arguments[0]}"] = [document(answer)]
+        assert run(server, *arguments, NAME).stdout == f"{text}\n"
+        assert server.posted()[-1] == {"model": NAME, **body}
+    server.replies["/v1/models/load"] = [document({"model": NAME})]
+    assert "sent no model state" in str(run(server, "load", NAME).exception)
+
+
 def test_cancel(server: ScriptedServer) -> None:
     server.replies["/v1/requests/req_1/cancel"] = [document({"id": "req_1", "cancelled": 1})]
     assert run(server, "cancel", "req_1").stdout == "req_1 is cancelled\n"

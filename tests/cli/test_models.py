@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.backends import machine
-from quire.cli import machine_fit, model_loading
+from quire.cli import backend_fit, machine_fit, main, model_loading
 from quire.cli.machine_fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, fit
 from quire.cli.main import ADVICE, COMMANDS, app
 from quire.cli.options import check_memory
@@ -24,7 +24,7 @@ from quire.weights.families import BY_NAME
 from quire.weights.huggingface import HubName
 from tests.cli.runs import EchoLLM, Terminal
 from tests.cli.scripted import NAME, serving
-from tests.weights.makers import tiny_gguf, write_folder
+from tests.weights.makers import config, tiny_gguf, write_folder
 
 GB = 10**9
 LAPTOP = Memory(cpu_total=16 * GB, cpu_free=10 * GB)
@@ -209,6 +209,29 @@ def test_show_has_the_facts_of_a_model(here: Path) -> None:
     facts = json.loads(run("show", path, "--json").stdout)
     assert (facts["family"], facts["runs_on"], facts["size_bytes"]) == ("llama", "cpu", len(tiny_gguf()))
     assert facts["num_parameters"] == sum(facts["weights"].values())
+
+
+def test_show_of_a_model_that_only_mlx_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packed weights do not say how many parameters it has."""
+    folder = write_folder(
+        tmp_path / "packed", {**config("LlamaForCausalLM"), "quantization": {"bits": 4, "group_size": 32}}
+    )
+    facts = json.loads(run("show", str(folder), "--json").stdout)
+    assert (facts["num_parameters"], facts["weights"]) == (None, {})
+    monkeypatch.setattr(backend_fit, "choose_backend", lambda _: "mlx")
+    assert backend_fit.find_backend_problem("no equations") == ""
+    assert backend_fit.find_backend_problem("no equations", {"model_type": "llama"}) == ""
+    assert "nonsense" in backend_fit.find_backend_problem("no equations", {"model_type": "nonsense"})
+    assert backend_fit.find_backend_problem("") == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
+def test_an_error_of_a_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["quire", "sim", "--requests", "1", "--save-trace", "/dev/full"])
+    with pytest.raises(SystemExit) as end:
+        main.run()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "quire: No space left on device\n"
 
 
 def test_show_prints_the_template(here: Path) -> None:

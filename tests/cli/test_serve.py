@@ -27,7 +27,7 @@ from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.launcher import Startup
-from tests.cli.runs import quire_each
+from tests.cli.runs import quire
 from tests.server.rig import FAKE, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S
@@ -35,8 +35,7 @@ from tests.waiting import HANG_S
 
 def refuse(*options: str, **env: str) -> str:
     """The error of a server that does not start."""
-    command = [sys.executable, "-m", "quire", "serve", *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
+    outcome = quire("serve", *options, env=env)
     assert outcome.returncode != 0
     assert "Traceback" not in outcome.stderr
     return outcome.stderr
@@ -85,21 +84,18 @@ BAD_FILES = [
 
 
 def test_what_cannot_work_is_refused_by_the_name_of_its_option(tmp_path: Path) -> None:
-    outcomes = quire_each([["serve", *options] for options, _ in REFUSED], folder=tmp_path)
-    for (options, message), outcome in zip(REFUSED, outcomes, strict=True):
+    for options, message in REFUSED:
+        outcome = quire("serve", *options, folder=tmp_path)
         assert outcome.returncode != 0, options
         assert message in outcome.stderr
 
 
 def test_a_bad_file_is_refused(tmp_path: Path) -> None:
-    commands = []
-    for number, (text, _) in enumerate(BAD_FILES):
+    for number, (text, message) in enumerate(BAD_FILES):
         path = tmp_path / str(number) / "config.yaml"
         path.parent.mkdir()
         path.write_text(text)
-        commands.append(["serve", "--config", str(path)])
-    outcomes = quire_each(commands, folder=tmp_path)
-    for (text, message), outcome in zip(BAD_FILES, outcomes, strict=True):
+        outcome = quire("serve", "--config", str(path), folder=tmp_path)
         assert outcome.returncode != 0, text
         assert message in outcome.stderr
 

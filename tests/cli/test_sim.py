@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire import __version__
-from tests.cli.runs import quire_each
-
-
-def quire(*arguments: str, folder: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=folder, check=False)
+from tests.cli.runs import quire
 
 
 def test_version_and_bare_call() -> None:
@@ -83,6 +78,15 @@ def test_sim_compares_placement_rules_of_states() -> None:
     assert max(map(len, outcome.stdout.splitlines())) <= 100
 
 
+def test_sim_gives_json_of_states() -> None:
+    outcome = quire("sim", *AGENTS, *("--requests", "5", "--states", "18", "--places", "branch", "--json"))
+    reference, run = json.loads(outcome.stdout)["runs"]
+    assert (reference["num_states"], reference["places"], reference["reused_share"]) == (0, None, 1.0)
+    assert (run["num_states"], run["places"]) == (18, "branch")
+    assert 0 < run["reused_share"] <= 1
+    assert run["cache"]["states"]["num_slots"] == 17
+
+
 @pytest.mark.nightly
 def test_sim_compares_numbers_of_states() -> None:
     document = json.loads(quire("sim", *AGENTS, *STATES, "--json").stdout)
@@ -99,8 +103,11 @@ def test_sim_compares_numbers_of_states() -> None:
 
 
 def test_sim_compares_routers() -> None:
-    outcome = quire("sim", "--scenario", "tree", "--requests", "40", "--num-blocks", "400", "--replicas", "2")
+    options = ("--scenario", "tree", "--requests", "20", "--num-blocks", "400")
+    outcome = quire("sim", *options, "--replicas", "2", "--replicas", "3")
     assert outcome.returncode == 0, outcome.stderr
+    rows = [line.split()[:1] for line in outcome.stdout.splitlines()[4:]]
+    assert rows == [*[["2"]] * 5, [], *[["3"]] * 5]
     for word in ("prefix", "round-robin", "power-of-two", "consistent-hash"):
         assert word in outcome.stdout
 
@@ -181,8 +188,8 @@ BAD: list[tuple[list[str], str]] = [
 
 
 def test_bad_options_are_one_line_on_stderr(tmp_path: Path) -> None:
-    outcomes = quire_each([["sim", *arguments] for arguments, _ in BAD], folder=tmp_path)
-    for (arguments, message), outcome in zip(BAD, outcomes, strict=True):
+    for arguments, message in BAD:
+        outcome = quire("sim", *arguments, folder=tmp_path)
         assert outcome.returncode == 2, arguments
         assert message in outcome.stderr
         assert len(outcome.stderr.strip().splitlines()) == 1

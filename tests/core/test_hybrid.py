@@ -6,6 +6,8 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
+from quire.core.block import KVCacheBlock
+from quire.core.hybrid import cached_window
 from quire.core.kv_cache import KVCacheManager
 from quire.core.placement import ALL_PLACES, Place, place_points
 from quire.core.policy import Fair
@@ -13,7 +15,7 @@ from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.state_pool import StatePool
-from quire.core.window_pool import WindowPool
+from quire.core.window_pool import WindowBlock, WindowPool
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import Rig
 
@@ -317,6 +319,18 @@ def test_a_request_that_computes_shared_blocks_again_leaves_them_in_the_tree() -
     assert (plan.slices[0].start, plan.slices[0].kv_start) == (0, 16)
     rig.scheduler.cancel(2)
     assert rig.cache.match(ask(3, range(17))).num_tokens == 16
+
+
+def test_a_window_of_any_block_with_the_same_tokens_is_found() -> None:
+    node, *twins = map(KVCacheBlock, range(3))
+    own, other = map(WindowBlock, range(2))
+    assert cached_window(node) is None
+    node.twins = twins
+    assert cached_window(node) is None
+    twins[1].window = other
+    assert cached_window(node) is other
+    node.window = own
+    assert cached_window(node) is own
 
 
 # Placement

@@ -3,24 +3,24 @@
     python -m tests.scale.driver CONFIG.yaml NUM_NODES
 
 Prints a line of JSON for each thing that happens. Commands on standard input: `deploy FILE` deploys again,
-`remove_node N` ends a machine, `status` prints the state.
+`remove_node N` ends a machine, `quire ARGUMENTS` runs a command in this process, which has joined the cluster.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import logging
 import os
+import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
-from quire.cli.deploy import read_config
-from quire.errors import QuireError
-from quire.scale import application
+from quire.cli.main import run
+from quire.scale import ray_cluster
 
 CPUS_PER_NODE = 16  # logical: replicas of tests share the real ones
 
@@ -31,44 +31,48 @@ def tell(**values: Any) -> None:
 
 def main() -> None:
     os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
-    file, num_nodes = Path(sys.argv[1]), int(sys.argv[2])
-    nodes: list[Any] = []
-    cluster = None
-    if num_nodes == 1:
-        ray.init(
-            address="local",
-            num_cpus=CPUS_PER_NODE,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace="serve",
-        )
-    else:
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_PER_NODE, "include_dashboard": False})
-        nodes = [cluster.add_node(num_cpus=CPUS_PER_NODE) for _ in range(num_nodes - 1)]
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+    os.environ.pop(ray_cluster.ADDRESS_VARIABLE, None)
+    ray_cluster.END_S = 0.5  # a raylet whose GCS has ended does not end, and is killed
+    file, num_nodes = sys.argv[1], int(sys.argv[2])
+    ray_cluster._make_token()  # otherwise the cluster would have none, and commands one
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_PER_NODE, "include_dashboard": False})
+    nodes = [cluster.add_node(num_cpus=CPUS_PER_NODE) for _ in range(num_nodes - 1)]
+    # It has written its address to a file below RAY_TMPDIR, as `ray start` does. Commands join it, and start no other.
+    assert ray_cluster.is_here()
     deploy(file)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
         if command == "deploy":
-            deploy(Path(argument))
-        elif command == "remove_node" and cluster is not None:
+            deploy(argument)
+        elif command == "remove_node":
             cluster.remove_node(nodes.pop(), allow_graceful=False)
             tell(nodes=len(nodes) + 1)
-        elif command == "status":
-            tell(status=application.status())
-        elif command == "stop":
-            tell(stopped=application.stop())
-    ray.shutdown()
-    if cluster is not None:
+        elif command == "quire":
+            tell(**quire(*argument.split()))
+    if ray.is_initialized():  # otherwise a command has ended the cluster
+        ray.shutdown()
         cluster.shutdown()
 
 
-def deploy(file: Path) -> None:
-    try:
-        tell(url=application.deploy(read_config(file)))
-    except QuireError as error:
-        tell(error=str(error))
+def deploy(file: str) -> None:
+    done = quire("deploy", file)
+    if done["code"]:
+        tell(error=done["err"])
+        return
+    print(done["out"], flush=True)
+    (url,) = re.findall(r"quire serves at (\S+)", done["out"])
+    tell(url=url)
+
+
+def quire(*arguments: str) -> dict[str, Any]:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,12 +14,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
 from tests.scale.faults import Outcome, kill_in_mid_stream, restart_under_load, stream
-from tests.scale.rig import Cluster, deployed, write
+from tests.scale.rig import Cluster, deployed, descendants, is_running, write
 from tests.server.rig import ONE_THREAD, PATIENCE, Server
 from tests.waiting import HANG_S, eventually
 
@@ -179,19 +179,44 @@ def test_replicas_are_added_and_removed(default_model: Path) -> None:
 
 
 def test_settings_that_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
-    wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"replicas": 0}, "replicas = 0 is not a whole number from 1 to 1000"),
-        ({"autoscale": {"min": 3, "max": 2}}, "autoscale.max = 2 is less than autoscale.min = 3"),
-        ({"replicas": 2, "autoscale": {"max": 3}}, "replicas = 2: autoscale is set too"),
-        ({"resources": {"gpu": 1}}, "resources.gpu: there is no such field; there are cpus, gpus, memory, custom"),
-        ({"kv_events": "tcp://127.0.0.1:1"}, "kv_events is not supported with replicas"),
-        ({"models": [{"model": "smollm2-135m-instruct", "replicas": "x"}]}, "models[0].replicas = 'x' is not"),
-    )
-    for number, (settings, text) in enumerate(wrong):
-        file = tmp_path / f"{number}.yaml"
-        write(file, settings)
-        assert text in cluster.order(f"deploy {file}")["error"]
-    assert len(cluster.replicas()) == 2
+    """They are refused, and what runs is not changed."""
+    file, keys = tmp_path / "wrong.yaml", tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: a, key: short}]")
+    before = [one["name"] for one in cluster.replicas()]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        wrong: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"replicas": 0}, "replicas = 0 is not a whole number from 1 to 1000"),
+            ({"autoscale": {"min": 3, "max": 2}}, "autoscale.max = 2 is less than autoscale.min = 3"),
+            ({"replicas": 2, "autoscale": {"max": 3}}, "replicas = 2: autoscale is set too"),
+            ({"resources": {"gpu": 1}}, "resources.gpu: there is no such field; there are cpus, gpus, memory, custom"),
+            ({"kv_events": "tcp://127.0.0.1:1"}, "kv_events is not supported with replicas"),
+            ({"models": [{"model": "smollm2-135m-instruct", "replicas": "x"}]}, "models[0].replicas = 'x' is not"),
+            (
+                {"models": [{"model": "smollm2-135m-instruct", "idle_unload": 9}]},
+                "models[0].idle_unload is not supported with replicas",
+            ),
+            (
+                {"resources": {"custom": {"no-such": 1}}},
+                "no machine of the cluster has what one replica needs: no-such 1",
+            ),
+            ({"resources": {"cpus": 1000, "memory": 5}}, "what one replica needs: CPU 1000, memory 5; --wait waits"),
+            ({"api_keys_file": str(keys)}, "API keys"),
+            ({"api_keys_file": "missing.yaml"}, "missing.yaml"),
+            (
+                {"port": port},
+                f"host = '127.0.0.1', port = {port}: the head cannot listen there: Address already in use",
+            ),
+        )
+        for settings, text in wrong:
+            write(file, {"port": 0, "state_dir": "none", **settings})
+            assert text in cluster.order(f"deploy {file}")["error"]
+    file.write_text("  \n")
+    assert "is empty" in cluster.order(f"deploy {file}")["error"]
+    assert "--ray has no effect on `quire deploy status`" in cluster.order("quire deploy status --ray")["err"]
+    assert [one["name"] for one in cluster.replicas()] == before
 
 
 @pytest.mark.nightly  # another Ray cluster
@@ -219,7 +244,6 @@ def test_the_command_starts_ray_and_ends_it(cluster: Cluster, tmp_path: Path) ->
         assert cluster.url not in done.stdout
         shown = _quire("deploy", "status", environment=environment).stdout
         assert "quire-smollm2-135m-instruct: running, 1 running" in shown
-        _check_refusals(done.stdout, file, environment)
         # A machine whose CPUs are all used by the first replica.
         write(file, {"port": 0, "state_dir": "none", "num_blocks": 100, "replicas": 2})
         done = _quire("deploy", str(file), environment=environment)
@@ -230,34 +254,36 @@ def test_the_command_starts_ray_and_ends_it(cluster: Cluster, tmp_path: Path) ->
     assert len(cluster.replicas()) == 2
 
 
-def _check_refusals(output: str, file: Path, environment: dict[str, str]) -> None:
-    """Settings that cannot work are refused, and what runs is not changed."""
-    url = output.split("quire serves at ")[1].split()[0]
-    keys = file.with_name("keys.yaml")
-    keys.write_text("keys: [{name: a, key: short}]")
-    wrong = file.with_name("wrong.yaml")
-    for settings, text in (
-        ({"resources": {"custom": {"no-such": 1}}}, "no machine of the cluster has what one replica needs: no-such 1"),
-        ({"resources": {"cpus": 1000}}, "one replica needs: CPU 1000; --wait"),
-        ({"api_keys_file": str(keys)}, "API keys"),
-        ({"api_keys_file": "missing.yaml"}, "missing.yaml"),
-    ):
-        write(wrong, {"port": 0, "state_dir": "none", "replicas": 1, **settings})
-        done = _quire("deploy", str(wrong), environment=environment)
-        assert done.returncode == 2, done.stdout
-        assert text in done.stderr
-    wrong.write_text("  \n")
-    assert "is empty" in _quire("deploy", str(wrong), environment=environment).stderr
-    assert "--ray has no effect" in _quire("deploy", "status", "--ray", environment=environment).stderr
-    with urlopen(f"{url}/v1/models") as answer:
-        assert answer.status == 200
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
-        write(wrong, {"port": taken.getsockname()[1], "state_dir": "none", "replicas": 1})
-        assert "the head cannot listen there: Address already in use" in (
-            _quire("deploy", str(wrong), environment=environment).stderr
-        )
+def test_the_commands_for_a_deployment(cluster: Cluster) -> None:
+    """The last test with the cluster, which it ends."""
+    said = "".join(cluster.stdout)
+    assert f"quire serves at {cluster.url}\n  replicas   smollm2-135m-instruct: 2\n" in said
+    assert f"export OPENAI_BASE_URL={cluster.url}/v1\n  export OPENAI_API_KEY=none\n" in said
+
+    def quire(*arguments: str) -> str:
+        done = cluster.order(f"quire deploy {' '.join(arguments)}")
+        assert (done["code"], done["err"]) == (0, ""), done
+        return str(done["out"])
+
+    applications = {
+        name: {"status": "RUNNING", "replicas": {"RUNNING": count}, "message": ""}
+        for name, count in (("quire", 1), ("quire-smollm2-135m-instruct", 2))
+    }
+    expected = {"url": cluster.url, "applications": applications}
+    eventually(lambda: json.loads(quire("status", "--json")) == expected, "replicas of the last deploy run alone")
+    lines = quire("status").splitlines()
+    assert lines[0] == f"quire serves at {cluster.url}"
+    assert sorted(lines[1:]) == ["  quire-smollm2-135m-instruct: running, 2 running", "  quire: running, 1 running"]
+    assert quire("stop") == "stopped\n"
+    assert quire("status") == "nothing is deployed\n"
+    assert json.loads(quire("status", "--json")) is None
+    processes = descendants(cluster.process.pid)
+    assert len(processes) > 2
+    assert quire("stop", "--ray") == "nothing is deployed\n"
+    eventually(lambda: not any(is_running(pid) for pid in processes), "Ray has ended")
+    assert quire("stop", "--ray") == "no Ray cluster runs on this machine\n"
+    done = cluster.order("quire deploy status")
+    assert done["err"] == "quire: no Ray cluster runs on this machine; --address names one elsewhere\n"
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.engine.composition import EngineConfig
-from quire.server.config import ModelConfig
+from quire.errors import InvalidRequest
+from quire.scale.config import Autoscale, DeployConfig, ModelDeployment, Resources
+from quire.server.config import ModelConfig, ServeConfig
 
 with warnings.catch_warnings():  # Ray uses old names of pydantic
     warnings.simplefilter("ignore")
     from ray.serve.request_router import RequestRouter
+    from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster, registry
+    from quire.scale import application, deployments, preflight, ray_cluster, registry
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
     from quire.scale.request_router import PrefixAwareRouter
@@ -87,6 +93,175 @@ def test_ray_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no-such-folder/python")
     with pytest.raises(DeployFailed, match=r"Ray could not be started: .*No such file"):
         ray_cluster._start_ray()
+
+
+def fake_ray(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Ray's own command, as a script that is beside Python."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    (folder / "ray").mkdir()  # of its files
+    command = folder / "bin/ray"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\n{script}")
+    command.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(command.with_name("python")))
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_ray_is_started_at_its_port_or_at_a_free_one(
+    is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"echo $@ > {tmp_path}/arguments\nprintf ' 127.0.0.1:5\\n' > {tmp_path}/ray/ray_current_cluster\n"
+    fake_ray(tmp_path, monkeypatch, script)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+        monkeypatch.setattr(ray_cluster, "PORT", port)
+        if not is_taken:
+            probe.close()
+        assert ray_cluster._start_ray() == "127.0.0.1:5"
+    expected = f"start --head --port={0 if is_taken else port} --disable-usage-stats --include-dashboard=false\n"
+    assert (tmp_path / "arguments").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("echo out; echo broken >&2; echo more >&2; exit 3", "Ray could not be started: broken"),
+        ("echo only out; exit 1", "Ray could not be started: only out"),
+        ("", "Ray was started, but has not written its address"),
+    ],
+)
+def test_a_start_of_ray_that_fails(script: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ray(tmp_path, monkeypatch, script)
+    with pytest.raises(DeployFailed) as failed:
+        ray_cluster._start_ray()
+    assert str(failed.value) == text
+
+
+def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("wrong token\nat some place")
+
+    monkeypatch.setattr("ray.init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert ray_cluster.is_here()
+        with pytest.raises(InvalidRequest) as failed:
+            ray_cluster.connect(None)
+    text = str(failed.value)
+    assert text.startswith(
+        f"RAY_ADDRESS '{address}': Ray could not join the cluster: wrong token; if it asks for a token"
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(InvalidRequest, match=r"RAY_ADDRESS 'auto' is not HOST:PORT"):
+        ray_cluster.connect(None)
+
+
+def test_processes_that_have_ended_meanwhile() -> None:
+    process = subprocess.Popen(["true"])
+    gone = psutil.Process(process.pid)
+    process.wait()
+    assert not ray_cluster._belongs(gone, {"true"}, "true")
+    assert ray_cluster._children(gone) == []
+    assert not ray_cluster._runs(gone)
+    ray_cluster._send(gone, psutil.Process.terminate)
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+def test_replicas_that_are_added_and_removed() -> None:
+    """What Ray is told of `autoscale` and `resources`."""
+    resources = Resources(cpus=3.5, memory=1 << 30, custom={"label": 1})
+    one = ModelDeployment(autoscale=Autoscale(min=2, max=5, up_delay=1.5, down_delay=60.0), resources=resources)
+    deployment = application._replicas("quire-m", one, drain_s=7.0)
+    given = deployment._deployment_config.autoscaling_config
+    assert (given.min_replicas, given.max_replicas, given.initial_replicas) == (2, 5, 2)
+    assert (given.upscale_delay_s, given.downscale_delay_s) == (1.5, 60.0)
+    assert given.policy.policy_kwargs == {"queue_age_s": 2.0, "waiting_tokens": 16_384}
+    options = deployment.ray_actor_options
+    assert (options["num_cpus"], options["memory"], options["resources"]) == (3.5, 1 << 30, {"label": 1})
+    assert options["runtime_env"] == {"env_vars": {application.REPORT_VARIABLE: "2.0"}}
+    assert deployment._deployment_config.graceful_shutdown_timeout_s == 17.0
+    fixed = application._replicas("quire-m", ModelDeployment(replicas=4, resources=Resources(gpus=1)), drain_s=7.0)
+    assert fixed.num_replicas == 4
+    assert (fixed.ray_actor_options["num_cpus"], fixed.ray_actor_options["num_gpus"]) == (1.0, 1)
+
+
+def test_threads_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CPUs, or its share of those of the cluster; none on a GPU."""
+    machines = [{"Alive": True, "Resources": {"CPU": 16.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
+    monkeypatch.setattr("ray.nodes", lambda: machines)
+    server = ServeConfig((ModelConfig(names=("m",), path=Path("m"), engine=EngineConfig()),))
+    for one, expected in (
+        (ModelDeployment(replicas=2), 8),
+        (ModelDeployment(autoscale=Autoscale(max=4)), 4),
+        (ModelDeployment(resources=Resources(cpus=3.5)), 3),
+        (ModelDeployment(resources=Resources(cpus=0.5)), 1),
+        (ModelDeployment(resources=Resources(gpus=1, cpus=3)), 0),
+    ):
+        assert application._num_threads(one, DeployConfig(server, (one,))) == expected
+
+
+def test_the_reason_of_an_application_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's states, one after the other: deploying, then failed with the traceback of a replica."""
+    traceback = "A replica failed.\nTraceback (most recent call last):\n  File x\nRuntimeError: m: no tensor 'a'\n\n"
+    states = [
+        ("DEPLOYING", "", "waits for CPUs"),
+        ("DEPLOYING", "", "waits for CPUs"),
+        ("DEPLOY_FAILED", "short", traceback),
+    ]
+
+    def state() -> Any:
+        status, message, of_replicas = states.pop(0) if states else ("", "", "")
+        one = SimpleNamespace(
+            status=ApplicationStatus(status), message=message, deployments={"d": SimpleNamespace(message=of_replicas)}
+        )
+        return SimpleNamespace(applications={"quire-m": one, "of somebody else": None})
+
+    monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
+    monkeypatch.setattr("ray.serve.status", state)
+    monkeypatch.setattr(application, "POLL_S", 0.0)
+    said: list[str] = []
+    bound: Any = application._replicas("quire-m", ModelDeployment(), 1.0)
+    with pytest.raises(DeployFailed, match=r"^quire-m: m: no tensor 'a'$"):
+        application._run({"quire-m": bound}, said.append)
+    assert said[0] == "quire-m deploying: waits for CPUs"
+    assert len(said) == 2
+    states = [("RUNNING", "", "")]
+    with pytest.raises(DeployFailed, match="quire: deleted while it was deployed"):
+        application._run({"quire": bound}, said.append)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (["no error here", "two\nlines of it "], "lines of it"),
+        (["Traceback:\nquire.errors.InvalidRequest: threads = 9 is more\nand more"], "threads = 9 is more"),
+        (["ray::x (pid=1): RayActorError: Traceback\nWorkerDied: killed\nModelFailed(0): by a test"], "by a test"),
+        ([], "unknown"),
+    ],
+)
+def test_the_reason_in_messages(messages: list[str], reason: str) -> None:
+    assert application._reason(messages) == reason
+
+
+def test_an_address_that_the_head_cannot_use() -> None:
+    assert preflight.find_problem("127.0.0.1", 0) is None
+    assert preflight.find_problem("", 0) is None
+    assert preflight.find_problem("no-such-host.invalid", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert preflight.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
+
+
+def test_room_for_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of what the first replicas need, also of resources that no machine has."""
+    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 4.0, "memory": 10.0})
+    two = ModelDeployment(replicas=2, resources=Resources(cpus=1.5))
+    assert preflight.has_room([two, ModelDeployment(resources=Resources(cpus=1, memory=10))])
+    assert not preflight.has_room([two, two])
+    assert preflight.has_room([ModelDeployment(autoscale=Autoscale(max=9), resources=Resources(cpus=4))])
+    assert not preflight.has_room([ModelDeployment(resources=Resources(custom={"label": 0.5}))])
 
 
 def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:

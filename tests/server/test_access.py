@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.server.app import ENDPOINTS, Access, Endpoint
-from tests.cli.runs import quire_each
+from tests.cli.runs import quire
 from tests.server.corpus import CHAT, EXPLAIN, GOOD, MESSAGES
 from tests.server.rig import FAKE, Answer, Server, put_away, serving, spawn
 from tests.waiting import HANG_S, eventually
@@ -250,8 +250,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 
 
 def test_it_refuses_to_start(tiny_model: Path, tmp_path: Path) -> None:
-    commands = [["serve", str(tiny_model), *FAKE, "--port", "0", *options] for options, _ in REFUSED]
-    for (options, says), outcome in zip(REFUSED, quire_each(commands, folder=tmp_path), strict=True):
+    for options, says in REFUSED:
+        outcome = quire("serve", str(tiny_model), *FAKE, "--port", "0", *options, folder=tmp_path)
         assert outcome.returncode not in (0, -15), options
         assert says in outcome.stderr
         assert "Traceback" not in outcome.stderr

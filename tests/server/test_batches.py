@@ -10,6 +10,7 @@ import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -19,9 +20,11 @@ from openai import OpenAI
 import quire.server.batches.service as service_module
 from quire.batch.results import Reply
 from quire.server.auth import LOCAL, Key, KeyRing
+from quire.server.batches.endpoints import get_batch
 from quire.server.batches.service import BatchService
-from quire.server.batches.store import StateDir, StoredBatch, new_file
+from quire.server.batches.store import StateDir, StoredBatch, new_file, storing
 from quire.server.batches.types import CreateBatchRequest
+from quire.server.errors import ApiError, Kind
 from tests.server.rig import FAKE, Answer, Server, serving
 from tests.waiting import HANG_S, eventually, paused
 
@@ -573,18 +576,19 @@ def check_failed(client: OpenAI, batch: Any) -> None:
 
 
 class Failing:
-    """Answers the first request of a batch, then fails in a way that no handler does."""
+    """Answers the first request of a batch, then fails, a number of times, in a way that no handler does."""
 
     max_num_seqs = 1
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, num_failures: int = 1 << 30) -> None:
         self._error = error
         self._num_sent = 0
+        self._num_failures = num_failures
 
     async def send(self, key: Key, url: str, body: bytes, request_id: str) -> Reply:
         del key, url, body
         self._num_sent += 1
-        if self._num_sent > 1:
+        if 1 < self._num_sent <= self._num_failures + 1:
             raise self._error
         return Reply(status=200, request_id=request_id, body=b'{"answer":1}')
 
@@ -608,8 +612,135 @@ async def submit_to(service: BatchService, *lines: str) -> str:
     return (await service.create(request, LOCAL)).id
 
 
-def service_of(folder: Path, sender: Failing) -> BatchService:
-    return BatchService(StateDir(folder, 1 << 20, 1 << 20), sender, KeyRing())
+def service_of(folder: Path, sender: Failing, keys: KeyRing | None = None) -> BatchService:
+    return BatchService(StateDir(folder, 1 << 20, 1 << 20), sender, KeyRing() if keys is None else keys)
+
+
+async def completed(folder: Path) -> StoredBatch:
+    """A batch of one request that a server has answered before it ended."""
+    service = service_of(folder, Failing(RuntimeError("a bug")))
+    stored = await ended(service, await submit_to(service, line("a")))
+    await service.stop()
+    assert stored.batch.status == "completed"
+    return stored
+
+
+async def continued(folder: Path, batch_id: str, keys: KeyRing | None = None) -> StoredBatch:
+    """The batch as another server ends it."""
+    service = service_of(folder, Failing(RuntimeError("a bug")), keys)
+    await service.open()
+    stored = await ended(service, batch_id)
+    await service.stop()
+    return stored
+
+
+def rewrite(file: Path, *changes: tuple[str, str]) -> None:
+    text = file.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def test_results_that_have_moved_are_kept(tmp_path: Path) -> None:
+    """The server that moved them did not store the end: it was killed. Servers before the field `ending` wrote none."""
+
+    async def main() -> None:
+        batch = (await completed(tmp_path)).batch
+        output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
+        before = output.read_text()
+        assert json.loads(before)["custom_id"] == "a"
+        facts = tmp_path / "batches" / f"{batch.id}.json"
+        for ending in ('"completed"', "null"):
+            rewrite(
+                facts,
+                ('"status":"completed"', '"status":"in_progress"'),
+                ('"ending":"completed"', f'"ending":{ending}'),
+            )
+            found = (await continued(tmp_path, batch.id)).batch
+            expected = "expired" if ending == "null" else "completed"
+            assert (found.status, found.output_file_id, output.read_text()) == (expected, batch.output_file_id, before)
+
+    asyncio.run(main())
+
+
+def test_results_that_cannot_be_moved_fail_the_batch(tmp_path: Path) -> None:
+    """A folder is where they belong."""
+
+    async def main() -> None:
+        batch = (await completed(tmp_path)).batch
+        rewrite(tmp_path / "batches" / f"{batch.id}.json", ('"status":"completed"', '"status":"finalizing"'))
+        output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
+        output.replace(tmp_path / "batches" / f"{batch.id}.out.jsonl")
+        output.mkdir()
+        for _ in range(2):  # also after a restart
+            found = (await continued(tmp_path, batch.id)).batch
+            assert (found.status, found.output_file_id) == ("failed", None)
+            assert found.errors is not None
+            assert [one.message for one in found.errors.data] == ["the server failed; its log has the reason"]
+
+    asyncio.run(main())
+
+
+def test_a_batch_whose_key_is_gone_fails(tmp_path: Path) -> None:
+    async def main() -> None:
+        batch = (await completed(tmp_path)).batch
+        changes = ('"status":"completed"', '"status":"in_progress"'), ('"ending":"completed"', '"ending":null')
+        output = f'"output_file_id":"{batch.output_file_id}"', '"output_file_id":null'
+        rewrite(tmp_path / "batches" / f"{batch.id}.json", *changes, output)
+        found = (await continued(tmp_path, batch.id, KeyRing([(ALICE, Key("alice"))]))).batch
+        assert found.status == "failed"
+        assert found.errors is not None
+        assert "no longer in use" in found.errors.data[0].message
+
+    asyncio.run(main())
+
+
+def test_a_batch_waits_for_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on where it was, and the reason is logged once."""
+    monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
+
+    async def main() -> None:
+        service = service_of(tmp_path, Failing(OSError(errno.ENOSPC, "No space left on device"), num_failures=3))
+        stored = await ended(service, await submit_to(service, line("a"), line("b")))
+        await service.stop()
+        assert (stored.batch.status, stored.batch.request_counts.completed) == ("completed", 2)
+
+    asyncio.run(main())
+    (said,) = [one.message for one in caplog.records if one.levelname == "ERROR"]
+    assert said.endswith("cannot be stored: No space left on device; it goes on when that has ended")
+
+
+def test_a_batch_that_cannot_be_stored_is_refused_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        service = service_of(tmp_path, Failing(RuntimeError("a bug")))
+        await service.open()
+        save = service.store.save_batch
+
+        async def refuse(_: StoredBatch) -> None:
+            raise OSError(errno.EFBIG, "File too large")
+
+        monkeypatch.setattr(service.store, "save_batch", refuse)
+        with pytest.raises(ApiError, match="the batch could not be stored: File too large"), storing("the batch"):
+            await submit_to(service, line("a"))
+        assert service.store.list_batches(LOCAL) == []
+        monkeypatch.setattr(service.store, "save_batch", save)
+        assert (await ended(service, await submit_to(service, line("a")))).batch.status == "completed"
+        await service.stop()
+
+    asyncio.run(main())
+    assert [one.message for one in caplog.records] == ["the batch could not be stored in --state-dir: File too large"]
+
+
+def test_without_a_state_directory_nothing_is_stored() -> None:
+    context: Any = SimpleNamespace(batches=None)
+    with pytest.raises(ApiError, match="it was started with --state-dir none") as refused:
+        asyncio.run(get_batch(context))
+    assert refused.value.kind == Kind.NOT_FOUND
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from quire.cli.replay_client import ReplayClient, Texts, find_vocab_size
 from quire.cli.server_client import PATIENT, ServerClient
 from quire.sim.replay import Ending
 from quire.sim.traces import TraceRequest, text
-from tests.cli.runs import quire, quire_each
+from tests.cli.runs import quire
 from tests.server.rig import Server, serving
 from tests.test_docs import commands
 
@@ -137,9 +137,8 @@ UNPLAYABLE: list[tuple[list[str], str]] = [
 def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", line(0.0))
     write(tmp_path / "bad.jsonl", line(0.0, output=-1))
-    commands = [["replay", *arguments] for arguments, _ in UNPLAYABLE]
-    outcomes = quire_each(commands, folder=tmp_path, env={"QUIRE_SERVER": "none", "QUIRE_API_KEY": ""})
-    for (arguments, message), outcome in zip(UNPLAYABLE, outcomes, strict=True):
+    for arguments, message in UNPLAYABLE:
+        outcome = quire("replay", *arguments, folder=tmp_path, env={"QUIRE_SERVER": "none", "QUIRE_API_KEY": ""})
         assert (outcome.returncode, outcome.stdout) == (2, ""), arguments
         assert message in outcome.stderr
         assert outcome.stderr.count("\n") == 1

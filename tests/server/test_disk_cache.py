@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.tiers.cache_folder import find_spaces
-from tests.cli.runs import quire, quire_each
+from tests.cli.runs import quire
 from tests.engine.tiers.contents import all_files
 from tests.server.rig import Server, serving
 from tests.tiny import write_tiny_model
@@ -266,10 +266,10 @@ def test_invalid_values_are_refused_before_a_model_is_loaded(tiny_model: Path, t
         ("--disk-cache", "1K", "--no-enable-prefix-caching"): "--disk-cache = 1.0 KiB needs prefix caching",
         ("--host-cache", "1K", "--no-enable-prefix-caching"): "--host-cache = 1.0 KiB needs prefix caching",
     }  # fmt: skip
-    outcomes = quire_each([["serve", str(tiny_model), "--backend", "fake", *one] for one in wrong], folder=tmp_path)
-    for (returncode, stdout, stderr), message in zip(outcomes, wrong.values(), strict=True):
-        assert (returncode, stdout) == (2, "")
-        assert stderr.startswith(f"quire: {message}"), (stderr, message)
+    for options, message in wrong.items():
+        outcome = quire("serve", str(tiny_model), "--backend", "fake", *options, folder=tmp_path)
+        assert (outcome.returncode, outcome.stdout) == (2, "")
+        assert outcome.stderr.startswith(f"quire: {message}"), (outcome.stderr, message)
     assert not (tmp_path / "kv").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,12 +12,13 @@ import pytest
 from uvicorn.server import ServerState
 
 from quire.engine.outputs import Delta
+from quire.errors import InvalidRequest
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http import open_connections
 from quire.server.http.event_stream import EventStream
 from quire.server.http.open_connections import FREE_BYTES, GRACE_S, OpenConnections
-from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, make_config, raise_file_limit
+from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, bind, make_config, raise_file_limit
 from quire.server.protocols.openai.errors import OPENAI
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
@@ -309,3 +311,21 @@ def test_the_limit_of_open_files_is_raised_as_far_as_macos_allows(monkeypatch: p
     monkeypatch.setattr(resource, "setrlimit", set_limit)
     assert raise_file_limit(4096) == 4096
     assert raise_file_limit(50_000) == limits[0] - SPARE_FILES == 10_240 - SPARE_FILES
+
+
+def test_an_address_that_cannot_be_used_is_an_error_before_anything_is_loaded() -> None:
+    (own,) = bind("127.0.0.1", 0)
+    with own:
+        assert own.getsockname()[0] == "127.0.0.1"
+        assert not own.getblocking()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for address, text in (
+            (("127.0.0.1", port), f"port {port}: Address already in use; --port {port + 1} may be free"),
+            (("192.0.2.1", 0), "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
+            (("no-such-host.invalid", 0), "--host 'no-such-host.invalid': "),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                bind(*address)
+            assert text in str(refused.value)
+            assert ("may be free" in str(refused.value)) == (address[1] > 0)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from quire.server.config import ModelConfig, ServeConfig
+from quire.server.launcher import _check_events
 from tests.engine.subscriber import Subscriber, free_ports, routed
 from tests.engine.vllm_events import Router
 from tests.server.rig import FAKE, Server, put_away, serving, spawn
@@ -211,3 +213,15 @@ def test_the_subscriber_of_the_documentation(tmp_path: Path) -> None:
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+def test_events_that_others_can_read_or_that_nobody_gets_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = (ModelConfig(tmp_path, ("m",)),)
+    _check_events(ServeConfig(models, kv_events="tcp://127.0.0.1:0"))
+    assert caplog.messages == []
+    _check_events(ServeConfig(models, kv_events="tcp://0.0.0.0:0", api_key=("sk-alice-0000001",)))
+    reach, keys = caplog.messages
+    assert reach == "KV events at tcp://0.0.0.0:0: every client that reaches this address can read prompts"
+    assert keys.endswith("because keys share no prefixes: set --share-prefix-cache to share them")

@@ -27,6 +27,7 @@ from quire.server.observability.logs import (
     MAX_VALUE_CHARS,
     LimitedHandler,
     LogOnce,
+    log_refusal,
     log_request,
     request_fields,
     setup_logging,
@@ -292,3 +293,10 @@ def test_a_record_has_no_text_to_leak() -> None:
         *("request_id", "endpoint", "model", "key_name", "cache_reason", "cache_source", "finish", "error")
     }
     assert RECORD.priority is Priority.NORMAL
+
+
+@pytest.mark.parametrize(("level", "num_lines"), [("info", 1), ("warning", 0)])
+def test_refusals_are_logged_by_level(level: str, num_lines: int, logs: Callable[..., io.StringIO]) -> None:
+    stream = logs(level)
+    log_refusal("req_1", "/v1/models", "alice", 404, "model_not_found", "model")
+    assert len(entries(stream)) == num_lines

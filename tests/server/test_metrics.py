@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +23,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.observability.health import _take_metrics
 from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
 from quire.server.observability.request_record import RequestRecord
 
@@ -153,6 +157,23 @@ def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
     assert value(found, "quire:window_evictions_total") == 4
     assert value(found, "quire:state_evictions_total") == 6
     assert value(found, "quire:prefix_cache_recomputed_total") == 70
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+def test_a_model_that_is_unloaded_while_its_worker_is_asked_keeps_its_last_figures(is_unloaded: bool) -> None:
+    """The unloading has taken them, and the answer may be older."""
+    taken: list[object] = []
+    model: Any = SimpleNamespace(managed=None)
+
+    async def stats() -> Stats:
+        if is_unloaded:
+            model.service = None
+        return STATS
+
+    model.service = SimpleNamespace(client=SimpleNamespace(stats=stats))
+    model.metrics = SimpleNamespace(take_model_state=lambda _: None, take=lambda found, _: taken.append(found))
+    asyncio.run(_take_metrics(model))
+    assert taken == ([] if is_unloaded else [STATS])
 
 
 def test_a_silent_worker_leaves_the_last_known_figures() -> None:

@@ -20,8 +20,10 @@ from quire.cli.serve_models import list_models
 from quire.engine.composition import EngineConfig, make_runner
 from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
+from quire.server.auth import Key
 from quire.server.config import ModelConfig, ServeConfig
-from quire.server.models import Model, SharedResources
+from quire.server.errors import ApiError
+from quire.server.models import Model, Models, SharedResources
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 from tests.cli.runs import quire
@@ -449,6 +451,25 @@ def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatc
     assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(3.0)
     model.managed.began_s = None  # it waits for its turn
     assert manager.eta_s(model.managed, model.reading_s) == 95.0
+
+
+def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(folder: Path) -> None:
+    shared = SharedResources()
+    models = Models([ModelConfig(folder / name, (name,)) for name in "ab"], shared)
+    key = Key("plain")
+    for model in models:
+        models.check_open(key)
+        for queue in model.queues.queues.values():
+            queue.enter(key.tier, key.name, shared.limits.max_queue)
+    with pytest.raises(ApiError, match="requests are already waiting") as refused:
+        models.check_open(key)
+    assert refused.value.reason == "queue_full"
+    models.is_draining = True
+    with pytest.raises(ApiError, match="shutting down"):
+        models.check_open(key)
+    nothing: Any = None  # is read neither
+    with pytest.raises(ApiError, match="shutting down"):
+        asyncio.run(models.open(nothing, nothing))
 
 
 # Models that only the mlx backend runs

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from quire.core.request import Priority
+from quire.core.window_pool import WindowStats
 from quire.engine.engine import EngineOutput
 from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped
@@ -24,7 +25,14 @@ from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
 from quire.server.observability.activity import MAX_RECENT, ActivityCounters
 from quire.server.observability.request_record import RequestRecord
-from quire.server.observability.snapshot import MAX_FINISHED_SHOWN, BlocksAnswer, WatchedEngine, WatchSnapshot
+from quire.server.observability.snapshot import (
+    MAX_FINISHED_SHOWN,
+    BlocksAnswer,
+    WatchedEngine,
+    WatchedPool,
+    WatchSnapshot,
+    _windows,
+)
 from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch
 from quire.server.observability.watch_endpoints import WatchStream
 from tests.server.rig import FAKE, Server, ask_async, serving
@@ -511,6 +519,12 @@ def test_activity_counters() -> None:
     assert activity.ttft() == (MAX_RECENT, 9.0, 9.0)
     now_s += 301
     assert activity.ttft() is None
+
+
+def test_blocks_of_windows_are_shown_by_state() -> None:
+    found = WindowStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4)
+    assert _windows(found, 640) == WatchedPool(free=6, cached=9, in_use=5, num_evictions=4, num_bytes=640)
+    assert _windows(None, 640) is None
 
 
 def record(ttft_s: float | None) -> RequestRecord:

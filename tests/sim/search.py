@@ -12,13 +12,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.fork_server import LIMIT_S, ForkServer
 from tests.sim.mutants import FIRST_HYBRID, MUTANTS, WORLDS, Mutant
 from tests.sim.runs import FOUND
 
@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 FOUND_AT = Path(__file__).with_name("found_at.json")
 TESTS_FAILED = 1  # pytest's exit code
 NO_SUCH_TEST = 4
-LIMIT_S = 1200.0  # only a hang takes longer
 _FAILED_WORLD = re.compile(r"^world (\d+) failed at event", re.MULTILINE)
 _FAILED_TEST = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -37,35 +36,21 @@ def found_at() -> dict[str, str]:
     return found
 
 
-class ForkServer:
-    """Runs modules like `python -m` in a given folder (`fork_server.py`)."""
+class MutantServer(ForkServer):
+    """Runs worlds and tests in copies of the project."""
 
     def __init__(self, *modules: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> None:
-        """`modules`: imported before the forks. `limit_s`: a run that takes longer is killed, with its children."""
         if environment is None:
             # Importing the other pytest plugins takes longer than most of these tests take to fail.
             environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
         # Examples of hypothesis are not shrunk.
         environment = {**os.environ, "QUIRE_TEST_PROFILE": "first failure", **environment}
-        script = str(Path(__file__).with_name("fork_server.py"))
-        self.process = subprocess.Popen(
-            [sys.executable, script, str(limit_s), *(modules or ("hypothesis", "numpy", "pytest"))],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        super().__init__(*(modules or ("hypothesis", "numpy", "pytest")), environment=environment, limit_s=limit_s)
 
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate("")
-
-    def run(self, folder: Path, *arguments: str) -> tuple[int, str]:
+    def output_of(self, folder: Path, *arguments: str) -> tuple[int, str]:
         """Run a module. Returns its exit code, negative if it was killed, and its output."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps((str(folder), arguments)), file=self.process.stdin, flush=True)
-        code, output = json.loads(self.process.stdout.readline())
-        return code, output
+        ended = self.run(folder, *arguments)
+        return ended.code, ended.stdout + ended.stderr
 
     def find(self, folder: Path, mutant: Mutant, tried_first: str | None) -> tuple[str | None, str]:
         """Run what may find a mutant until something does. Returns the world or test, or None, and the output."""
@@ -74,13 +59,15 @@ class ForkServer:
             last = mutant.first_world // FIRST_HYBRID * FIRST_HYBRID + 300
             everything = f"{mutant.first_world}:{last}"
             for seeds in (everything,) if tried_first is None else (f"@{tried_first}", everything):
-                code, output = self.run(folder, "tests.sim", "--seeds", seeds, "--jobs", "1")
+                code, output = self.output_of(folder, "tests.sim", "--seeds", seeds, "--jobs", "1")
                 assert code in (0, FOUND), output
                 if found := _FAILED_WORLD.search(output):
                     return found[1], output
         else:
             for tests in (mutant.found_by,) if tried_first is None else (tried_first, mutant.found_by):
-                code, output = self.run(folder, "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", tests)
+                code, output = self.output_of(
+                    folder, "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", tests
+                )
                 assert code in (0, TESTS_FAILED, NO_SUCH_TEST), output
                 if code == TESTS_FAILED:
                     found = _FAILED_TEST.search(output)
@@ -127,7 +114,7 @@ def edited(folder: Path, sources: dict[str, str]) -> Iterator[None]:
 
 def main() -> None:
     found = {}
-    with tempfile.TemporaryDirectory() as name, ForkServer() as server:
+    with tempfile.TemporaryDirectory() as name, MutantServer() as server:
         folder = copy_of_quire(Path(name))
         for mutant in MUTANTS:
             with edited(folder, sources_of(mutant)):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.sim.mutants import MUTANTS, Mutant
-from tests.sim.search import ROOT, ForkServer, copy_of_quire, edited, found_at, sources_of
+from tests.sim.search import ROOT, MutantServer, copy_of_quire, edited, found_at, sources_of
 
 
 @pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
+def fork_server() -> Iterator[MutantServer]:
+    with MutantServer() as server:
         yield server
 
 
@@ -22,15 +22,15 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of_quire(tmp_path_factory.mktemp("copy"))
 
 
-def test_an_unchanged_copy_passes(fork_server: ForkServer, copy: Path) -> None:
-    code, output = fork_server.run(copy, "tests.sim", "--seeds", "8", "--jobs", "1")
+def test_an_unchanged_copy_passes(fork_server: MutantServer, copy: Path) -> None:
+    code, output = fork_server.output_of(copy, "tests.sim", "--seeds", "8", "--jobs", "1")
     assert code == 0, output
     (copy / "where.py").write_text("import quire\nprint(quire.__file__)\n")
-    assert fork_server.run(copy, "where")[1].startswith(str(copy)), "the copy is not the package under test"
+    assert fork_server.output_of(copy, "where")[1].startswith(str(copy)), "the copy is not the package under test"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_is_found(fork_server: ForkServer, mutant: Mutant, copy: Path) -> None:
+def test_mutant_is_found(fork_server: MutantServer, mutant: Mutant, copy: Path) -> None:
     with edited(copy, sources_of(mutant)):
         found, output = fork_server.find(copy, mutant, found_at().get(mutant.name))
     assert found is not None, f"{mutant.name} survived {mutant.found_by}\n{output}"

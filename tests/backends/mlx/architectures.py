@@ -21,7 +21,7 @@ from tests.backends.contract import VOCAB
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -46,21 +46,26 @@ LATENT: dict[str, Any] = {  # multi-head latent attention: keys and values of ot
     "v_head_dim": 16,
     "num_key_value_heads": 4,
 }
-WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 NORM = {"layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "norm_eps": 1e-5, "norm_epsilon": 1e-5}
-GPT2 = {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_inner": 96, "n_positions": 512, **NORM}
+GPT2 = {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 96, "n_positions": 512, **NORM}
 FACTORS: dict[str, Any] = {"original_max_position_embeddings": 512, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
 
 # Models that run in one pass per step.
 FLAT: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama with windows": {"model_type": "llama", **WINDOWS},
+    "llama with windows": {  # two layers of each kind
+        "model_type": "llama",
+        **WINDOWS,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "apertus": {"mlp_bias": False, "attention_bias": False, "post_norm": False, "qk_norm": True, "rope_scaling": None},
     "cohere": NORM,
     "cohere2": {"sliding_window": 8, "sliding_window_pattern": 2, **NORM},
     "dbrx": {
         "d_model": 64,
-        "n_layers": 4,
+        "n_layers": 2,
         "n_heads": 4,
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
@@ -108,7 +113,7 @@ FLAT: dict[str, dict[str, Any]] = {
     "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12},
     "ministral3": {
         "rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16},
-        "layer_types": ["full_attention"] * 4,
+        "layer_types": ["full_attention"] * 2,
     },
     "mixtral": EXPERTS,
     "nemotron": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5}
@@ -125,7 +130,7 @@ FLAT: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "rope_scaling": None},
-    "smollm3": {"no_rope_layer_interval": 4},
+    "smollm3": {"no_rope_layer_interval": 2},
     "stablelm": {"partial_rotary_factor": 0.25, "qk_layernorm": False, "use_qkv_bias": False, "rope_pct": 0.25, **NORM},
     "starcoder2": NORM,
 }

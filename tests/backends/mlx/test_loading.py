@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,12 @@ BY_NUMBER = {"layer_types": None, "sliding_window": 24}
 TOKENS = [(7919 * i) % 160 for i in range(1, 61)]  # longer than the windows of the small models
 
 
-def load(path: Path, load_format: str = "auto", **options: Any) -> LoadedModel:
+def load(
+    path: Path, load_format: str = "auto", progress: Callable[[int, int], None] | None = None, **options: Any
+) -> LoadedModel:
     checkpoint = open_checkpoint(path, load_format)
     try:
-        return load_model(checkpoint, BackendOptions(**options))
+        return load_model(checkpoint, BackendOptions(**options), progress)
     finally:
         checkpoint.close()
 
@@ -238,7 +240,9 @@ def test_q6_k_is_quantised_again() -> None:
 def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf())
-    loaded = load(path)
+    seen: list[tuple[int, int]] = []
+    loaded = load(path, progress=lambda done, total: seen.append((done, total)))
+    assert 0 < seen[0][0] < seen[-1][0] == seen[-1][1]
     assert loaded.description == "Q4_0 as 4 bits (affine, groups of 32)"
     assert loaded.dtype == mx.float32  # on a CPU
     layers = quantized_layers(loaded.model)
@@ -377,9 +381,10 @@ def test_default_model_as_an_mlx_folder(mlx_folder: Path) -> None:
     text.close()
 
 
-def test_a_quantised_folder_is_not_quantised_again(mlx_folder: Path) -> None:
+def test_a_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", quantization={"group_size": 32, "bits": 4})
     with pytest.raises(InvalidRequest, match=r"quantize = 8: .* to 4 bits \(affine, groups of 32\)"):
-        load(mlx_folder, quantize=8)
+        load(folder, quantize=8)
 
 
 # Folders

@@ -24,6 +24,7 @@ from tests.backends.native.test_models import SHAPES, check
 from tests.backends.torch.families import FAMILIES
 from tests.backends.torch.rig import Answer, Rig
 from tests.equality import make_prompts
+from tests.selection import mostly_nightly
 
 pytestmark = pytest.mark.sweep("file")
 NUM_TOKENS = 10
@@ -248,7 +249,7 @@ def run_requests(rng: Random, rig: Rig, count: int) -> dict[int, tuple[RandomReq
     return {request_id: (requests[request_id], answer) for request_id, answer in answers.items()}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_nightly(range(6), 4))
 def test_random_steps(seed: int, tmp_path: Path) -> None:
     rng = Random(seed)
     name, shape = rng.choice(list(FAMILIES)), {}

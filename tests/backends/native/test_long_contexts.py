@@ -28,10 +28,10 @@ pytestmark = pytest.mark.sweep("file")
 # Models with heads that share one KV head, a window that spans pieces, global and local layers
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seven heads on one": ("llama", heads(7, 1, 8)),
-    "three kv heads": ("qwen3", heads(6, 3, 32)),
+    "three kv heads": ("qwen3", {**heads(6, 3, 32), "layer_types": ["full_attention"] * 2}),
     "a window": ("mistral with a window", {"sliding_window": 300}),
     "a window and a kv head each": ("mistral with a window", {"sliding_window": 300, **heads(4, 4, 16)}),
-    "local layers": ("gemma3", {}),
+    "local layers": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"]}),
 }
 LENGTHS = (1100, 5, 255, 256, 257, 700, 530)
 PROMPTS = [random_prompt(length, length) for length in LENGTHS]
@@ -44,7 +44,7 @@ def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name, is_half = request.param
     family, shape = MODELS[name]
     folder = tmp_path_factory.mktemp("model")
-    reference = RoundedReference(family, folder, max_position_embeddings=1200, **shape)
+    reference = RoundedReference(family, folder, max_position_embeddings=1200, num_hidden_layers=2, **shape)
     rig = Rig(folder, backend="native", precision="exact", num_blocks=200)
     for layer in native(rig).model.layers:
         layer.is_half_attention = is_half

@@ -12,12 +12,15 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests.backends.torch import operations
+
 
 @contextmanager
 def faster_interpreter(checks_overflow: bool) -> Iterator[None]:
     """Patch the interpreter. Nothing else in the process may use the language meanwhile.
 
-    `checks_overflow`: whether 32-bit integers that overflow fail a kernel. It takes a fifth of the time.
+    `checks_overflow`: whether 32-bit integers that overflow fail a kernel. Then operations are not remembered
+    (tests/backends/torch/operations.py), and all takes twice the time.
     """
     block_type, tensor = tl.core.block_type, tl.core.tensor
     patched = [
@@ -29,9 +32,12 @@ def faster_interpreter(checks_overflow: bool) -> Iterator[None]:
         (TritonSemantic, "broadcast_impl_value"),
         (TritonSemantic, "binary_op_sanitize_overflow_impl"),
     ]
-    before = [getattr(owner, name) for owner, name in patched]
+    before = [(owner, name, getattr(owner, name)) for owner, name in patched]
+    patch_attr = interpreter._patch_attr
+    interpreter._patch_attr = _calling_directly
     # It patches the language for every launch and every call inside a kernel: once is enough.
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_attr = patch_attr
     unpatched: Any = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang = lambda _fn: unpatched
     interpreter._get_np_dtype = _remembering_dtypes(interpreter._get_np_dtype)
@@ -42,12 +48,26 @@ def faster_interpreter(checks_overflow: bool) -> Iterator[None]:
     semantic.broadcast_impl_value = _remembering_operands(semantic.broadcast_impl_value)
     if not checks_overflow:
         semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+        for owner, name, replacement in operations.replacements():
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, replacement)
     try:
         yield
     finally:
-        for (owner, name), original in zip(patched, before, strict=True):
+        for owner, name, original in reversed(before):
             setattr(owner, name, original)
         scope.restore()
+
+
+def _calling_directly(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+    """Patch a function of the language as the interpreter does, with one call less."""
+    call = getattr(member, "__wrapped__", member)
+
+    def called(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = interpreter.interpreter_semantic
+        return call(*args, **options)
+
+    scope.set_attr(owner, name, called)
 
 
 def _remembering_dtypes(find: Any) -> Any:
@@ -94,8 +114,6 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = getattr(type, "constants", _SCALAR)
 
 
-# Types whose numbers numpy has, so that it converts them as the interpreter does.
-_PLAIN = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp16", "fp32", "fp64"}
 Convert = Callable[[Any], Any]
 
 
@@ -104,7 +122,7 @@ def _remembering_operands(convert: Any) -> Any:
     known: dict[tuple[object, ...], tuple[Convert, Convert] | None] = {}
 
     def convert_operands(self: Any, lhs: Any, rhs: Any, *options: Any, **more: Any) -> tuple[Any, Any]:
-        key = (_key(lhs), _key(rhs), options, *more.values())
+        key = (operations.key_of(lhs), operations.key_of(rhs), options, *more.values())
         found = known.get(key)
         if found is not None:
             return found[0](lhs), found[1](rhs)
@@ -117,18 +135,16 @@ def _remembering_operands(convert: Any) -> Any:
     return convert_operands
 
 
-def _key(operand: Any) -> object:
-    """What a tensor or number has in common with others that are converted alike."""
-    return operand.type.name if isinstance(operand, tl.core.tensor) else (type(operand), repr(operand))
-
-
 def _conversion(operand: Any, result: Any) -> Convert | None:
     """Return what makes a result like this one of an operand like this one, or None if numpy cannot."""
     if operand is result:
         return lambda other: other
     if not isinstance(operand, tl.core.tensor):
         return lambda _number: result
-    if not {operand.type.scalar.name, result.type.scalar.name} <= _PLAIN and operand.type.scalar != result.type.scalar:
+    if (
+        not {operand.type.scalar.name, result.type.scalar.name} <= operations.PLAIN
+        and operand.type.scalar != result.type.scalar
+    ):
         return None
     type, element, dtype, shape = result.type, result.handle.dtype, result.handle.data.dtype, result.handle.data.shape
 

@@ -218,6 +218,13 @@ def test_buffers_side_by_side_are_copied_together(monkeypatch: pytest.MonkeyPatc
     assert copies.sizes == [BLOCK] * 4
 
 
+def test_no_pieces_and_no_bytes() -> None:
+    io = Stores().io()
+    wait(io.export([], []))
+    wait(io.import_([], []))
+    assert len(io.allocate(0)) == 0
+
+
 def test_a_piece_larger_than_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots grow to the largest piece, here a window block."""
     for name in ("SLOT_BYTES", "EXPORT_BYTES", "IMPORT_BYTES"):

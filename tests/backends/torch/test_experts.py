@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ def make_experts(
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up in fp64."""
-    one, up = gate_up.double().chunk(2)
+    one, up = gate_up.double().chunk(2, -1)
     if activation is Activation.CLAMPED_SWIGLU:
         one, up = one.clamp(max=7), up.clamp(-7, 7)
         return (up + 1) * one * torch.sigmoid(1.702 * one)
@@ -75,6 +77,11 @@ def make_rows(experts: Experts, num_rows: int) -> tuple[Tensor, Tensor]:
 def exact(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
     """Evaluate the equation row by row in fp64."""
     rows = []
+
+    @functools.cache
+    def matrices(n: int) -> tuple[Tensor, Tensor]:  # packed ones are decoded once
+        return experts.gate_up[n].double(), experts.down[n].double()
+
     for row, logit in zip(x.double(), logits.double(), strict=True):
         weights = logit.softmax(0)
         ids = logit.sort(descending=True, stable=True).indices[: experts.num_chosen].tolist()
@@ -82,10 +89,11 @@ def exact(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
         out = torch.zeros_like(row)
         for n in ids:
             biases = [0.0 if one is None else one[n].double() for one in (experts.gate_up_bias, experts.down_bias)]
-            hidden = gate(experts.gate_up[n].double() @ row + biases[0], experts.activation)
+            gate_up, down = matrices(n)
+            hidden = gate(gate_up @ row + biases[0], experts.activation)
             factor = 1.0 if experts.expert_scales is None else float(experts.expert_scales[n])
             weight = weights[n] / total * experts.scale * factor
-            out += weight * (experts.down[n].double() @ hidden + biases[1])
+            out += weight * (down @ hidden + biases[1])
         rows.append(out)
     return torch.stack(rows)
 

@@ -113,11 +113,16 @@ def exact_in_fp8(experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
     assert isinstance(down, PackedStack)
     ids, weights = experts._route(logits)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for row, value in enumerate(rounded(x, gate_up.format)):
-        for n, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):
-            biases = [0.0 if one is None else one[n].double() for one in (experts.gate_up_bias, experts.down_bias)]
-            hidden = gate((gate_up[n].double() @ value + biases[0]).to(x.dtype), experts.activation).to(x.dtype)
-            out[row] += weight * (down[n].double() @ rounded(hidden[None], down.format)[0] + biases[1])
+    values = rounded(x, gate_up.format)
+    for n in range(len(experts.down)):
+        rows, places = (ids == n).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        biases = [0.0 if one is None else one[n].double() for one in (experts.gate_up_bias, experts.down_bias)]
+        sums = values[rows] @ gate_up[n].double().T + biases[0]
+        hidden = gate(sums.to(x.dtype), experts.activation).to(x.dtype)
+        results = rounded(hidden, down.format) @ down[n].double().T + biases[1]
+        out.index_add_(0, rows, weights[rows, places, None].double() * results)
     return out
 
 

@@ -34,8 +34,8 @@ from quire.backends.torch.cuda import MIN_PARTS, CudaRunner
 from quire.backends.torch.graphs import Kind
 from quire.backends.torch.inputs import Division, Layout
 
-NUM_CASES = 1500
-NUM_ROOMS = 4000
+NUM_CASES = 750
+NUM_ROOMS = 2000
 
 
 @dataclass
@@ -185,7 +185,7 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
         num_split += int(work.first_parts[-1]) > 0
         num_shared += bool(case.siblings)
         num_nested += any(group.low for group in case.siblings)
-    assert min(num_wide, num_split, num_shared, num_nested) > 50  # not all cases are easy
+    assert min(num_wide, num_split, num_shared, num_nested) > 25  # not all cases are easy
 
 
 @pytest.mark.parametrize("num_prompts", [0, 1, 3])
@@ -211,7 +211,7 @@ def test_with_a_window_only_its_blocks_are_read(num_prompts: int) -> None:
         num_split += int(work.first_parts[-1]) > 0
         if not case.prompts:
             assert room(case.sizes, case.num_rows, False).holds(Layout(case.num_rows, len(work.narrow), 0))
-    assert min(num_split, num_behind) > 20
+    assert min(num_split, num_behind) > 10
 
 
 def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
@@ -230,7 +230,7 @@ def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
         assert work.wide is NO_ITEMS
         assert beside.wide.tolist() == [[num_rows, 2, 99, 0, 2, 0]]
         num_split += int(work.first_parts[-1]) > 0
-    assert num_split > 50
+    assert num_split > 25
 
 
 def extreme_case(rng: Random) -> Case:
@@ -273,9 +273,9 @@ def test_a_graph_has_room_for_any_decodes() -> None:
         num_nested += any(group.low for group in case.siblings)
         num_tight += num_tiles(case.siblings, case.sizes) >= max_wide_tiles(case.num_rows, case.sizes) - 1 > 3
         num_full += len(work.narrow) >= room(case.sizes, case.num_rows, False).num_narrow - 2
-    assert min(num_wide, num_nested) > 200
-    assert num_tight > 15
-    assert num_full > 300  # the bound is tight, not generous
+    assert min(num_wide, num_nested) > 100
+    assert num_tight > 7
+    assert num_full > 150  # the bound is tight, not generous
 
 
 @pytest.mark.parametrize("has_prompt", [False, True])
@@ -372,7 +372,7 @@ def test_groups_are_those_that_pay() -> None:
         assert found == expected
         num_found += len(found)
         num_nested += any(low for _, low, _ in found)
-    assert min(num_found, num_nested, num_none) > 100
+    assert min(num_found, num_nested, num_none) > 50
 
 
 def make_tables(*prefixes: Sequence[int], length: int = 300) -> Ints:

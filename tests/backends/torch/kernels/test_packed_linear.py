@@ -128,6 +128,12 @@ def test_tiles(name: str, num_rows: int, dtype: torch.dtype) -> None:
             near(parts.sum(0), exact, dtype)
 
 
+def test_a_tile_of_fp4_in_16() -> None:
+    """The only format whose bytes are fp4 codes with two groups in a chunk: the halves have scales of their own."""
+    weight, x = random_weight(7, 128, FORMATS["fp4 in 16"]), randn(3, 128)
+    near(packed_tile_product(x, weight, None), exact_product(x, exact_weight(weight), None), FP32)
+
+
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize("name", FORMATS)

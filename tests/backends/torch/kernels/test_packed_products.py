@@ -93,6 +93,11 @@ def test_products_of_fp8(
     assert float((got - whole).norm() / whole.norm()) < ERROR
 
 
+def test_a_strip_of_outputs_within_one_block() -> None:
+    """A strip has one scale if the rows of a block are whole strips."""
+    test_products_of_fp8(BLOCKS, 3, 7, 128, has_bias=False, tile=Fp8Tile(16, 16, 4, 3))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_expanding_equals_decoding(name: str) -> None:
     for num_outputs, num_inputs in ((7, 128), (35, 1152)):

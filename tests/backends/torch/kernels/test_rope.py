@@ -40,10 +40,10 @@ class Case:
     q_norm: Tensor | None
     k_norm: Tensor | None
 
-    def run(self, num_heads: int, *, rounds_first: bool = False) -> Tensor:
+    def run(self, num_heads: int, *, rounds_first: bool = False, query_factors: Tensor | None = None) -> Tensor:
         return rope_store(
             self.qkv, self.positions, self.batch_indices, self.tables, self.cosines, self.sines, self.layer, num_heads,
-            self.q_norm, self.k_norm, EPS, rounds_first=rounds_first,
+            self.q_norm, self.k_norm, EPS, rounds_first=rounds_first, query_factors=query_factors,
         )  # fmt: skip
 
 
@@ -151,6 +151,18 @@ def test_rows_may_be_parts_of_longer_rows() -> None:
     other.qkv = torch.cat((other.qkv, torch.full_like(other.qkv, torch.nan)), 1)[:, : other.qkv.shape[1]]
     assert torch.equal(case.run(16), other.run(16))
     assert torch.equal(case.layer, other.layer)
+
+
+def test_queries_are_multiplied_by_the_factor_of_their_position() -> None:
+    """Keys and values are not."""
+    shape = SHAPES[-2]  # with a part that is not rotated
+    plain, case = (random_case(shape, torch.float32, False) for _ in range(2))
+    expected = plain.run(shape[0])
+    factors = torch.rand(MAX_BLOCKS * shape[-1], device=DEVICE) + 1
+    q = case.run(shape[0], query_factors=factors)
+    real = case.batch_indices >= 0
+    torch.testing.assert_close(q[real], expected[real] * factors[case.positions[real].long()][:, None, None])
+    assert torch.equal(case.layer, plain.layer)
 
 
 def test_a_batch_of_padding_writes_nothing() -> None:
