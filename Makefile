@@ -21,8 +21,8 @@ LOCKED ?=
 SEEDS  ?= 2000
 PROMPTS ?= 300
 COSTS  := build/test-costs.json
-# One more than the number of cores, because some tests wait for servers most of the time.
-JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
+# Two more than the number of cores, because some tests wait for servers most of the time.
+JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 2)
 
 # With `--costs FILE`, pytest would take a FILE that exists for tests, and not read tests/conftest.py, which has the option.
 # The tests of a file run in one process, in their order: they share models and servers.

@@ -307,7 +307,7 @@ def test_facts_and_capacity(model_path: Path) -> None:
     assert facts.backend.startswith("mlx ")
     assert (facts.device, facts.num_threads) == ("cpu", 1)
     assert facts.dtype == "float32"
-    assert facts.kv_bytes == 4 * 2 * NUM_BLOCKS * 32 * 2 * 16 * 4
+    assert facts.kv_bytes == 2 * 2 * NUM_BLOCKS * 32 * 2 * 16 * 4
     assert facts.weight_bytes > 0
     assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (NUM_BLOCKS, 32, 4)
     assert (capacity.max_model_len, capacity.vocab_size) == (200, VOCAB)
