@@ -18,7 +18,8 @@ from typing import NamedTuple
 from tests.server.rig import serving
 from tests.waiting import eventually
 
-# Every process of the server starts with this. Python 3.11 has no `sys.monitoring`: a profile function sees the same calls.
+# Every process of the server starts with this. Python 3.11 has no `sys.monitoring`: a profile function sees the same
+# calls.
 RECORDER = """
 import os, signal, sys, threading
 name = f"{os.environ['ENTERED']}/{os.getpid()}"

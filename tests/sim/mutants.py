@@ -472,7 +472,7 @@ MUTANTS = (
         "shared blocks counted as freed",
         "core/admission.py",
         "dropped[block] == blocks[block].ref_count and block not in kept",
-        "holders[block] <= blocks[block].ref_count and block not in kept",
+        "dropped[block] <= blocks[block].ref_count and block not in kept",
     ),
     _mutant(
         "a hit counted as freed",

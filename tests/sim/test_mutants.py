@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +46,16 @@ def test_edits_are_put_back(copy: Path) -> None:
 def test_there_are_enough_mutants() -> None:
     assert len(MUTANTS) >= 18
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_mutants_use_no_undefined_names(tmp_path: Path) -> None:
+    """A mutant that raises NameError would be found by every test that executes its line."""
+    sources = [sources_of(mutant) for mutant in MUTANTS]
+    for number, files in enumerate(sources):
+        for name, source in files.items():
+            path = tmp_path / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source)
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "concise"]
+    report = subprocess.run([*ruff, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert report.returncode == 0, report.stdout
