@@ -25,9 +25,10 @@ from quire.backends.fake import FakeRunner
 from quire.core.check import audit
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fair
-from quire.core.request import PackedPrompt, Priority, Request, SamplingParams
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker.protocol import Add, pack, to_worker

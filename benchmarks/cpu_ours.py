@@ -13,8 +13,8 @@ from typing import Any
 import cpu_child
 from cpu_child import SLACK_TOKENS, Task
 
-from quire.core.block import BLOCK_SIZE
-from quire.core.request import SamplingParams
+from quire.core.cache.block import BLOCK_SIZE
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.worker.garbage_collection import calm_collector

@@ -25,7 +25,7 @@ from quire.backends.native.batch import Batch
 from quire.backends.native.library import Engine, kernels_in_use
 from quire.backends.native.model import NativeModel
 from quire.backends.native.packing import pack_model
-from quire.core.block import BLOCK_SIZE
+from quire.core.cache.block import BLOCK_SIZE
 from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
 

@@ -16,7 +16,7 @@ from gpu_workloads import GEMMA4, GPT_OSS, Scale, Workload, open_spec, random_pr
 from torch import Tensor
 
 from quire.backends.torch.loading import DUMMY_STD
-from quire.core.request import SamplingParams
+from quire.core.values import SamplingParams
 from tests.backends.torch.families import MORE_FAMILIES, STATE_FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Answer as RigAnswer
 from tests.backends.torch.rig import Rig

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from gpu_workloads import Scale, Workload, first_turn_of_tree, next_turn_of_tree, write_shape
 
-from quire.core.request import SamplingParams
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.worker.garbage_collection import calm_collector

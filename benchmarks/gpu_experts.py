@@ -14,14 +14,13 @@ from gpu_kernels import timed_us
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from quire.backends.torch.experts import Stack
 from quire.backends.torch.kernel_compilation import Compiling
 from quire.backends.torch.kernels import quantized_experts, routed_experts
 from quire.backends.torch.kernels.experts import Routing, SortedSlots, is_alone, route, sort_slots
 from quire.backends.torch.kernels.quantized_experts import AloneShape, QuantizedTile, quantized_product
 from quire.backends.torch.kernels.routed_experts import expert_calls, run_experts
 from quire.backends.torch.packed import PackedFormat, PackedWeight
-from quire.backends.torch.packed_stack import PackedStack, multiplies_in_fp8
+from quire.backends.torch.packed_stack import PackedStack, Stack, multiplies_in_fp8
 from quire.weights.spec import Activation
 
 # T rows of the batch, K experts chosen per row

@@ -21,8 +21,8 @@ from quire.backends.torch.device_sampling import DeviceSampler, fill_params
 from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, Tiling, attend, merge, rows_per_item
 from quire.backends.torch.kernels.linear import THIN, is_small, product_in_parts, row_product, tile_product
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 
 LAYERS = 6
 BLOCK, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 32, 8, 128, 16_500

@@ -20,7 +20,7 @@ from random import Random
 from gpu_driving import Machine, Settings
 from gpu_workloads import FULL, QUICK, random_prompt
 
-from quire.core.request import SamplingParams
+from quire.core.values import SamplingParams
 
 NUM_MASKS = 64
 HASHED_BYTES = 60_000  # about 40 us

@@ -60,7 +60,7 @@ def say(what: str, **values: float) -> None:
 
 def main(folder: str, device: str, max_num_seqs: str, max_model_len: str) -> None:
     logging.basicConfig(level=logging.INFO)  # prints where the time is spent
-    from quire.core.request import SamplingParams
+    from quire.core.values import SamplingParams
     from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
     from quire.engine.engine import Engine
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from gpu_driving import Machine, Settings
 from gpu_workloads import FULL, LLAMA, QUICK, QWEN, Scale, Workload, random_prompt, workload_a
 
-from quire.core.request import PackedPrompt, SamplingParams
+from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import Engine
 

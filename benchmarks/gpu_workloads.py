@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.backends.kv_spec import KVSpec
-from quire.core.request import SamplingParams
+from quire.core.values import SamplingParams
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import num_active_weights, num_weights

@@ -24,8 +24,7 @@ from random import Random
 
 from cpu import QUIET, Others, say
 
-from quire.core.request import SamplingParams
-from quire.core.step import Tier
+from quire.core.values import SamplingParams, Tier
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.tiers.cache_folder import StoredFile, list_files, space_folders

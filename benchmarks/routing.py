@@ -20,8 +20,8 @@ from hashlib import blake2b
 from random import Random
 from typing import NamedTuple
 
-from quire.core.request import Priority
-from quire.core.routing import PrefixRouter, Prompt, ReplicaLoad
+from quire.core.values import Priority
+from quire.scale.routing import PrefixRouter, Prompt, ReplicaLoad
 
 BLOCK = 32
 NS = 1_000_000_000

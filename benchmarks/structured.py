@@ -29,7 +29,7 @@ from typing import Any
 
 from busy import cpu_bound_processes
 
-from quire.core.request import SamplingParams
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.version import __version__
+
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.outputs import GenerationOutput
     from quire.engine.params import GenerationParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "GenerationOutput", "GenerationParams", "__version__"]
 
 # Imported on first access, so `import quire` and `quire --help` do not load the engine.

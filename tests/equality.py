@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.core.request import Priority, Request
+from quire.core.request import Request
+from quire.core.values import Priority
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve

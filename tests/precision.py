@@ -33,8 +33,8 @@ from quire.backends.torch.batch import build_batch
 from quire.backends.torch.fp8_rows import Inputs, Outputs
 from quire.backends.torch.layers import Linear, plain
 from quire.backends.torch.runner import TorchRunner
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_runner
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.driver import Prompts
-from quire.core import tiers
-from quire.core.lower_tier import NS_PER_S
-from quire.core.prefix import CacheExplanation
-from quire.core.request import SamplingParams
+from quire.core.cache.prefix import CacheExplanation
+from quire.core.levels import tiers
+from quire.core.levels.lower_tier import NS_PER_S
 from quire.core.step import TokenLogprobs
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.costs import slow_files
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "quire").rglob("*.py"))
-CORE = [*sorted((ROOT / "quire/core").glob("*.py")), ROOT / "quire/errors.py"]
+CORE = [*sorted((ROOT / "quire/core").rglob("*.py")), ROOT / "quire/errors.py"]
 
 # Standard library modules that the core may not use: the same calls must produce the same plans.
 NOT_FOR_CORE = {"asyncio", "datetime", "logging", "multiprocessing", "os", "random", "secrets", "threading", "time"}
@@ -64,6 +65,31 @@ def test_the_core_is_standard_library_only(path: Path) -> None:
         else:
             assert top in sys.stdlib_module_names, f"{path.name} imports {name}"
             assert top not in NOT_FOR_CORE, f"{path.name} imports {name}"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def targets(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of quire that a file imports, anywhere in it. A name of a package may be a module or not."""
+    found = set(imported(path))
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom):
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & {*modules}
+            if submodules:
+                found = found - {node.module or ""} | submodules
+    return found & {*modules}
+
+
+def test_imports_have_no_circle() -> None:
+    """Not for types and not within functions either: a circle means that two files are one idea."""
+    modules = {module_of(path): path for path in SOURCES}
+    graph = {name: targets(path, modules) - {name} for name, path in modules.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_functions_stay_under_70_lines() -> None:

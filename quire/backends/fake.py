@@ -31,7 +31,6 @@ from quire.backends.base import (
 from quire.backends.fake_block_io import POISON, FakeBlockIO, FakeMemory, LateCopy
 from quire.backends.kv_spec import KVSpec
 from quire.backends.sampling import masks_by_row, sampled_pieces
-from quire.core.request import SamplingParams
 from quire.core.step import (
     MemoryKind,
     MemoryRef,
@@ -42,6 +41,7 @@ from quire.core.step import (
     TokenLogprobs,
     accepted,
 )
+from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.checkpoint import Checkpoint
 

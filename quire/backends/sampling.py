@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from quire.backends.base import TokenMasks
-from quire.core.request import SamplingParams
 from quire.core.step import PromptLogprobs, SeqSlice, StepResult, TokenLogprobs, accepted
+from quire.core.values import SamplingParams
 
 PROMPT_ROWS = 128  # positions per pass of prompt logprobs: each is a row as long as the vocabulary
 BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"

@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 
 LENGTHS = (11, 7)
 BLOCK_SIZE = 4

@@ -21,8 +21,8 @@ from quire.bench.report import (
     Progress,
     Stage,
 )
-from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan
+from quire.core.values import Priority, SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, RequestFailed
 

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from quire import __version__
 from quire.batch.lines import BatchRequest
 from quire.batch.results import Reply
 from quire.batch.runner import ConnectionLost
 from quire.cli.server_client import printable
+from quire.version import __version__
 
 CONNECT_S = 10.0
 READ_LIMIT_S = 3600.0  # a request of low priority may wait long; a server sends nothing until it answers

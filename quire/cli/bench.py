@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire import __version__
 from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
@@ -43,6 +42,7 @@ from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_server import check_installed
 from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, MissingExtra
+from quire.version import __version__
 from quire.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:

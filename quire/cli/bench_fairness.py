@@ -40,7 +40,7 @@ from quire.bench.report import (
 from quire.cli.bench_load import MAX_PROMPTS, Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.server_client import PATIENT, ServerClient, ServerError
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 
 HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from quire.cli.load_stream import LoadStream
 from quire.cli.server_client import ServerClient
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import QuireError
 
 MAX_PROMPTS = 64  # of one HTTP request; the limit of the server

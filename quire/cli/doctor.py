@@ -20,12 +20,12 @@ from typing import Annotated, Any
 
 import typer
 
-from quire import __version__
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.model_check import check_model, report_lines
 from quire.cli.terminal import echo
 from quire.errors import install_command
 from quire.sizes import file_size, reported_size
+from quire.version import __version__
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve
 
 # Package -> its purpose, and whether generation needs it.

@@ -13,11 +13,11 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from quire import __version__
 from quire.cli.hidden_arguments import hide_keys
 from quire.cli.terminal import echo
 from quire.engine.worker.log_lines import ShortFormatter
 from quire.errors import InvalidRequest, QuireError
+from quire.version import __version__
 
 # Commands by group: name -> one-line help. Each is a function of that name in quire/cli/NAME.py, or in the file that
 # FILES names. If that module has SUBCOMMANDS, they are the functions to run.

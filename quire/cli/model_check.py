@@ -23,7 +23,7 @@ from quire.backends.native.expert_memory import MEMORY_SHARE
 from quire.backends.support import rope_notice, skip_notice, transformers_notice
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
-from quire.core.block import BLOCK_SIZE
+from quire.core.cache.block import BLOCK_SIZE
 from quire.engine.composition import EngineConfig, choose_backend
 from quire.engine.model_text import make_tokenizer
 from quire.errors import InvalidRequest, QuireError

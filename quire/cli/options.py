@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.server_client import DEFAULT_URL
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
+from quire.core.fairness import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import PATIENCE_S
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes

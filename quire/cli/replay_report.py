@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire import __version__
 from quire.cli import terminal
 from quire.cli.server_client import printable
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.sim.replay import Ending, Figures, Fit, Served, measured_part, predicted_part
 from quire.sim.simulator import SimReport, percentile
 from quire.sim.traces import TraceRequest
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from rich.table import Table

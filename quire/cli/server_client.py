@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from quire import __version__
 from quire.cli.terminal import echo
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError
+from quire.version import __version__
 from quire.weights.hub import find_known
 
 if TYPE_CHECKING:

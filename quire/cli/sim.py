@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire import __version__
 from quire.cli import options, sim_replicas, sim_states, terminal
 from quire.cli.terminal import echo
 from quire.core.policy import POLICIES
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sim.routers import ROUTERS
 from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Machine, Outcome, RequestRecord, SimConfig, SimReport, percentile, simulate
 from quire.sim.traces import TraceRequest, read_trace
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from rich.table import Table

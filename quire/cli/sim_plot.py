@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import MissingExtra
 from quire.sim.simulator import SimReport
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.core.placement import ALL_PLACES, Place
+from quire.core.memory.hybrid import ALL_PLACES, Place
 from quire.errors import InvalidRequest
 from quire.sim.simulator import Machine, SimConfig, SimReport, percentile
 

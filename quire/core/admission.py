@@ -1,25 +1,268 @@
-"""Admission of waiting requests: prefix sharing, free blocks and preemption."""
+"""Admission of waiting requests: prefix sharing, loads from lower tiers, free blocks and preemption."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
-from quire.core.block import NULL_BLOCK_ID, Linked
-from quire.core.draft import StepDraft
-from quire.core.events import Admitted, Observer, Preempted, PrefixWaited
-from quire.core.growth_room import GrowthRoom, Start
+from quire.core.cache.block import NULL_BLOCK_ID, Linked
+from quire.core.cache.prefix import CacheExplanation, PrefixHit, StopReason
+from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
-from quire.core.load_admission import LoadAdmission
-from quire.core.pins import Pin
+from quire.core.levels.loads import PrefixLoad
+from quire.core.levels.reads import PrefixRead
+from quire.core.memory.pins import Pin
 from quire.core.policy import Policy
-from quire.core.prefix import CacheExplanation, PrefixHit
+from quire.core.queues import RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
-from quire.core.running import RunningSet
-from quire.core.waiting import WaitingQueue
+from quire.core.step import Content
+from quire.core.step_builder import StepBuilder
+from quire.core.values import Priority, Tier
 from quire.errors import InvariantViolation
+
+MARGIN_STEPS = 2  # its last tokens are in flight: it has caught up when they are committed
+
+
+class Start(NamedTuple):
+    """A waiting request that would start as a spared one."""
+
+    request: Request
+    start: int  # the tokens before it are cached
+    end: int  # it has caught up when it has computed the tokens before this
+
+
+class GrowthRoom:
+    """The spared requests that run, and the blocks that all running requests can need until these have caught up.
+
+    A spared request computes its context again and a block of new tokens, paid by the credit of its tier. Until then no
+    waiting request preempts it, but a running one that needs a block takes it from the lowest tier. Therefore
+    admissions beside a spared request, and its own, leave free what the running requests can need in the meantime. They
+    get a token in each step. How many steps a spared request takes depends on its turns: while room is left, it has the
+    usual part of each step; when the room is just enough, it has all the tokens that it can use.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        running: RunningSet,
+        *,
+        max_chunk_tokens: int,
+        max_num_batched_tokens: int,
+        max_mixed_tokens: int | None,
+    ) -> None:
+        self._cache = cache
+        self._running = running
+        self._max_chunk_tokens = max_chunk_tokens
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_mixed_tokens = max_mixed_tokens
+        self._spared: list[Request] = []
+
+    @property
+    def has_spared(self) -> bool:
+        return bool(self._spared)
+
+    def begin_step(self) -> None:
+        """Forget requests that have caught up, ended or were preempted."""
+        if self._spared:
+            self._spared = [one for one in self._spared if one.state is RequestState.RUNNING and one.is_spared]
+
+    def add(self, request: Request) -> None:
+        """Record a request that has started as a spared one."""
+        self._spared.append(request)
+
+    def num_steps(self, start: Start | None = None, *, num_more: int = 0) -> int:
+        """Steps until the spared requests and `start` have caught up, beside `num_more` requests. 0: there are none.
+
+        The steps are counted at the highest rate that their turns can have beside the requests that run.
+        """
+        starts = [Start(one, one.num_planned, one.num_caught_up_at) for one in self._spared if one.is_spared]
+        if start is not None:
+            starts.append(start)
+        if not starts:
+            return 0
+        budget = self._max_num_batched_tokens - len(self._running) - num_more
+        if self._max_mixed_tokens is not None:
+            budget = min(budget, self._max_mixed_tokens)
+        rate = min(self._max_chunk_tokens, 1 + max(budget, 0))
+        num_steps = sum(-(-max(len(request.tokens) - start, 0) // rate) for request, start, _ in starts)
+        # New tokens come one by one; if the request is held for guesses, each takes two steps.
+        num_new = max(end - max(len(request.tokens), start) for request, start, end in starts)
+        return num_steps + 2 * max(num_new, 0) + MARGIN_STEPS
+
+    def growth(self, request: Request, num_steps: int) -> int:
+        """Blocks that a running request can need in `num_steps` steps, in which the spared ones catch up."""
+        end = min(request.num_tokens + num_steps, request.token_limit - 1)
+        if self._spared == [request] and request.is_spared:
+            end = request.num_caught_up_at
+        return max(-(-end // self._cache.block_size) - len(request.block_table), 0)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the spared requests must compute as fast as they can, before the room for growth is used up."""
+        if not self._spared:
+            return False
+        num_steps = self.num_steps() + 1
+        return sum(self.growth(one, num_steps) for one in self._running) > self._cache.pool.num_free
+
+    def concerns(self, request: Request) -> bool:
+        """Whether a waiting request could take the memory of a spared one after its start."""
+        return any(one.is_spared and one.priority >= request.priority for one in self._spared)
+
+
+# A request computes after this many waits that brought it no further: what was loaded can be evicted again before it
+# starts, if memory is short. Other waits lower the number of copies that are missing, so that they end too.
+MAX_LOAD_WAITS = 2
+
+
+class LoadAdmission:
+    """Lets requests wait for loads from lower tiers: they return to the queue when their load ends or is late."""
+
+    def __init__(self, cache: KVCacheManager, waiting: WaitingQueue, observe: Observer) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._observe = observe
+
+    @property
+    def has_any(self) -> bool:
+        """Whether loads are in flight, which hold blocks until their copies are made."""
+        return self._cache.tiers is not None and len(self._cache.tiers.loads) > 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is in flight, or a read that the next step should drop if nothing needs it."""
+        tiers = self._cache.tiers
+        return tiers is not None and (self.has_any or not all(read.is_abandoned for read in tiers.reads))
+
+    def park(self, request: Request, hit: PrefixHit, num_spare: int) -> bool:
+        """Let a request that could start now wait for a read or a load that extends its hit.
+
+        What is in host memory is copied to the device; what is on disk is read, and holds nothing on the device.
+        Returns False if there is nothing to load, if computing is faster, or if less than `num_spare` blocks would be
+        left, and room for the first waiting request of a higher tier.
+        """
+        tiers = self._cache.tiers
+        if tiers is None:
+            return False
+        reach = self._cache.worthwhile_reach(request, hit, may_read=request.num_load_waits < MAX_LOAD_WAITS)
+        if reach is None or tiers.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
+            return False
+        unread = tiers.unread(reach)
+        is_first = not request.num_missing_copies
+        if not self._is_nearer(request, len(reach.pieces) + len(unread)):
+            return False
+        if is_first:
+            request.num_unloaded_tokens = hit.start
+        awaited: PrefixLoad | PrefixRead | None = tiers.loads.find(reach)
+        if awaited is None:
+            part = tiers.ready_part(hit, reach)
+            tiers.read(unread, request)
+            if part is None:
+                awaited = tiers.reads.find(reach.pieces[0].content)
+                assert awaited is not None, "its first piece is not in host memory, so it is read"
+            else:
+                awaited = tiers.begin(hit, part, is_part=part is not reach)
+        self._waiting.park_for_load(request, awaited.load_id)
+        return True
+
+    def _num_wanted_above(self, request: Request) -> int:
+        """Blocks for the first waiting request of a higher tier: loads, one after the other, could keep it waiting."""
+        head = self._waiting.head([tier for tier in Priority if tier < request.priority])
+        return 0 if head is None else len(head[1].tokens) // self._cache.block_size + 1
+
+    @staticmethod
+    def _is_nearer(request: Request, num_missing: int) -> bool:
+        """Whether a request may wait (again). `num_missing`: reads and copies that it lacks."""
+        if request.num_missing_copies and num_missing >= request.num_missing_copies:
+            request.num_load_waits += 1
+            if request.num_load_waits >= MAX_LOAD_WAITS:
+                return False
+        request.num_missing_copies = num_missing
+        return True
+
+    def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
+        """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
+        tiers = self._cache.tiers
+        read = None if tiers is None else tiers.reads.get(read_id)
+        if tiers is None or read is None:
+            return
+        tiers.finish_read(read, failures, read_ns)
+        self._waiting.unpark_load(read_id)
+        for request in read.users if failures and not read.is_void else ():
+            self._give_up(request)
+
+    def finish(self, load_id: int, failures: Collection[Content]) -> None:
+        """End a load, and send its waiters back to the queue."""
+        tiers = self._cache.tiers
+        load = None if tiers is None else tiers.loads.get(load_id)
+        if tiers is None or load is None:
+            return
+        loaded = tiers.finish(load, failures)
+        for request in self._waiting.unpark_load(load_id):
+            if loaded.num_tokens:
+                request.num_loaded_tokens += loaded.num_tokens
+                request.loaded_from = Tier.DISK if Tier.DISK in (request.loaded_from, load.source) else Tier.HOST
+            if not loaded.is_whole and not load.is_void:
+                self._give_up(request)
+        self._observe(PrefixLoaded(load.source, loaded.num_tokens, loaded.is_whole))
+
+    def expire(self, now_ns: int) -> None:
+        """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
+        tiers = self._cache.tiers
+        for load_id, is_late in () if tiers is None else tiers.expire(now_ns):
+            for request in self._waiting.unpark_load(load_id):
+                if is_late:
+                    self._give_up(request)
+
+    @staticmethod
+    def _give_up(request: Request) -> None:
+        """Let a request compute what could not be read or loaded."""
+        request.num_load_waits = MAX_LOAD_WAITS
+        request.has_failed_load = True
+
+    def note_start(self, request: Request, hit: PrefixHit) -> None:
+        """Tell the saves if a request that starts would have used content that was evicted and is in no lower tier."""
+        tiers = self._cache.tiers
+        if tiers is None or request.num_preemptions or not self._cache.was_evicted(request, hit):
+            return
+        if self._cache.reach(request, hit) is None:
+            tiers.saves.note_regret()
+
+    # Explanations
+
+    def describe(self, request: Request, hit: PrefixHit, found: CacheExplanation) -> CacheExplanation:
+        """Add the tiers to the explanation of a hit from which a request starts."""
+        if found.num_tokens:
+            num_loaded = max(min(request.num_loaded_tokens, found.num_tokens - request.num_unloaded_tokens), 0)
+            source = request.loaded_from if num_loaded and request.loaded_from is not None else Tier.DEVICE
+            found = replace(found, source=source, num_loaded_tokens=num_loaded)
+        if found.reason in _FINAL:
+            return found
+        if request.has_failed_load:
+            return replace(found, reason=StopReason.LOAD_FAILED)
+        return found if self._cache.reach(request, hit) is None else replace(found, reason=StopReason.NOT_LOADED)
+
+    def foresee(self, request: Request, hit: PrefixHit, found: CacheExplanation) -> CacheExplanation:
+        """Explain what a request would reuse if it arrived now, with the loads that it would wait for."""
+        if found.num_tokens:
+            found = replace(found, source=Tier.DEVICE)
+        reach = self._cache.worthwhile_reach(request, hit)
+        if reach is None:
+            is_stored = self._cache.reach(request, hit) is not None
+            return replace(found, reason=StopReason.NOT_LOADED) if is_stored else found
+        is_complete = reach.start == len(request.tokens) - 1
+        reason = StopReason.COMPLETE if is_complete else StopReason.NOT_FOUND
+        num_blocks = reach.start // self._cache.block_size
+        num_loaded = reach.start - hit.start
+        return CacheExplanation(
+            reach.start, num_blocks, reach.start, reason, source=reach.source, num_loaded_tokens=num_loaded
+        )
+
+
+# Reasons that do not depend on lower tiers: nothing more could be reused, or a running request computes the rest.
+_FINAL = (StopReason.COMPLETE, StopReason.IN_FLIGHT, StopReason.OFF)
 
 
 class Outcome(Enum):
@@ -129,7 +372,7 @@ class Admission:
 
     # Prefixes in flight
 
-    def note_pending(self, step: StepDraft, owner: Request) -> None:
+    def note_pending(self, step: StepBuilder, owner: Request) -> None:
         """Record the first full block of known tokens that a running request has yet to compute.
 
         A request that shares a later block with it shares this block too.
@@ -147,7 +390,7 @@ class Admission:
         """
         return self._cache.can_publish(owner, owner.num_computed // self._cache.block_size)
 
-    def park(self, step: StepDraft, request: Request) -> bool:
+    def park(self, step: StepBuilder, request: Request) -> bool:
         """Let a request wait for a prefix that a running request is computing.
 
         Returns False if there is none.
@@ -163,7 +406,7 @@ class Admission:
             self._observe(PrefixWaited(request.request_id))
         return True
 
-    def _find_owner(self, step: StepDraft, request: Request) -> tuple[Request, int] | None:
+    def _find_owner(self, step: StepBuilder, request: Request) -> tuple[Request, int] | None:
         """The running request that computes a shared prefix, and the length of that prefix in tokens."""
         if request.sampling.prompt_logprobs is not None:
             return None
@@ -196,7 +439,7 @@ class Admission:
 
     # Starting a request
 
-    def try_admit(self, step: StepDraft, request: Request, *, is_owed: bool) -> Outcome:
+    def try_admit(self, step: StepBuilder, request: Request, *, is_owed: bool) -> Outcome:
         """Start a waiting request, or let it wait for a load. If it does not fit, change nothing.
 
         The request gets blocks for its whole known context at once. One block per running request is left free: running
@@ -254,7 +497,7 @@ class Admission:
             may_take_free = may_take_free or bool(plan.victims)
             has_preempted = has_preempted or bool(plan.victims)
 
-    def _start(self, step: StepDraft, request: Request, hit: PrefixHit, num_kept: int, *, may_load: bool) -> Outcome:
+    def _start(self, step: StepBuilder, request: Request, hit: PrefixHit, num_kept: int, *, may_load: bool) -> Outcome:
         """Admit a request that fits, unless it should wait for a load first or no tokens are left in this step."""
         if may_load and self.loads.park(request, hit, num_kept + self._num_spare(request, hit)):
             return Outcome.PARKED
@@ -263,7 +506,7 @@ class Admission:
         self._admit(step, request, hit)
         return Outcome.ADMITTED
 
-    def _refuse(self, step: StepDraft, request: Request, num_kept: int, victims: list[Request]) -> Outcome:
+    def _refuse(self, step: StepBuilder, request: Request, num_kept: int, victims: list[Request]) -> Outcome:
         """Record whether a request that does not fit would, if spared requests of lower tiers could be preempted."""
         spared = [one for one in self._running if one.is_spared and one.priority > request.priority]
         if spared:
@@ -280,7 +523,7 @@ class Admission:
         """Number of computed tokens at which a preempted request has made progress: a block more than before."""
         return min(max(request.num_preempted_at, 0) + self._cache.block_size, request.token_limit - 1)
 
-    def _is_covered(self, request: Request, step: StepDraft) -> bool:
+    def _is_covered(self, request: Request, step: StepBuilder) -> bool:
         """Whether the credit of its tier lets a preempted request make progress."""
         hit = self._cache.without_tail(request, self._find_hit(request, step))  # there may be no room to copy the tail
         return self._policy.ledger.covers(request.priority, self.caught_up_at(request) - hit.start)
@@ -290,7 +533,7 @@ class Admission:
         num_kept = self._policy.num_seqs_kept(victim.priority, self._running.max_num_seqs)
         return self._running.counts[victim.priority] > num_kept
 
-    def _may_preempt(self, request: Request, running: Request, step: StepDraft) -> bool:
+    def _may_preempt(self, request: Request, running: Request, step: StepBuilder) -> bool:
         return self._policy.may_preempt(request, running, step.now_ns)
 
     def _find_room(
@@ -427,7 +670,7 @@ class Admission:
             return _PreemptionPlan(num_pins, chosen)
         return None
 
-    def _find_hit(self, request: Request, step: StepDraft) -> PrefixHit:
+    def _find_hit(self, request: Request, step: StepBuilder) -> PrefixHit:
         hit = self._cache.match(request)
         parent = request.parent
         if parent is None or parent.state is not RequestState.RUNNING or request.sampling.prompt_logprobs is not None:
@@ -437,7 +680,7 @@ class Admission:
         fork = self._cache.fork(parent, request)
         return fork if (fork.start, fork.num_tokens) > (hit.start, hit.num_tokens) else hit
 
-    def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
+    def _admit(self, step: StepBuilder, request: Request, hit: PrefixHit) -> None:
         self.loads.note_start(request, hit)
         is_resumed = request.num_preemptions > 0
         if is_resumed:
@@ -462,7 +705,7 @@ class Admission:
         self.note_pending(step, request)
         self._observe(Admitted(request.request_id, request.priority, batch_index, request.waited_ns, is_resumed))
 
-    def preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
+    def preempt(self, step: StepBuilder, victim: Request, by: Request) -> None:
         """Put a running request back into the queue.
 
         It keeps its age, and its computed blocks stay in the cache.

@@ -7,20 +7,25 @@ in slices of bounded work, for an idle worker. Both change nothing.
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
 from typing import NoReturn, TypeVar
 
-from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
-from quire.core.check_hybrid import check_hybrid
-from quire.core.check_tiers import check_tiers
+from quire.core.cache.block import EMPTY_SLOT, NULL_BLOCK_ID, KVCacheBlock
+from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.pins import PinBoard
-from quire.core.prefix import PrefixTree
+from quire.core.levels.lower_tier import LowerTier
+from quire.core.levels.reads import PrefixRead, ReadState
+from quire.core.levels.tiers import Tiers
+from quire.core.memory.hybrid import HybridMemory
+from quire.core.memory.pins import PinBoard
+from quire.core.memory.states import StateMemory
+from quire.core.memory.windows import WindowMemory
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
+from quire.core.step import MemoryKind
 from quire.errors import InvariantViolation
 
 T = TypeVar("T")
@@ -322,6 +327,155 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
                 yield
     if (num_reached, num_full) != (num_published, len(tree)):
         _fail(f"tree reaches {num_reached} blocks, {num_full} full; {num_published} are published, {len(tree)} indexed")
+
+
+def check_hybrid(scheduler: Scheduler, hybrid: HybridMemory) -> None:
+    """Raise `InvariantViolation` if an invariant is broken. O(blocks + states + requests)."""
+    if hybrid.windows is not None:
+        _check_windows(scheduler, hybrid.windows)
+    if hybrid.states is not None:
+        _check_states(scheduler, hybrid.states)
+    for request in scheduler.waiting:
+        if request.window_table or request.live_states or request.snapshots or request.state_slot is not None:
+            _fail(f"{request!r} waits and holds window blocks or states")
+
+
+def _check_windows(scheduler: Scheduler, windows: WindowMemory) -> None:
+    pool = windows.pool
+    holders = _check_window_tables(scheduler, windows)
+    for plan in scheduler.in_flight:
+        holders.update(copy.source for copy in plan.window_copies)
+    for pin in scheduler.cache.pins:
+        holders.update(block.block_id for block in pin.windows)
+    if scheduler.cache.tiers is not None:
+        for load in scheduler.cache.tiers.loads:
+            holders.update(block.block_id for block in load.held_windows)
+    free = list(pool.free())
+    free_ids = {block.block_id for block in free}
+    if len(free) != len(free_ids) or pool.num_free != len(free):
+        _fail(f"the free lists of window blocks are corrupt: {len(free)} entries, {len(free_ids)} blocks")
+    if holders[NULL_BLOCK_ID] or NULL_BLOCK_ID in free_ids:
+        _fail("the null window block was allocated")
+    for block in pool.blocks[NULL_BLOCK_ID + 1 :]:
+        if block.ref_count != holders[block.block_id]:
+            _fail(f"{block!r} has {holders[block.block_id]} holders")
+        if (block.ref_count == 0) != (block.block_id in free_ids):
+            _fail(f"{block!r} is free and held, or neither")
+        if block.node is not None and (block.node.window is not block or not block.node.is_published):
+            _fail(f"{block!r} is attached to a block that is not in the tree or has another")
+    num_cached = sum(block.node is not None for block in free)
+    if pool.num_cached != num_cached:
+        _fail(f"{num_cached} window blocks are cached, the pool counts {pool.num_cached}")
+    for node in scheduler.cache.pool.blocks:
+        if node.window is not None and node.window.node is not node:
+            _fail(f"{node!r} has a window block that is not attached to it")
+
+
+def _check_window_tables(scheduler: Scheduler, windows: WindowMemory) -> Counter[int]:
+    """Check the window tables of running requests, and count the holders of each block."""
+    size = scheduler.cache.block_size
+    holders: Counter[int] = Counter()
+    writers: Counter[int] = Counter()
+    for request in scheduler.running:
+        table, num_passed = request.window_table, request.num_windows_passed
+        if any(table[:num_passed]) or not all(table[num_passed:]):
+            _fail(f"{request!r} has a window table with gaps: {table}")
+        if num_passed > windows.first_block(request.num_planned):
+            _fail(f"{request!r} released window blocks that its next token sees")
+        if len(table) * size < request.num_planned:
+            _fail(f"{request!r} has a window table shorter than its planned tokens")
+        holders.update(table[num_passed:])
+        writers.update(table[max(request.num_planned // size, num_passed) :])
+    for block_id in writers:
+        if holders[block_id] != 1:
+            _fail(f"window block {block_id} is written by one request and held by {holders[block_id]}")
+    return holders
+
+
+def _check_states(scheduler: Scheduler, states: StateMemory) -> None:
+    pool = states.pool
+    holders: Counter[int] = Counter()
+    for request in scheduler.running:
+        live = [slot.slot_id for slot in request.live_states]
+        if len(live) != states.num_live or any(slot.is_published for slot in request.live_states):
+            _fail(f"{request!r} has live states {request.live_states}")
+        holders.update(live)
+        holders.update(slot.slot_id for slot in request.snapshots)
+        slot = request.state_slot
+        if slot is None:
+            if request.num_planned:
+                _fail(f"{request!r} has computed tokens and no state")
+        elif slot.position != request.num_planned or slot not in (*request.live_states, *request.snapshots):
+            _fail(f"{request!r} continues from {slot!r}")
+    for pin in scheduler.cache.pins:
+        holders.update([] if pin.state is None else [pin.state.slot_id])
+    if scheduler.cache.tiers is not None:
+        holders.update(slot.slot_id for load in scheduler.cache.tiers.loads for slot in load.held_states)
+    num_cached = num_published = 0
+    for slot in pool.slots[EMPTY_SLOT + 1 :]:
+        if slot.ref_count != holders[slot.slot_id]:
+            _fail(f"{slot!r} has {holders[slot.slot_id]} holders")
+        if slot.parent_key is not None:
+            num_published += 1
+            num_cached += slot.ref_count == 0
+            if (pool.at(slot.parent_key) or {}).get(slot.run) is not slot:
+                _fail(f"{slot!r} is published but not in the index")
+    num_free = sum(slot.ref_count == 0 for slot in pool.slots[EMPTY_SLOT + 1 :]) - num_cached
+    counted = pool.num_cached, pool.num_snapshots, pool.num_available
+    if counted != (num_cached, num_published, num_cached + num_free):
+        _fail(f"states are counted wrong: {counted}, {num_cached} cached, {num_published} published, {num_free} free")
+    if holders[EMPTY_SLOT]:
+        _fail("the empty state was allocated")
+
+
+def check_tiers(scheduler: Scheduler, tiers: Tiers, size: int) -> Iterator[None]:
+    """Raise `InvariantViolation` if an invariant is broken. Yields after every `size` stored pieces."""
+    loading: Counter[int] = Counter()  # by identity: content may be lost and saved again while it is loaded
+    buffers: Counter[MemoryKind] = Counter()
+    for load in tiers.loads:
+        if load.state is not None and load.state.ref_count < 1:
+            _fail(f"{load!r} does not hold its state")
+        if not load.is_void:
+            loading.update(map(id, load.reach.pieces))
+        for stored, read_id in zip(load.reach.pieces, load.read_ids, strict=True):
+            buffers[stored.content.kind] += read_id > 0
+    for read in tiers.reads:
+        if read.state is ReadState.READY:
+            buffers.update(content.kind for content in read.pieces)
+        elif read.state is ReadState.READING:
+            buffers.update(read.kinds)
+    if [buffers[kind] for kind in MemoryKind] != tiers.reads.num_buffers:
+        _fail(f"{tiers.reads.num_buffers} buffers are counted for reads of {buffers}")
+    if any(number > limit for number, limit in zip(tiers.reads.num_buffers, tiers.reads.limits, strict=True)):
+        _fail(f"reads use {tiers.reads.num_buffers} buffers, of {tiers.reads.limits}")
+    for tier in tiers.tiers:
+        yield from _check_tier(tier, loading, size)
+        num_pending = Counter(content.kind for content, to in tiers.saves.pending.items() if tier.tier in to)
+        if [num_pending[kind] for kind in MemoryKind] != tier.num_reserved:
+            _fail(f"{tier.tier} reserves {tier.num_reserved} slots for saves of {num_pending}")
+    for request in scheduler.waiting.load_waiters:
+        load_id = scheduler.waiting.load_waiters.load_of(request)
+        awaited = tiers.loads.get(load_id) or tiers.reads.get(load_id)
+        is_ready = isinstance(awaited, PrefixRead) and awaited.state is ReadState.READY
+        if awaited is None or awaited.is_abandoned or is_ready:
+            _fail(f"{request!r} waits for {awaited!r}, whose end it will not be told")
+    yield
+
+
+def _check_tier(tier: LowerTier, loading: Mapping[int, int], size: int) -> Iterator[None]:
+    """Check the bytes of a tier, and the loads that its pieces count. `loading`: loads in flight by id of a piece."""
+    num_bytes = 0
+    for number, stored in enumerate(tier, 1):
+        num_bytes += tier.sizes[stored.content.kind]
+        if stored.num_loads != loading.get(id(stored), 0):
+            _fail(f"{stored!r} counts {stored.num_loads} loads")
+        if number % size == 0:
+            yield
+    if num_bytes != tier.num_bytes:
+        _fail(f"{tier.tier} counts {tier.num_bytes} bytes, and stores {num_bytes}")
+    for kind in MemoryKind:
+        if tier.limits is not None and tier.count(kind) + tier.num_reserved[kind] > tier.limits[kind]:
+            _fail(f"{tier.tier} has {tier.count(kind)} {kind.name} and {tier.num_reserved} reserved, of {tier.limits}")
 
 
 def _fail(message: str) -> NoReturn:

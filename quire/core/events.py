@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.request import FinishReason, Priority
-from quire.core.step import Tier
+from quire.core.values import FinishReason, Priority, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,22 +9,23 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from quire.core.block import BLOCK_SIZE, check_block_size
-from quire.core.block_pool import BlockPool, PoolStats
-from quire.core.chain import Digest, TokenChain, hash_block_tokens
+from quire.core.cache.block import BLOCK_SIZE, check_block_size
+from quire.core.cache.block_pool import BlockPool, PoolStats
+from quire.core.cache.chain import Digest, TokenChain, hash_block_tokens
+from quire.core.cache.context import Context
+from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
-from quire.core.hybrid import HybridMemory
-from quire.core.lower_tier import LowerTier
-from quire.core.pins import PinBoard
-from quire.core.placement import ALL_PLACES, Place
-from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
-from quire.core.request import PackedPrompt, Request, check_salt, check_tokens
-from quire.core.saves import NO_SAVES, SaveLimits
-from quire.core.state_pool import StateStats
+from quire.core.levels.lower_tier import LowerTier
+from quire.core.levels.saves import NO_SAVES, SaveLimits
+from quire.core.levels.tier_search import Reach
+from quire.core.levels.tiers import LowerTierStats, Tiers
+from quire.core.memory.hybrid import ALL_PLACES, HybridMemory, Place
+from quire.core.memory.pins import PinBoard
+from quire.core.memory.states import StateStats
+from quire.core.memory.windows import WindowStats
+from quire.core.request import Request
 from quire.core.step import BlockCopy
-from quire.core.tier_search import Reach
-from quire.core.tiers import LowerTierStats, Tiers
-from quire.core.window_pool import WindowStats
+from quire.core.values import PackedPrompt, check_salt, check_tokens
 from quire.errors import ContextTooLong, OutOfBlocks
 
 
@@ -113,14 +114,14 @@ class KVCacheManager:
 
     # Queries
 
-    def chain(self, request: Request) -> TokenChain:
-        if request.chain is None:
-            request.chain = self.tree.chain(request.tokens, request.salt)
-            parent = request.parent
-            if parent is not None and parent.chain is not None and parent.salt == request.salt:
-                num_full = min(len(parent.tokens), len(request.tokens)) // self.block_size
-                request.chain.num_common(parent.chain, 0, num_full)  # n samples hash their prompt once
-        return request.chain
+    def chain(self, context: Context) -> TokenChain:
+        if context.chain is None:
+            context.chain = self.tree.chain(context.tokens, context.salt)
+            parent = context.parent
+            if parent is not None and parent.chain is not None and parent.salt == context.salt:
+                num_full = min(len(parent.tokens), len(context.tokens)) // self.block_size
+                context.chain.num_common(parent.chain, 0, num_full)  # n samples hash their prompt once
+        return context.chain
 
     def match(self, request: Request) -> PrefixHit:
         """Find the cached prefix of a request's context.
@@ -209,12 +210,12 @@ class KVCacheManager:
         reason = StopReason.NO_WINDOW if self.hybrid.states is None else StopReason.NO_STATE
         return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, hit.num_tokens)
 
-    def can_publish(self, request: Request, index: int) -> bool:
+    def can_publish(self, context: Context, index: int) -> bool:
         """Whether the block before `index` is in the tree. False after a `clear` or a collision."""
         if index == 0:
             return True
-        parent = self.pool.blocks[request.block_table[index - 1]]
-        return parent.key is not None and parent.key == self.chain(request).key(index - 1)
+        parent = self.pool.blocks[context.block_table[index - 1]]
+        return parent.key is not None and parent.key == self.chain(context).key(index - 1)
 
     def stats(self) -> CacheStats:
         return CacheStats(
@@ -234,8 +235,8 @@ class KVCacheManager:
             tiers=() if self.tiers is None else self.tiers.stats(),
         )
 
-    def _can_cache(self, request: Request, index: int) -> bool:
-        return self.is_caching and self.can_publish(request, index)
+    def _can_cache(self, context: Context, index: int) -> bool:
+        return self.is_caching and self.can_publish(context, index)
 
     # Verbs
 

@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
-from quire.core.admission import Admission, Outcome
-from quire.core.draft import StepDraft
+from quire.core.admission import Admission, GrowthRoom, Outcome
+from quire.core.cache.prefix import CacheExplanation, PrefixHit
 from quire.core.events import Observer, ignore
-from quire.core.growth_room import GrowthRoom
-from quire.core.heap import Key
+from quire.core.fairness import Ledger, TierWork, Turn
 from quire.core.kv_cache import KVCacheManager
-from quire.core.ledger import Ledger, TierWork, Turn
 from quire.core.policy import Policy
-from quire.core.prefix import CacheExplanation, PrefixHit
-from quire.core.request import TIERS, Priority, Request, RequestState
-from quire.core.running import RunningSet
+from quire.core.queues import Key, RunningSet, WaitingQueue
+from quire.core.request import Request, RequestState
 from quire.core.step import SeqSlice
-from quire.core.waiting import WaitingQueue
+from quire.core.step_builder import StepBuilder
+from quire.core.values import TIERS, Priority
 from quire.errors import InvalidRequest, InvariantViolation
 
 MIXED_ANSWERS = 64  # for every so many answers, a step may hold `max_mixed_tokens` prompt tokens
@@ -78,9 +76,9 @@ class Planner:
         self._num_steps = 0
         self._awaiting: Priority | None = None  # in the last step, a request of this tier needed memory of a spared one
 
-    def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
+    def draft(self, now_ns: int, *, has_in_flight: bool) -> StepBuilder:
         """Plan one step, and admit, preempt and advance requests accordingly."""
-        step = StepDraft(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
+        step = StepBuilder(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
         self._num_steps += 1
         self._room.begin_step()
         self._waiting.unpark(self._admission.can_share)
@@ -117,7 +115,7 @@ class Planner:
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
         return self._admission.explain(request, hit)
 
-    def _begin(self, step: StepDraft) -> None:
+    def _begin(self, step: StepBuilder) -> None:
         """Pass the work of every tier to the ledger, and record which prefixes are in flight."""
         running, waiting, wanting = self._running, self._waiting, step.wanting
         for request in tuple(running.prompts.values()):
@@ -159,7 +157,7 @@ class Planner:
                 if num_wanted == 1 or (num_wanted > 1 and request.request_id not in running.prompts):
                     wanting[request.priority].append(request)
 
-    def _bound_prompts(self, step: StepDraft, num_answers: int) -> None:
+    def _bound_prompts(self, step: StepBuilder, num_answers: int) -> None:
         """Limit the prompt tokens of a step with answers, so that these do not wait long for their next token.
 
         A step with many answers takes longer in any case, so it may hold more prompt tokens.
@@ -167,7 +165,7 @@ class Planner:
         if self.max_mixed_tokens is not None and num_answers > 0:
             step.budget = min(step.budget, self.max_mixed_tokens * -(-num_answers // MIXED_ANSWERS))
 
-    def _end(self, step: StepDraft) -> None:
+    def _end(self, step: StepBuilder) -> None:
         """Seal the plan: charge what is in it, and refund what turns gave to requests that found no memory."""
         self._awaiting = step.awaiting
         if step.allotted:
@@ -197,7 +195,7 @@ class Planner:
 
     # Turns: running requests that want more tokens, and waiting requests
 
-    def _take_turn(self, step: StepDraft, turn: Turn) -> None:
+    def _take_turn(self, step: StepBuilder, turn: Turn) -> None:
         left = self.max_num_batched_tokens if turn.max_tokens is None else turn.max_tokens
         left_ns = turn.max_ns
         wanting = self._wanting(step, turn)
@@ -253,7 +251,7 @@ class Planner:
     def _time_left(self, request: Request, num_tokens: int, left_ns: int | None) -> int | None:
         return None if left_ns is None else left_ns - num_tokens * self._ledger.price_ns(request)
 
-    def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[TurnKey, list[Request]]]:
+    def _wanting(self, step: StepBuilder, turn: Turn) -> list[tuple[TurnKey, list[Request]]]:
         """Running requests that want tokens in this turn.
 
         A heap of lists, one per tenant, each in reverse order. Tokens given to a request change the heap position of
@@ -284,13 +282,13 @@ class Planner:
         """Order of a waiting request: after rationed running requests with the same policy key."""
         return key[0], self._num_steps if request.priority in self._ledger.rationed else 0, key[1]
 
-    def _is_short(self, step: StepDraft, request: Request) -> bool:
+    def _is_short(self, step: StepBuilder, request: Request) -> bool:
         """Whether a running request wants more tokens than it has in this step, and is allowed more."""
         own = 0 if request.priority in step.rationed else 1
         num_given = step.allotted.get(request.request_id, own)
         return num_given < min(self._num_wanted(request), self.max_chunk_tokens)
 
-    def _give(self, step: StepDraft, request: Request, left: int) -> int:
+    def _give(self, step: StepBuilder, request: Request, left: int) -> int:
         """Give a request as many tokens as it wants and is allowed. Returns their number.
 
         One token per running request is reserved outside the budget, so the first token does not reduce the budget.
@@ -306,7 +304,7 @@ class Planner:
 
     # All running requests
 
-    def _plan(self, step: StepDraft, request: Request) -> bool:
+    def _plan(self, step: StepBuilder, request: Request) -> bool:
         """Plan the slice of a running request. Returns False if the request was preempted."""
         if request.awaits_sample:
             return True
@@ -372,7 +370,7 @@ class Planner:
         )
         return True
 
-    def _pay(self, step: StepDraft, request: Request, length: int, num_free: int, num_drafts: int) -> None:
+    def _pay(self, step: StepBuilder, request: Request, length: int, num_free: int, num_drafts: int) -> None:
         """Account for a slice. `num_free`: its tokens that no turn gave. They and the drafts are charged at the end."""
         if request.num_prepaid:
             self._ledger.use_prepaid(request, length)
@@ -380,7 +378,7 @@ class Planner:
         step.decodes[account] = step.decodes.get(account, 0) + num_free + num_drafts
         step.budget -= max(num_free - 1, 0) + num_drafts
 
-    def _num_drafts(self, step: StepDraft, request: Request, length: int) -> int:
+    def _num_drafts(self, step: StepBuilder, request: Request, length: int) -> int:
         """Number of drafts to verify in this step, after `length` known tokens.
 
         Drafts get what is left: they take no tokens and batch rows from other requests, and blocks only if one stays
@@ -403,13 +401,13 @@ class Planner:
             return 0
         return most
 
-    def _plan_running(self, step: StepDraft) -> None:
+    def _plan_running(self, step: StepBuilder) -> None:
         running, index = self._running.requests, 0
         while index < len(running):
             if self._plan(step, running[index]):
                 index += 1
 
-    def _plan_left_out(self, step: StepDraft) -> None:
+    def _plan_left_out(self, step: StepBuilder) -> None:
         """Plan the rationed requests after all: no other request can compute anything in this step."""
         requests, step.left_out = step.left_out, []
         for request in requests:
@@ -417,7 +415,7 @@ class Planner:
                 self._give(step, request, self.max_num_batched_tokens)
                 self._plan(step, request)
 
-    def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
+    def _make_room(self, step: StepBuilder, request: Request, upto: int) -> bool:
         """Free blocks for a running request: drop pins, then preempt the least urgent.
 
         Returns False if it fails. Victims are chosen strictly by urgency, whatever credit their tiers have: the most
@@ -437,7 +435,7 @@ class Planner:
                 return False
         return True
 
-    def _find_victim(self, step: StepDraft, request: Request) -> Request | None:
+    def _find_victim(self, step: StepBuilder, request: Request) -> Request | None:
         """The running request to preempt for one that needs blocks: a less urgent one, or the request itself.
 
         Of the least urgent tier, one that catches up after a preemption is preempted last, because its work would be

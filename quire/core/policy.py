@@ -1,7 +1,7 @@
 """Scheduling policies: order of admission, order of prefill, and preemption rules.
 
 `Fair` is the default: tiers have guaranteed shares of all computed tokens, and tenants share a tier equally. Its
-counters are in `quire/core/ledger.py`. `Aging` and `Fcfs` are simpler policies for comparison, without counters.
+counters are in `quire/core/fairness.py`. `Aging` and `Fcfs` are simpler policies for comparison, without counters.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE, UNITS, FairLedger, Ledger, OpenLedger
-from quire.core.request import Priority, Request, RequestState
-from quire.core.tenants import TenantLane
-from quire.core.waiting import ArrivalLane, Lane
+from quire.core.fairness import LOW_SHARE, NORMAL_SHARE, UNITS, FairLedger, Ledger, OpenLedger, TenantLane
+from quire.core.queues import ArrivalLane, Lane
+from quire.core.request import Request, RequestState
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 
 NS_PER_S = 1_000_000_000

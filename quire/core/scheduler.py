@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Collection
 from types import MappingProxyType
 
+from quire.core.cache.prefix import CacheExplanation
 from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policy import Policy
-from quire.core.prefix import CacheExplanation
-from quire.core.request import FinishReason, Request, RequestState
-from quire.core.running import RunningSet
-from quire.core.step import NO_TRANSFERS, Content, SeqSlice, StepPlan, StepResult, Tier, TokenUpdate
-from quire.core.waiting import WaitingQueue
+from quire.core.queues import RunningSet, WaitingQueue
+from quire.core.request import Request, RequestState
+from quire.core.step import NO_TRANSFERS, Content, SeqSlice, StepPlan, StepResult, TokenUpdate
+from quire.core.values import FinishReason, Tier
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
 MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made

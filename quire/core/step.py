@@ -7,11 +7,11 @@ request).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.core.request import FinishReason, SamplingParams
+from quire.core.values import FinishReason, SamplingParams, Tier
 
 
 class StateSnapshot(NamedTuple):
@@ -76,16 +76,6 @@ def accepted(samples: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:
 class BlockCopy(NamedTuple):
     source: int
     destination: int
-
-
-class Tier(StrEnum):
-    """Where content is cached."""
-
-    DEVICE = "device"  # the runner's own memory, which steps read and write
-    HOST = "host"
-    DISK = "disk"
-
-    __hash__ = str.__hash__  # that of Enum is Python code, and tables of contents use it very often
 
 
 class MemoryKind(IntEnum):

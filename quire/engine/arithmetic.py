@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-import quire
 from quire.backends.base import RunnerFacts
 from quire.engine.thread_priority import lower_thread_priority
 from quire.engine.tiers.weights_digest import weights_digest
+from quire.version import __version__
 
 # The digest of larger files is not awaited by the start of a worker: 1.6 GB/s with one core that has SHA instructions.
 MAX_AWAITED_BYTES = 256 << 20
@@ -44,7 +44,7 @@ def system_fingerprint(arithmetic: Mapping[str, str], text: str, *, has_drafts: 
     `text`: the names and digests of the files that determine prompts and sampling. `has_drafts`: tokens are guessed and
     verified in larger batches, with a runner whose results depend on the batch.
     """
-    facts = {**arithmetic, "text": text, "drafts": str(has_drafts), "quire": quire.__version__}
+    facts = {**arithmetic, "text": text, "drafts": str(has_drafts), "quire": __version__}
     return "fp_" + sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -21,11 +21,11 @@ from quire.backends.base import (
 )
 from quire.backends.machine import has_nvidia, is_apple_silicon
 from quire.backends.support import mlx_reads, refuse_unsupported, skip_notice
-from quire.core.block import BLOCK_SIZE
+from quire.core.cache.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
+from quire.core.levels.saves import NO_SAVES
 from quire.core.policy import make_policy
-from quire.core.saves import NO_SAVES
 from quire.core.scheduler import Scheduler
 from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.engine import Engine

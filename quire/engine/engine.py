@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.backends.base import Runner, TokenMasks
-from quire.core.placement import choose_boundaries
-from quire.core.prefix import CacheExplanation
-from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
+from quire.core.cache.prefix import CacheExplanation
+from quire.core.memory.hybrid import choose_boundaries
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.core.speculation import awaits_tokens
-from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, Tier, TokenLogprobs, TokenUpdate
+from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
+from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams, Tier
+from quire.engine.guesses import awaits_tokens
 from quire.engine.params import PinPrefix
 from quire.engine.repetition import Sampled, failed_step, last_tokens, repeat_step
 from quire.engine.speculation import Predicted, Speculation

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.engine.composition import EngineConfig, check_cache_folders, check_supported, make_engine
 from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText

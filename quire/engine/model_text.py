@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from quire.core.request import PackedPrompt, Priority
+from quire.core.values import PackedPrompt, Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
@@ -42,7 +42,7 @@ class ModelText:
         self.defaults = defaults
         self.tokenizer = tokenizer
         self.template = template
-        # Where messages start matters to recurrent states and windows: see quire/core/placement.py.
+        # Where messages start matters to recurrent states and windows: see quire/core/memory/hybrid.py.
         has_states = any(not isinstance(layer.mixer, AttentionSpec) for layer in spec.layers)
         self._has_points = has_states or any(spec.windows)
         self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.core.prefix import CacheExplanation
-from quire.core.request import FinishReason
+from quire.core.cache.prefix import CacheExplanation
 from quire.core.step import PromptLogprobs, TokenLogprobs
+from quire.core.values import FinishReason
 from quire.engine.engine import EngineOutput
 from quire.engine.params import GenerationRequest
 from quire.engine.speculation import Predicted

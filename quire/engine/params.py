@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from quire.core.request import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
+from quire.core.values import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
 from quire.text.answers import AnswerParser
 from quire.text.grammar import Grammar, GrammarKind

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from quire.backends.base import Capacity
 from quire.backends.sampling import has_penalty
-from quire.core.ledger import StepCost
+from quire.core.fairness import StepCost
 from quire.core.request import Request
-from quire.core.speculation import MIN_DRAFTS, NO_GUESS, Drafter, num_allowed, num_paying
+from quire.engine.guesses import MIN_DRAFTS, NO_GUESS, Drafter, num_allowed, num_paying
 from quire.engine.structured.masks import GrammarMasks
 
 MIN_MATCH = 4  # tokens, where a few more rows cost almost nothing

@@ -18,7 +18,6 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from quire import __version__
 from quire.errors import InvalidRequest
 from quire.scale import preflight
 from quire.scale.autoscaling import QueuePolicy
@@ -27,6 +26,7 @@ from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
 from quire.scale.request_router import PrefixAwareRouter
 from quire.server.config import ModelConfig, ServeConfig
+from quire.version import __version__
 
 _ERROR = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*(?:Error|Request|Model|Extra|Failed|Died)(?:\([^)]*\))?: (.+)")
 FRONT_APPLICATION = "quire"

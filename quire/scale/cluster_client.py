@@ -1,7 +1,7 @@
 """The client of a model that runs as several replicas: what `EngineClient` is for a model in one worker.
 
 Each replica has a connection of its own, which is also used for a worker on this machine. A request goes to the replica
-with the least expected work (`quire/core/routing.py`). If a replica ends, requests that had not started are sent to
+with the least expected work (`quire/scale/routing.py`). If a replica ends, requests that had not started are sent to
 another one, and requests that had started fail: their clients have received tokens.
 """
 
@@ -18,16 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from quire.backends.base import Capacity
-from quire.core.block_map import BlocksView
-from quire.core.chain import TokenChain, hash_block_tokens, root_key
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.prefix_index import split_keys
-from quire.core.request import SamplingParams
-from quire.core.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
+from quire.core.cache.chain import TokenChain, hash_block_tokens, root_key
+from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.connection import SafeCallback, WorkerConnection
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.process import HANG_LIMIT_S
@@ -53,6 +51,7 @@ from quire.engine.worker.protocol import (
     Stepped,
     UnpinCache,
     ViewBlocks,
+    split_keys,
 )
 from quire.errors import (
     CacheFolderError,
@@ -67,6 +66,7 @@ from quire.errors import (
 from quire.scale.combination import add_stats, counters_of, join_blocks, offsets
 from quire.scale.replica_link import ReplicaLink
 from quire.scale.replica_view import ReplicaView
+from quire.scale.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
 from quire.scale.transport import ReplicaGone, Transport
 
 EXPECTED_ANSWER = 128  # tokens, for the memory that a request without a limit will need

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from quire.core.kv_cache import CacheStats
-from quire.core.tiers import LowerTierStats
+from quire.core.levels.tiers import LowerTierStats
 from quire.engine.worker.protocol import Blocks, Stats, TierStats
 
 # Figures that describe the present. All others count since the start, so those of replicas that have left stay.

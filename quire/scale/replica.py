@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import msgspec
 
-from quire.core.prefix_index import split_keys
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.connection import LOAD_LIMIT_S
@@ -46,6 +45,7 @@ from quire.engine.worker.protocol import (
     ToWorker,
     Working,
     encode,
+    split_keys,
     to_worker,
 )
 from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied, error_of

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from quire.core.kv_cache import CacheStats
-from quire.core.routing import ReplicaLoad
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.worker.connection import WorkerConnection
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import ReplicaStatus, Stats
 from quire.scale.combination import counters_of
+from quire.scale.routing import ReplicaLoad
 
 RECONNECT_S = 1.0  # pause before the first attempt to connect again; it doubles with each failure
 MAX_RECONNECT_S = 30.0

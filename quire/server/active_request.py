@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from quire.core.prefix import CacheExplanation
-from quire.core.request import FinishReason, Priority
+from quire.core.cache.prefix import CacheExplanation
+from quire.core.values import FinishReason, Priority
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationRequest

@@ -17,7 +17,6 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire import __version__
 from quire.server import tokenization as tokens
 from quire.server.admin import cache
 from quire.server.admin import models as admin_models
@@ -89,6 +88,7 @@ from quire.server.protocols.openai.types import (
 from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
+from quire.version import __version__
 
 _ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # served or not
 PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # not in public DNS

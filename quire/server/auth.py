@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 
 MIN_KEY_CHARS = 8

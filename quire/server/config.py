@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from quire.core.request import MAX_TOKEN_ID, Priority
+from quire.core.values import MAX_TOKEN_ID, Priority
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.kv_events import (
     PORTS_PER_MODEL,

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.text.messages import ChatRequest

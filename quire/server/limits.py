@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import Draining
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from quire.backends.base import Capacity, Progress
-from quire.core.block_map import BlocksView
-from quire.core.prefix import CacheExplanation
+from quire.core.cache.prefix import CacheExplanation
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationRequest
+from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Blocks, Ready, ReplicaStatus, Stats, Stepped

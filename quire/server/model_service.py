@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.generation import Generation

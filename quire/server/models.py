@@ -20,7 +20,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import has_nvidia
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.composition import check_supported
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import ModelText

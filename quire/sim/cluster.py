@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from quire.core.events import Cleared, Published, Removed, TreeChange
 from quire.core.policy import NS_PER_S
-from quire.core.request import Priority
-from quire.core.routing import ReplicaLoad
+from quire.core.values import Priority
+from quire.scale.routing import ReplicaLoad
 from quire.sim.routers import ROUTERS, ByPrefix, Router, imbalance
 from quire.sim.simulator import RequestRecord, SimConfig, SimReplica, StepTime, make_records, to_ns
 from quire.sim.traces import TraceRequest

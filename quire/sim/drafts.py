@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from quire.core.ledger import StepCost
+from quire.core.fairness import StepCost
 from quire.core.request import Request
-from quire.core.speculation import MIN_DRAFTS, num_allowed, num_paying
+from quire.engine.guesses import MIN_DRAFTS, num_allowed, num_paying
 
 MAX_DRAFTS = 31  # of a slice, as on a GPU
 MAX_COSTLY_DRAFTS = 15  # where rows cost time

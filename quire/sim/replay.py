@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from quire.sim.simulator import Outcome, SimConfig, SimReport, StepTime, percentile
 from quire.sim.traces import TraceRequest

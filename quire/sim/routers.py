@@ -9,11 +9,11 @@ from hashlib import blake2b
 from random import Random
 from typing import Protocol
 
-from quire.core.block import BLOCK_SIZE
-from quire.core.chain import TokenChain, hash_block_tokens, root_key
+from quire.core.cache.block import BLOCK_SIZE
+from quire.core.cache.chain import TokenChain, hash_block_tokens, root_key
 from quire.core.policy import NS_PER_S
-from quire.core.prefix_index import DEFAULT_MAX_BLOCKS
-from quire.core.routing import PrefixRouter, Prompt, ReplicaLoad
+from quire.scale.prefix_index import DEFAULT_MAX_BLOCKS
+from quire.scale.routing import PrefixRouter, Prompt, ReplicaLoad
 from quire.sim.traces import TraceRequest
 
 NUM_POINTS = 100  # of each replica on the ring of consistent hashing
@@ -76,7 +76,7 @@ class ConsistentHash:
 
 
 class ByPrefix:
-    """By expected work: cached prefixes, queues and memory (`quire.core.routing`)."""
+    """By expected work: cached prefixes, queues and memory (`quire.scale.routing`)."""
 
     def __init__(self, num_replicas: int, block_size: int = BLOCK_SIZE, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self._block_size = block_size

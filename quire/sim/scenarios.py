@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.sim.agents import agents
 from quire.sim.traces import TraceRequest, check_synthetic, synthesize
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import TraceError
 from quire.sim.traces import TraceRequest
 

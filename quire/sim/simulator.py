@@ -14,16 +14,17 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import ceil
 
-from quire.core.block import BLOCK_SIZE
+from quire.core.cache.block import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
+from quire.core.fairness import StepCost
 from quire.core.kv_cache import CacheStats, KVCacheManager
-from quire.core.ledger import StepCost
-from quire.core.placement import Place, choose_boundaries
+from quire.core.memory.hybrid import Place, choose_boundaries
 from quire.core.policy import NS_PER_S, make_policy
-from quire.core.request import Priority, Request, SamplingParams
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.core.speculation import awaits_tokens
 from quire.core.step import StepPlan, StepResult, TokenUpdate, accepted
+from quire.core.values import Priority, SamplingParams
+from quire.engine.guesses import awaits_tokens
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
 from quire.sim.drafts import SimDrafts
 from quire.sim.traces import TraceRequest

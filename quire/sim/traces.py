@@ -29,7 +29,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quire.core.request import MAX_SALT, MAX_TOKEN_ID, Priority
+from quire.core.values import MAX_SALT, MAX_TOKEN_ID, Priority
 from quire.errors import InvalidRequest, TraceError
 
 VOCAB_SIZE = 32_000

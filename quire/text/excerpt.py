@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.text.tokenizer import Tokenizer
 
 MAX_CHARS = 40  # on each side

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from quire.core.request import check_tokens
+from quire.core.values import check_tokens
 from quire.errors import InvalidRequest
 from quire.text.schema_mistakes import check_mistakes
 from quire.text.schema_sizes import MAX_HELD_CHARS

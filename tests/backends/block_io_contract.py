@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire.backends.base import BlockIO, PendingCopy, Runner
-from quire.core.request import SamplingParams
 from quire.core.step import MemoryKind, MemoryRef, SeqSlice, StepPlan, TokenLogprobs
+from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
 
 WIPED = b"\x3c"  # in every type a finite number: stale memory may be anything finite

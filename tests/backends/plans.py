@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.backends.base import Runner
-from quire.core.request import SamplingParams
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.core.values import SamplingParams
 
 TOKENS = [5, 6, 7, 8, 9]
 

@@ -6,8 +6,8 @@ import pytest
 
 from quire.backends.base import Capacity, Runner
 from quire.backends.fake import FakeRunner, choose_token, run_alone
-from quire.core.request import SamplingParams
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
 
 CAPACITY = Capacity(num_blocks=10, block_size=4, max_num_seqs=4, max_model_len=36, vocab_size=1000)

@@ -23,8 +23,8 @@ from quire.bench.fairness import (
 )
 from quire.bench.report import BenchConfig, BenchReport, FairnessReport, Stage
 from quire.bench.run import run_bench
-from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan
+from quire.core.values import Priority, SamplingParams
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 

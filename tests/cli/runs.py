@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.core.kv_cache import CacheStats
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong

@@ -18,7 +18,7 @@ from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_load import Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.server_client import PATIENT, ServerClient, ServerError
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import ContextTooLong, RequestFailed
 from tests.server.rig import children, command_line
 

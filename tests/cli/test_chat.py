@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from quire.cli import model_loading
 from quire.cli.main import app
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from tests.cli.runs import EchoLLM, Terminal, quire
 
 

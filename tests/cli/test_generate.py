@@ -17,7 +17,7 @@ from quire.cli import model_loading
 from quire.cli.answer_output import TokenRate
 from quire.cli.generate import read_grammar
 from quire.cli.main import app
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar, GrammarKind
 from quire.weights.hub import DEFAULT_MODEL

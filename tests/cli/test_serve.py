@@ -22,7 +22,7 @@ from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli.options import MemoryOption
 from quire.cli.serve import _lan_address, announce
 from quire.cli.serve_models import read_file
-from quire.core.tiers import LowerTierStats
+from quire.core.levels.tiers import LowerTierStats
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
 from quire.server.config import ModelConfig, ServeConfig

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire.core.cache.prefix import PrefixTree
 from quire.core.events import Cleared, Published, Removed, TreeChange
-from quire.core.prefix import PrefixTree
 
 
 class TreeCopy:

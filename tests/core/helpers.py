@@ -7,15 +7,16 @@ from typing import TypeVar
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
-from quire.core.block import KVCacheBlock
-from quire.core.block_pool import BlockPool
+from quire.core.cache.block import KVCacheBlock
+from quire.core.cache.block_pool import BlockPool
+from quire.core.cache.prefix import NO_HIT
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fair, Policy
-from quire.core.prefix import NO_HIT
-from quire.core.request import Priority, Request, SamplingParams
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate
+from quire.core.values import Priority, SamplingParams
 
 NS = 1_000_000_000
 _T = TypeVar("_T")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from quire.core.block import KVCacheBlock, Linked
+from quire.core.cache.block import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
-from quire.core.loads import PrefixLoad
-from quire.core.request import Request, RequestState, SamplingParams
+from quire.core.levels.loads import PrefixLoad
+from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
-from quire.core.step import Tier
+from quire.core.values import SamplingParams, Tier
 from quire.errors import InvariantViolation
 from tests.core.helpers import Rig
 from tests.core.tier_rig import TieredRig

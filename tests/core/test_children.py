@@ -2,9 +2,9 @@
 
 from random import Random
 
-from quire.core.block import KVCacheBlock
-from quire.core.chain import pack_tokens
-from quire.core.children import SortedBlocks
+from quire.core.cache.block import KVCacheBlock
+from quire.core.cache.chain import pack_tokens
+from quire.core.cache.prefix import SortedBlocks
 
 
 def block(*tokens: int) -> KVCacheBlock:

@@ -6,16 +6,16 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
-from quire.core.block import KVCacheBlock
-from quire.core.hybrid import cached_window
+from quire.core.cache.block import KVCacheBlock, WindowBlock
+from quire.core.cache.prefix import StopReason
 from quire.core.kv_cache import KVCacheManager
-from quire.core.placement import ALL_PLACES, Place, place_points
+from quire.core.memory.hybrid import ALL_PLACES, Place, cached_window, place_points
+from quire.core.memory.states import StatePool
+from quire.core.memory.windows import WindowPool
 from quire.core.policy import Fair
-from quire.core.prefix import StopReason
-from quire.core.request import FinishReason, Request, SamplingParams
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.core.state_pool import StatePool
-from quire.core.window_pool import WindowBlock, WindowPool
+from quire.core.values import FinishReason, SamplingParams
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import Rig
 

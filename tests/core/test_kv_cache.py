@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.chain import hash_block_tokens
+from quire.core.cache.chain import hash_block_tokens
+from quire.core.cache.prefix import NO_HIT
 from quire.core.kv_cache import KVCacheManager
-from quire.core.prefix import NO_HIT
-from quire.core.request import Request, SamplingParams
+from quire.core.request import Request
 from quire.core.step import BlockCopy
+from quire.core.values import SamplingParams
 from quire.errors import ContextTooLong, OutOfBlocks
 from tests.core.helpers import compute, free_ids, ids, make_request
 

@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 import pytest
 
-from quire.core.ledger import UNITS, FairLedger, OpenLedger, StepCost, TierWork, Turn
-from quire.core.request import Priority, Request
+from quire.core.fairness import UNITS, FairLedger, OpenLedger, StepCost, TierWork, Turn
+from quire.core.request import Request
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 
 HIGH, NORMAL, LOW = Priority

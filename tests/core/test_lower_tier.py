@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.core.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.prefix import NO_HIT
 from quire.core.kv_cache import KVCacheManager
-from quire.core.lower_tier import LowerTier, TierSpeed
-from quire.core.prefix import NO_HIT
+from quire.core.levels.lower_tier import LowerTier, TierSpeed
+from quire.core.levels.tier_search import Reach, TierSearch
 from quire.core.request import Request
-from quire.core.step import Content, MemoryKind, Tier
-from quire.core.tier_search import Reach, TierSearch
+from quire.core.step import Content, MemoryKind
+from quire.core.values import Tier
 from tests.core.tier_rig import BLOCK_SIZE, SIZES, TieredRig
 
 BLOCK, WINDOW, STATE = MemoryKind.BLOCK, MemoryKind.WINDOW, MemoryKind.STATE

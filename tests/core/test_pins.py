@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quire.core.block import KVCacheBlock
+from quire.core.cache.block import KVCacheBlock
 from quire.core.check import check_cache
 from quire.core.kv_cache import KVCacheManager
-from quire.core.pins import MAX_PINS
+from quire.core.memory.pins import MAX_PINS
 
 LATER = 10**18
 

@@ -6,7 +6,8 @@ import pytest
 
 from quire.core.events import Admitted, Preempted
 from quire.core.policy import POLICIES, Aging, Fcfs, Policy
-from quire.core.request import Priority, Request, RequestState
+from quire.core.request import Request, RequestState
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from tests.core.helpers import NS, Rig, make_request
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from quire.core.block import KVCacheBlock
-from quire.core.block_pool import BlockPool, PoolStats
-from quire.core.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.block import KVCacheBlock
+from quire.core.cache.block_pool import BlockPool, PoolStats
+from quire.core.cache.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.prefix import PrefixTree
 from quire.core.events import Event, Evicted
-from quire.core.prefix import PrefixTree
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import free_ids, ids
 

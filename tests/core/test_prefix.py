@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from quire.core.block import KVCacheBlock
-from quire.core.chain import KEY_BYTES, TokenChain, hash_block_tokens, pack_tokens, root_key
-from quire.core.prefix import PrefixTree, StopReason, common_run
+from quire.core.cache.block import KVCacheBlock
+from quire.core.cache.chain import KEY_BYTES, TokenChain, hash_block_tokens, pack_tokens, root_key
+from quire.core.cache.prefix import PrefixTree, StopReason, common_run
 
 
 class Forest:

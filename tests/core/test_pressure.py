@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.draft import StepDraft
 from quire.core.events import PinYielded, Preempted
-from quire.core.ledger import UNITS, FairLedger, StepCost
+from quire.core.fairness import UNITS, FairLedger, StepCost
 from quire.core.planner import MAX_WAIT_STEPS
 from quire.core.policy import Fair
-from quire.core.request import Priority, Request, RequestState
+from quire.core.request import Request, RequestState
 from quire.core.step import StepPlan
+from quire.core.step_builder import StepBuilder
+from quire.core.values import Priority
 from tests.core.helpers import Rig
 
 HIGH, NORMAL, LOW = Priority
@@ -283,7 +284,7 @@ def test_a_request_that_started_in_this_step_is_no_victim() -> None:
     first, second = rig.add(1, range(8), priority=HIGH), rig.add(2, range(100, 108), priority=LOW)
     rig.step()
     planner = rig.scheduler.planner
-    step = StepDraft(0, 10, has_in_flight=False)
+    step = StepBuilder(0, 10, has_in_flight=False)
     assert planner._find_victim(step, first) is second
     step.admitted.add(2)
     assert planner._find_victim(step, first) is None

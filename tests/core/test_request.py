@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import MAX_TOKEN_ID, PackedPrompt, Priority, Request, SamplingParams, check_tokens
+from quire.core.request import Request
+from quire.core.values import MAX_TOKEN_ID, PackedPrompt, Priority, SamplingParams, check_tokens
 from quire.errors import InvalidRequest
 
 NAN, INF = float("nan"), float("inf")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.load_admission import MAX_LOAD_WAITS
-from quire.core.request import Priority, Request, SamplingParams
-from quire.core.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
-from quire.core.step import Content, MemoryKind, StepPlan, Tier
+from quire.core.admission import MAX_LOAD_WAITS
+from quire.core.levels.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
+from quire.core.request import Request
+from quire.core.step import Content, MemoryKind, StepPlan
+from quire.core.values import Priority, SamplingParams, Tier
 from tests.core.tier_rig import PLENTY, SIZES, UNLIMITED, TieredRig
 
 PROMPT = range(100, 117)  # with an answer of 4 tokens: five full blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.backends.fake import run_alone
+from quire.core.cache.prefix import StopReason
 from quire.core.check import check_scheduler
 from quire.core.events import (
     Admitted,
@@ -17,10 +18,10 @@ from quire.core.events import (
 )
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Aging
-from quire.core.prefix import StopReason
-from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
+from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepResult
+from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.errors import ContextTooLong, Draining, InvalidRequest, InvariantViolation, QueueFull
 from tests.core.helpers import NS, Rig, answer, shape
 

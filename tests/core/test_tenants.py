@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from quire.core.fairness import MIN_SWEEP, TenantClock, TenantLane
 from quire.core.request import Request
-from quire.core.tenants import MIN_SWEEP, TenantClock, TenantLane
 
 
 def request(number: int, tenant: str) -> Request:

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from quire.core.admission import MAX_LOAD_WAITS
+from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.check import check_scheduler
 from quire.core.events import PrefixLoaded
-from quire.core.load_admission import MAX_LOAD_WAITS
-from quire.core.lower_tier import TierSpeed
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.reads import READY_NS
-from quire.core.request import Priority, Request, RequestState, SamplingParams
-from quire.core.step import Load, MemoryKind, Tier
-from quire.core.tiers import MIN_TIMEOUT_NS
+from quire.core.levels.lower_tier import TierSpeed
+from quire.core.levels.reads import READY_NS
+from quire.core.levels.tiers import MIN_TIMEOUT_NS
+from quire.core.request import Request, RequestState
+from quire.core.step import Load, MemoryKind
+from quire.core.values import Priority, SamplingParams, Tier
 from tests.core.helpers import shape
 from tests.core.tier_rig import SIZES, UNLIMITED, TieredRig
 

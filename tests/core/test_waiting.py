@@ -5,8 +5,9 @@ from random import Random
 import pytest
 
 from quire.core.policy import Aging
-from quire.core.request import Priority, Request
-from quire.core.waiting import ArrivalLane, WaitingQueue
+from quire.core.queues import ArrivalLane, WaitingQueue
+from quire.core.request import Request
+from quire.core.values import Priority
 from quire.errors import InvalidRequest, QueueFull
 from tests.core.helpers import NS, make_request
 

@@ -9,12 +9,13 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
-from quire.core.lower_tier import LowerTier, PieceCounts, PieceSizes
+from quire.core.levels.lower_tier import LowerTier, PieceCounts, PieceSizes
+from quire.core.levels.saves import SaveLimits
 from quire.core.policy import Fair
-from quire.core.request import Request, RequestState, SamplingParams
-from quire.core.saves import SaveLimits
+from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
-from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan, Tier
+from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan
+from quire.core.values import SamplingParams, Tier
 from tests.core.helpers import Rig
 
 SIZES: PieceSizes = (10, 5, 25)  # bytes of a block, a window block and a state

@@ -24,9 +24,9 @@ from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Aging, Fair, Fcfs
-from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.engine import Engine, EngineOutput
 from quire.errors import ContextTooLong, QueueFull
 

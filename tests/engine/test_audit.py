@@ -13,8 +13,8 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.check import audit
-from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker.protocol import (

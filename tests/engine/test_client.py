@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire.backends.fake import run_alone
-from quire.core.prefix import StopReason
-from quire.core.request import FinishReason, Priority
+from quire.core.cache.prefix import StopReason
+from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.client import EngineClient

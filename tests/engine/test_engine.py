@@ -14,9 +14,9 @@ from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fcfs
-from quire.core.request import FinishReason, PackedPrompt, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.values import FinishReason, PackedPrompt, SamplingParams
 from quire.engine import repetition
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput

@@ -19,11 +19,10 @@ import zmq
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
-from quire.core.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.prefix import PrefixTree
-from quire.core.request import PackedPrompt, Priority, SamplingParams
-from quire.core.step import Tier
+from quire.core.values import PackedPrompt, Priority, SamplingParams, Tier
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker import event_publisher

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.request import FinishReason
+from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.values import FinishReason
 from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta

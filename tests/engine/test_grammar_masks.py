@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.engine.llm import LLM
 from quire.engine.outputs import Completion
 from quire.engine.params import MAX_LOGPROBS, GenerationParams

@@ -16,7 +16,7 @@ from typing import Any, cast
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
+from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest

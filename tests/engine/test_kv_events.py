@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.core.chain import hash_block_tokens, pack_tokens, root_key
+from quire.core.cache.chain import hash_block_tokens, pack_tokens, root_key
 from quire.core.events import Cleared, Published, Removed
-from quire.core.step import Tier
+from quire.core.values import Tier
 from quire.engine.worker.kv_events import Endpoint, KvEventQueue, KvEventsConfig, parse_endpoint, start_payload
 from quire.errors import InvalidRequest, MissingExtra
 from quire.server.config import ModelConfig, ServeConfig

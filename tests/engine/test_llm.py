@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.core.check import check_scheduler
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.engine.engine import EngineOutput
 from quire.engine.llm import LLM, Conversation, Prompt
 from quire.engine.outputs import Answers, Delta

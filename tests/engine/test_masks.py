@@ -11,8 +11,8 @@ import pytest
 
 from quire.backends.base import Capacity, TokenMasks
 from quire.backends.fake import FakeRunner, Fold, choose_token, digest
-from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import StepPlan, StepResult
+from quire.core.values import FinishReason, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import PromptLogprobs, TokenLogprobs
+from quire.core.values import FinishReason, SamplingParams
 from quire.engine.engine import EngineOutput
 from quire.engine.outputs import Answers, TokenLogprob
 from quire.engine.params import GenerationParams, GenerationRequest

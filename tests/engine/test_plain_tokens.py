@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.request import FinishReason, SamplingParams
+from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.step import TokenLogprobs
+from quire.core.values import FinishReason, SamplingParams
 from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta

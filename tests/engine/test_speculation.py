@@ -13,11 +13,11 @@ from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fcfs
-from quire.core.request import PackedPrompt, SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.speculation import Drafter, Guess
 from quire.core.step import StepPlan
+from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.guesses import Drafter, Guess
 from quire.engine.speculation import NUM_MISSES, NUM_SKIPPED, Predicted
 from quire.errors import InvalidRequest
 

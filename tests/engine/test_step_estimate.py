@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
+from quire.core.values import SamplingParams
 from quire.engine.worker.step_estimate import KEPT, NO_WORK, StepEstimator, work_of
 
 Slices = Sequence[tuple[int, int]]  # start and number of tokens of each

@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from random import Random
 
-from quire.core.lower_tier import LowerTier
-from quire.core.step import Content, MemoryKind, Tier
+from quire.core.levels.lower_tier import LowerTier
+from quire.core.step import Content, MemoryKind
+from quire.core.values import Tier
 from quire.engine.worker.kv_events import KvEventQueue, block_hash
 from quire.engine.worker.tier_events import TierEvents
 from tests.core.tier_rig import BLOCK_SIZE, TieredRig

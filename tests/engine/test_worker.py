@@ -18,7 +18,7 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.kv_cache import KVCacheManager
-from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
+from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from quire.core.check import check_scheduler
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from tests.backends.torch.rig import Rig

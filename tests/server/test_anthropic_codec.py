@@ -16,9 +16,9 @@ from anthropic.types import Message as SdkMessage
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.kv_cache import CacheStats
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.request import FinishReason, Priority
+from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from quire.server.auth import LOCAL, KeyRing, make_keyring, presented
 

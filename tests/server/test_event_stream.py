@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quire.core.request import FinishReason, Priority
+from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.worker.generation import Generation
 from quire.server.active_request import ActiveRequest, ClientGone

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import Draining
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind

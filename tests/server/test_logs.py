@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.worker.log_lines import JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
 from quire.server.observability.logs import (

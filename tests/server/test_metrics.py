@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.backends.base import Capacity, RunnerFacts
 from quire.core.kv_cache import CacheStats
-from quire.core.request import FinishReason, Priority
-from quire.core.state_pool import StateStats
-from quire.core.window_pool import WindowStats
+from quire.core.memory.states import StateStats
+from quire.core.memory.windows import WindowStats
+from quire.core.values import FinishReason, Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quire.core.request import FinishReason, Priority
+from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest

@@ -18,8 +18,8 @@ from openai.types.chat import ChatCompletionChunk as SdkChunk
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.request import FinishReason, Priority
+from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest

@@ -15,8 +15,8 @@ from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.request import FinishReason, Priority, SamplingParams
+from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed

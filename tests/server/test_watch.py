@@ -16,8 +16,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quire.core.request import Priority
-from quire.core.window_pool import WindowStats
+from quire.core.memory.windows import WindowStats
+from quire.core.values import Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped

@@ -13,9 +13,10 @@ from random import Random
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Aging, Fair, Fcfs, Policy
-from quire.core.request import Priority, Request, RequestState, SamplingParams
+from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.values import Priority, SamplingParams
 from quire.errors import QueueFull
 from tests.sim.world import FAIR, SALTS, TENANTS, Setup
 

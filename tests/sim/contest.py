@@ -12,12 +12,13 @@ from random import Random
 
 from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted
+from quire.core.fairness import UNITS, StepCost
 from quire.core.kv_cache import KVCacheManager
-from quire.core.ledger import UNITS, StepCost
 from quire.core.policy import NS_PER_S, Aging, Fair
-from quire.core.request import Priority, Request, SamplingParams
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.core.values import Priority, SamplingParams
 
 MAX_PROMPT, MAX_ANSWER = 40, 12
 COSTS = (None, None, StepCost(1, 1_000), StepCost(5_000_000, 2_000_000), StepCost(10**9, 10**7))

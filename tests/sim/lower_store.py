@@ -12,7 +12,8 @@ from random import Random
 
 from quire.backends.fake import FakeRunner
 from quire.core.scheduler import Scheduler
-from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan, Tier
+from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan
+from quire.core.values import Tier
 
 Payload = list[int]
 COPY_STEPS = 3  # a copy to the device ends at most so many steps after the steps before it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from tests.selection import mostly_nightly
 from tests.sim.contest import Contest, Load
 

@@ -13,9 +13,9 @@ from random import Random
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, Hybrid, digest, run_alone
-from quire.core.chain import hash_block_tokens
+from quire.core.cache.chain import hash_block_tokens
+from quire.core.cache.prefix import FROM_ZERO, StopReason
 from quire.core.check import check_scheduler
-from quire.core.continuation import FROM_ZERO
 from quire.core.events import (
     Admitted,
     Event,
@@ -28,17 +28,17 @@ from quire.core.events import (
     Refused,
     StaleResultDropped,
 )
+from quire.core.fairness import StepCost
 from quire.core.kv_cache import KVCacheManager
-from quire.core.ledger import StepCost
-from quire.core.lower_tier import LowerTier, TierSpeed
+from quire.core.levels.lower_tier import LowerTier, TierSpeed
+from quire.core.levels.reads import ReadState
+from quire.core.levels.saves import SaveLimits
+from quire.core.levels.tiers import MIN_TIMEOUT_NS
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
-from quire.core.prefix import StopReason
-from quire.core.reads import ReadState
-from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
-from quire.core.saves import SaveLimits
+from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
-from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, Tier, TokenUpdate
-from quire.core.tiers import MIN_TIMEOUT_NS
+from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, TokenUpdate
+from quire.core.values import FinishReason, Priority, SamplingParams, Tier
 from quire.errors import ContextTooLong, QueueFull
 from tests.sim.lower_store import COPY_STEPS, LowerStore
 

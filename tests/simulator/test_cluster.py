@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.sim.cluster import REPORT_S, ClusterReport, simulate_cluster
 from quire.sim.routers import ROUTERS, ByPrefix, ConsistentHash, PowerOfTwo, imbalance
 from quire.sim.scenarios import tree

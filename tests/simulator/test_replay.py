@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.worker.log_lines import JsonFormatter
 from quire.errors import InvalidRequest, TraceError
 from quire.server.observability.logs import request_fields

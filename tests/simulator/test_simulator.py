@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, SimReport, StepTime, percentile, simulate

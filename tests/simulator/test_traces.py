@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.errors import InvalidRequest, TraceError
 from quire.sim.traces import TraceRequest, read_trace, synthesize, text
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.text.excerpt import MAX_CHARS, Excerpt, excerpt_at, stopped_text
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.request import SamplingParams
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.llm import LLM
 from quire.engine.model_text import ModelText

@@ -27,8 +27,8 @@ from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.quantization import dtype_name
 from quire.backends.mlx.runner import MlxRunner
 from quire.backends.support import backend_hint, rope_notice
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.fields import read_json

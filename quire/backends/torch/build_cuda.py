@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_division import KVMemory
 from quire.backends.kv_spec import KVSpec
-from quire.backends.torch.build import load_model, make_stores, memory_request, stored_kv
+from quire.backends.torch.assembly import load_model, make_stores, memory_request, stored_kv
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
@@ -32,8 +32,8 @@ from quire.backends.torch.loading import expert_formats, packed_format
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
+from quire.core.values import SamplingParams
 from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import OTHER, DeltaNetSpec, ModelSpec

@@ -22,8 +22,8 @@ from quire.backends.sampling import is_penalised, is_short, masks_by_row
 from quire.backends.torch.kernels.sampling import NUM_PARAMS as NUM_PARAMS
 from quire.backends.torch.kernels.sampling import Scratch, change, choose, count, edit
 from quire.backends.torch.sampling import Logprobs, rank
-from quire.core.request import MIN_TEMPERATURE, SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import MIN_TEMPERATURE, SamplingParams
 
 # S rows that sample, R of them whose logits are changed first, V vocabulary
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.backends.torch.layers import Linear, gated, product
-from quire.backends.torch.mxfp4 import Mxfp4Stack
-from quire.backends.torch.packed_stack import PackedStack
+from quire.backends.torch.packed_stack import Stack
 from quire.weights.spec import Activation
 
 SIGMOID_FLOOR = 1e-6  # added to a sum of sigmoids before it divides
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
-
-Stack = Tensor | Mxfp4Stack | PackedStack  # one matrix of every expert
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from triton.backends.nvidia.driver import CudaLauncher
 from quire.backends import kv_division
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import usable_cores
-from quire.backends.torch.experts import Stack
 from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Outputs
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.fused_packed_linear import FusedPackedLinear
@@ -61,7 +60,7 @@ from quire.backends.torch.loading import NORM_DTYPE, ExpertFormats, has_expert_k
 from quire.backends.torch.mxfp4 import Mxfp4Stack
 from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.backends.torch.packed_linear import PackedLinear
-from quire.backends.torch.packed_stack import PackedStack
+from quire.backends.torch.packed_stack import PackedStack, Stack
 from quire.weights.checkpoint import TensorType
 from quire.weights.spec import (
     Activation,

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.backends.torch.mxfp4 import Mxfp4Stack
 from quire.backends.torch.packed import PackedFormat, PackedWeight, format_of, has_whole_zeros, pack, quantize
 from quire.weights.packed import CodeType, PackedMatrix
 
@@ -95,6 +96,9 @@ class PackedStack:
     def invent(self, random: torch.Generator, std: float) -> None:
         """Fill with random weights of about this standard deviation."""
         self.whole.invent(random, std)
+
+
+Stack = Tensor | Mxfp4Stack | PackedStack  # one matrix of every expert
 
 
 def has_kernels(format: PackedFormat) -> bool:

@@ -32,7 +32,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.chain import KEY_BYTES
+from quire.core.cache.chain import KEY_BYTES
 from quire.core.step import Content, MemoryKind
 from quire.engine.tiers.checksum import Checksum, checksum, pack
 from quire.engine.tiers.file_library import DIGEST_BYTES, FileRead, load_library

@@ -12,10 +12,10 @@ from contextlib import suppress
 from itertools import repeat
 
 from quire.backends.base import BlockIO
-from quire.core.chain import KEY_BYTES
-from quire.core.lower_tier import TierSpeed
-from quire.core.request import SamplingParams
+from quire.core.cache.chain import KEY_BYTES
+from quire.core.levels.lower_tier import TierSpeed
 from quire.core.step import Content, MemoryKind, MemoryRef
+from quire.core.values import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.tiers.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
 from quire.engine.tiers.cache_folder import Space

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quire.backends.base import MemorySizes
-from quire.core.lower_tier import PieceCounts
+from quire.core.levels.lower_tier import PieceCounts
 from quire.core.step import Content, MemoryKind
 
 MIN_EARLY_BYTES = 4096  # of a block; smaller ones, of models for tests, are never allocated early

@@ -10,10 +10,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from quire.backends.base import BlockIO
-from quire.core.lower_tier import LowerTier, PieceCounts, PieceSizes
-from quire.core.saves import SaveLimits
-from quire.core.step import Tier
-from quire.core.tiers import Tiers
+from quire.core.levels.lower_tier import LowerTier, PieceCounts, PieceSizes
+from quire.core.levels.saves import SaveLimits
+from quire.core.levels.tiers import Tiers
+from quire.core.values import Tier
 from quire.engine.tiers.break_even import in_sequence, measure_disk, measure_import
 from quire.engine.tiers.cache_folder import open_root, root_secret
 from quire.engine.tiers.disk_store import DiskStore

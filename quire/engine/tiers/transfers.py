@@ -25,7 +25,8 @@ from functools import partial
 from typing import NamedTuple
 
 from quire.backends.base import BlockIO, PendingCopy
-from quire.core.step import Content, Load, MemoryRef, Read, Save, StepPlan, Tier
+from quire.core.step import Content, Load, MemoryRef, Read, Save, StepPlan
+from quire.core.values import Tier
 from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault
 from quire.engine.tiers.deletions import Deletion
 from quire.engine.tiers.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread

@@ -1,4 +1,4 @@
-"""Reports changes of the prefix cache to the client, for a router (`quire/core/prefix_index.py`).
+"""Reports changes of the prefix cache to the client, for a router (`quire/scale/prefix_index.py`).
 
 Unlike KV events, reports have no tokens and include prefixes of all salts: without the secret, a chain key tells
 nothing. The router computes the keys of a prompt with the salt of the API key that sent it.
@@ -10,9 +10,9 @@ import time
 
 from quire.core.events import Published, Removed, TreeChange
 from quire.core.kv_cache import KVCacheManager
-from quire.core.prefix_index import ENTRY_KEY_BYTES
-from quire.core.step import Content, MemoryKind, Tier
-from quire.engine.worker.protocol import CacheReport
+from quire.core.step import Content, MemoryKind
+from quire.core.values import Tier
+from quire.engine.worker.protocol import ENTRY_KEY_BYTES, CacheReport
 
 INTERVAL_S = 0.05  # between reports while steps run
 DEVICE_BIT = 1

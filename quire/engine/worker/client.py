@@ -14,13 +14,13 @@ from itertools import count
 from pathlib import Path
 
 from quire.backends.base import Capacity, Progress
-from quire.core.block_map import BlocksView
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.request import SamplingParams
+from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.connection import SafeCallback, WorkerConnection
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.kv_events import KvEventsConfig

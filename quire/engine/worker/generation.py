@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from quire.core.prefix import CacheExplanation
+from quire.core.cache.prefix import CacheExplanation
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.worker.protocol import Started
 from quire.errors import QuireError

@@ -10,18 +10,14 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from quire.core.block import TOKEN_BYTES
-from quire.core.chain import unpack_tokens
+from quire.core.cache.chain import unpack_tokens
 from quire.core.events import Published, Removed, TreeChange
-from quire.core.step import Tier
+from quire.core.values import TOKEN_BYTES, Tier
 from quire.errors import InvalidRequest, MissingExtra
-
-if TYPE_CHECKING:
-    from quire.engine.worker.event_publisher import EventPublisher
 
 HASH_BYTES = 8
 MAX_TOPIC = 256
@@ -108,14 +104,6 @@ class KvEventsStatus:
     replay_endpoint: str | None
     topic: str
     silent_because: str | None = None  # why nothing is announced; None: the cache is announced
-
-
-def open_publisher(config: KvEventsConfig) -> EventPublisher:
-    """Bind the sockets. Raises InvalidRequest if a port is taken, and MissingExtra without pyzmq."""
-    check_installed()
-    from quire.engine.worker.event_publisher import EventPublisher
-
-    return EventPublisher(config)
 
 
 # Encoding. Names, order and defaults of the fields are vLLM's (vllm/distributed/kv_events.py): a batch is an array, an

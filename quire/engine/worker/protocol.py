@@ -18,20 +18,21 @@ from typing import NamedTuple
 import msgspec
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.core.block_map import BlocksView, CellRun, HeldRun
+from quire.core.cache.prefix import CacheExplanation
 from quire.core.kv_cache import CacheStats
-from quire.core.prefix import CacheExplanation
-from quire.core.request import PackedPrompt, Priority, SamplingParams
-from quire.core.tiers import LowerTierStats
+from quire.core.levels.tiers import LowerTierStats
+from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
+from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
 from quire.engine.worker.kv_events import KvEventsConfig, KvEventsStatus
 from quire.text.grammar import Grammar
 
 MAX_FRAME = 256 << 20  # a corrupt length must not exhaust memory
 MAX_RUNNING_LISTED = 256  # requests in `Blocks`
 MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread has stopped or is overloaded
+ENTRY_KEY_BYTES = 8  # of a chain key that reports have: enough to tell a billion blocks apart
 _HEADER = Struct("<I")
 
 log = logging.getLogger(__name__)
@@ -337,6 +338,11 @@ FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | Cache
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """The first bytes of chain keys, from a report in which they follow each other."""
+    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from quire.core.step import Content, MemoryKind, Tier
-from quire.core.tiers import Tiers
+from quire.core.levels.tiers import Tiers
+from quire.core.step import Content, MemoryKind
+from quire.core.values import Tier
 from quire.engine.worker.kv_events import KvEventQueue
 
 

@@ -21,18 +21,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.block_map import BlockMap, held_ranges, view_blocks
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
-from quire.core.request import Priority, Request, SamplingParams
+from quire.core.request import Request
 from quire.core.step import StepPlan
+from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
+from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
 from quire.engine.worker.cache_report import CacheReporter
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
-from quire.engine.worker.kv_events import open_publisher
+from quire.engine.worker.kv_events import KvEventsConfig, check_installed
 from quire.engine.worker.log_lines import setup_worker_log
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
@@ -520,7 +521,7 @@ def _load_and_run(channel: Channel) -> int:
     with contextlib.ExitStack() as stack:
         publisher = None
         if first.kv_events is not None:  # before the model is loaded, because a port may be taken
-            publisher = stack.enter_context(contextlib.closing(open_publisher(first.kv_events)))
+            publisher = stack.enter_context(contextlib.closing(_open_publisher(first.kv_events)))
         with _timed(timings_s, "import"):
             import_backend(first.config)
         prepared: list[Grammars] = []  # while the weights are loaded
@@ -566,6 +567,14 @@ def _load_and_run(channel: Channel) -> int:
             engine.save_cache(MAX_FINAL_SAVE_S)
             raise
     return 0
+
+
+def _open_publisher(config: KvEventsConfig) -> EventPublisher:
+    """Bind the sockets. Raises InvalidRequest if a port is taken, and MissingExtra without pyzmq."""
+    check_installed()
+    from quire.engine.worker.event_publisher import EventPublisher  # imports pyzmq
+
+    return EventPublisher(config)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from quire.core.request import check_tokens
+from quire.core.values import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
@@ -67,7 +67,7 @@ class ModelQuery(msgspec.Struct, frozen=True):
 
 
 class WindowStatsView(msgspec.Struct, frozen=True):
-    """Blocks of the layers with a window. `WindowStats` in `quire/core/window_pool.py` documents each count."""
+    """Blocks of the layers with a window. `WindowStats` in `quire/core/memory/windows.py` documents each count."""
 
     num_blocks: int
     num_free: Annotated[int, Meta(description="Blocks not in use, with or without cached content.")]
@@ -77,7 +77,7 @@ class WindowStatsView(msgspec.Struct, frozen=True):
 
 
 class StateStatsView(msgspec.Struct, frozen=True):
-    """Slots of recurrent states. `StateStats` in `quire/core/state_pool.py` documents each count."""
+    """Slots of recurrent states. `StateStats` in `quire/core/memory/states.py` documents each count."""
 
     num_slots: int
     num_free: Annotated[int, Meta(description="Slots without content.")]
@@ -88,7 +88,7 @@ class StateStatsView(msgspec.Struct, frozen=True):
 
 
 class LowerTierView(msgspec.Struct, frozen=True):
-    """A tier below the device. `LowerTierStats` in `quire/core/tiers.py` documents each count."""
+    """A tier below the device. `LowerTierStats` in `quire/core/levels/tiers.py` documents each count."""
 
     tier: Annotated[str, Meta(extra_json_schema={"enum": ["host", "disk"]})]
     num_pieces: Annotated[int, Meta(description="Stored blocks, window blocks and states.")]

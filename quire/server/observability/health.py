@@ -9,7 +9,6 @@ import time
 import msgspec
 from starlette.responses import Response
 
-from quire import __version__
 from quire.engine.composition import Scheduling
 from quire.engine.worker.kv_events import KvEventsStatus
 from quire.engine.worker.protocol import Stats
@@ -17,6 +16,7 @@ from quire.errors import QuireError
 from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.request_context import RequestContext
+from quire.version import __version__
 
 RENDERING_REST = 4.0  # time between two texts of metrics, per time to make one: they get a fifth of the event loop
 STATS_S = 2.0  # a worker in a long step answers later; the last known figures are used then

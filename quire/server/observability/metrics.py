@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.core.request import Priority
-from quire.core.tiers import LowerTierStats
+from quire.core.levels.tiers import LowerTierStats
+from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
 from quire.errors import InvalidRequest

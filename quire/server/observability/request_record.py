@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from quire import __version__
-from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
-from quire.core.request import Priority
-from quire.core.state_pool import StateStats
-from quire.core.window_pool import WindowStats
+from quire.core.memory.states import StateStats
+from quire.core.memory.windows import WindowStats
+from quire.core.values import Priority
+from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
 from quire.server.active_request import ActiveRequest
@@ -28,6 +27,7 @@ from quire.server.auth import Key
 from quire.server.model_service import ModelService
 from quire.server.models import Model
 from quire.server.observability.activity import Finished, Ttft
+from quire.version import __version__
 
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from quire.core.prefix import CacheExplanation, StopReason
-from quire.core.step import Tier
+from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.values import Tier
 from quire.text.excerpt import Excerpt
 
 # Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire import __version__
 from quire.server.model_metadata import facts_of
 from quire.server.observability.snapshot import is_shown
 from quire.server.protocols.openai.chat import parse_chat
 from quire.server.protocols.openai.types import ChatCompletionRequest
 from quire.text.messages import ChatRequest
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from starlette.responses import Response

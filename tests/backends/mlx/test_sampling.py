@@ -15,8 +15,8 @@ import torch
 from quire.backends.mlx.sampling import Penalties, Sampled, rank, read_logprobs, sample
 from quire.backends.native.library import Floats
 from quire.backends.torch import sampling as definition
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 from tests.backends.native.test_sampling import is_settled, normal, random_logits, random_row
 from tests.backends.torch.test_sampling import adjusted, row
 

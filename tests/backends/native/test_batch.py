@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.backends.native.batch import Batch, Limits, build_batch
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
 
 LIMITS = Limits(num_blocks=10, block_size=4, max_model_len=24, vocab_size=50)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.native.runner import NativeRunner
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.model_text import ModelText
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_models import SHAPES, check

@@ -15,8 +15,8 @@ from quire.backends.native.library import Engine, Floats
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
 from quire.backends.randomness import uniform
 from quire.backends.torch import sampling as definition
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, TokenLogprobs
+from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
 from tests.backends.torch.test_sampling import row
 

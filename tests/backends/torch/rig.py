@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.backends.fake import FakeRunner
 from quire.core.check import check_scheduler
-from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.core.step import StepPlan, TokenLogprobs
+from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.speculation import Speculation

@@ -38,8 +38,8 @@ from quire.backends.torch.inputs import (
 )
 from quire.backends.torch.kernels import attention
 from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 
 CPU = torch.device("cpu")
 LAYOUTS = [

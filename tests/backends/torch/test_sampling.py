@@ -15,8 +15,8 @@ from torch import Tensor
 from quire.backends.randomness import uniform
 from quire.backends.torch import sampling as module
 from quire.backends.torch.sampling import Penalties, rank_tokens, read_logprobs, sample
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 
 VOCAB = 50
 CPU = torch.device("cpu")

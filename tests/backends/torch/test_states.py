@@ -15,8 +15,8 @@ from quire.backends.torch.delta_net import Rows, recur
 from quire.backends.torch.runner import TorchRunner
 from quire.backends.torch.short_conv import Singles, by_kind, causal_conv
 from quire.backends.torch.state_store import Segment, StateStore, find_segments
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StateSnapshot, StepPlan, StepResult
+from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_runner
 from quire.weights.opening import open_checkpoint
 from tests.backends.contract import HEAD, Contract, Pair, random_prompt

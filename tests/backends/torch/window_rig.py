@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quire.backends.base import Runner
 from quire.backends.torch.kv_store import KVStore
-from quire.core.request import SamplingParams
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.core.values import SamplingParams
 
 VOCAB = 160
 Take = tuple[int, int]  # request, number of its tokens to compute

@@ -12,9 +12,8 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
-from quire.core.lower_tier import NS_PER_S
-from quire.core.request import SamplingParams
-from quire.core.step import Tier
+from quire.core.levels.lower_tier import NS_PER_S
+from quire.core.values import SamplingParams, Tier
 from quire.engine.arithmetic import describe
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine

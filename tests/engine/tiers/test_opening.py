@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from quire.backends.fake import FakeRunner
-from quire.core.request import SamplingParams
-from quire.core.step import Tier
+from quire.core.values import SamplingParams, Tier
 from quire.engine.composition import EngineConfig, check_cache_folders, make_engine
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quire.core.step import Tier
-from quire.core.tiers import LowerTierStats
+from quire.core.levels.tiers import LowerTierStats
+from quire.core.values import Tier
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText
 from quire.engine.tiers.block_file import DamagedBlock, Fault, check_block

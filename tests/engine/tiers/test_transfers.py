@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan, Tier
+from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan
+from quire.core.values import Tier
 from quire.engine.tiers.block_file import Fault, file_bytes
 from quire.engine.tiers.host_memory import HostStore, Slots
 from quire.engine.tiers.transfers import Done, LoadDone, ReadDone, Transfers

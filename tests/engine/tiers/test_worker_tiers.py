@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from quire.core.check import check_scheduler
-from quire.core.lower_tier import TierSpeed
-from quire.core.request import PackedPrompt, Priority, SamplingParams
+from quire.core.levels.lower_tier import TierSpeed
+from quire.core.levels.tiers import MIN_TIMEOUT_NS
 from quire.core.step import Content
-from quire.core.tiers import MIN_TIMEOUT_NS
+from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText

@@ -12,8 +12,9 @@ from typing import Any
 
 from quire.backends.base import Capacity, MemorySizes, PendingCopy
 from quire.backends.fake import FakeRunner
-from quire.core.lower_tier import PieceCounts
-from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, StepPlan, Tier
+from quire.core.levels.lower_tier import PieceCounts
+from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, StepPlan
+from quire.core.values import Tier
 from quire.engine.tiers.block_file import DamagedBlock
 from quire.engine.tiers.disk_store import DiskStore, Written
 from quire.engine.tiers.host_memory import HostStore, Slots

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.kv_spec import KVSpec
-from quire.backends.torch.layers import Pass
+from quire.backends.torch.forward_pass import Pass
 from quire.weights.spec import ModelSpec
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.backends.torch.layers import Heads, Pass
+from quire.backends.torch.forward_pass import Pass
+from quire.backends.torch.layers import Heads
 from quire.errors import UnsupportedModel
 
 # T tokens in the row, H query heads, K kv heads, D head size, Dv size of a value

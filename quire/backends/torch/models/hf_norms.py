@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.backends.torch.layers import Pass, RMSNorm
+from quire.backends.torch.forward_pass import Pass
+from quire.backends.torch.layers import RMSNorm
 
 MAX_ERROR = 1e-5
 TRIAL_SHAPE = (3, 5)  # leading dimensions of the random input

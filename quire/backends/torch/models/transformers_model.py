@@ -24,8 +24,8 @@ from quire.backends.kv_spec import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
+from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import Pass
 from quire.backends.torch.models import hf_attention
 from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
 from quire.backends.torch.models.hf_loading import load_hf_model, silence

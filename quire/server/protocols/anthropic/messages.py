@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.engine.outputs import Delta
 from quire.errors import RequestFailed
 from quire.server.errors import ApiError

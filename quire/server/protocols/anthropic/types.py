@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY
+from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY
 from quire.server.protocols.anthropic.support import refused
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.shape_fields import with_shape_fields

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from quire import __version__
 from quire.engine.model_manager import ModelState
 from quire.server.errors import ApiError, Kind
 from quire.server.model_metadata import ModelFacts, facts_of
@@ -22,6 +21,7 @@ from quire.server.protocols.ollama.types import (
     ShownModel,
     ShowRequest,
 )
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from starlette.responses import Response

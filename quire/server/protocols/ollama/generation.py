@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET
 
-from quire.core.request import FinishReason
+from quire.core.values import FinishReason
 from quire.engine.outputs import Completion, Delta, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from quire.core.request import MAX_TOKEN_ID
+from quire.core.values import MAX_TOKEN_ID
 from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.ollama.support import ignored, refused

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from quire.core.request import check_tokens
+from quire.core.values import check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
 from quire.server.inference_request import MAX_PROMPTS, InferenceRequest, Prompt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from quire.core.request import FinishReason, Priority
+from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.server.errors import ApiError, Kind
 from quire.server.protocols.cache_explanation import CacheView, view

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from quire.core.request import Priority
+from quire.core.values import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.inference_request import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
+from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.inference_request import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.cache_explanation import CacheView

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.backends.torch.kernels.delta_net import DeltaWeights
 from quire.backends.torch.state_work import StateWork, plan_states
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StateSnapshot
+from quire.core.values import SamplingParams
 from quire.weights.spec import DeltaNetSpec
 from tests.backends.torch.kernels.device import DEVICE
 

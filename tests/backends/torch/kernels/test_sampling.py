@@ -23,8 +23,8 @@ from quire.backends.torch.device_sampling import (
     rank_prompt,
 )
 from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
-from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
+from quire.core.values import SamplingParams
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.test_sampling import adjusted, row
 

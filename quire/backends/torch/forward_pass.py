@@ -1,0 +1,85 @@
+"""The operations of one forward pass, which models call and each kind of device implements."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.backends.torch.delta_net import DeltaNet
+from quire.backends.torch.experts import Experts, SharedExpert
+from quire.backends.torch.fp8_rows import Inputs, Outputs
+from quire.backends.torch.layers import Heads, Linear, RMSNorm
+from quire.backends.torch.short_conv import ShortConv
+from quire.weights.spec import Activation
+
+
+class Pass(Protocol):
+    """The operations of one forward pass over its batch, implemented for one kind of device."""
+
+    def token_ids(self) -> Tensor:
+        """Return the step's tokens [T]."""
+
+    def positions(self) -> Tensor:
+        """Return their positions [T]."""
+
+    def embed(self, embedding: Tensor, scale: float) -> Tensor:
+        """Return the embeddings [T, E] of the step's tokens."""
+
+    def add_norm(
+        self, x: Outputs, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of total_scale * (scale * x + residual), and that sum for the next call.
+
+        `residual` may be overwritten.
+
+        Without a residual the sum is x. Without a norm the sum is returned twice.
+        """
+
+    def add_norm_for(
+        self,
+        reader: Linear | None,
+        x: Outputs,
+        residual: Tensor | None,
+        norm: RMSNorm | None,
+        scale: float = 1.0,
+        total_scale: float = 1.0,
+    ) -> tuple[Inputs, Tensor]:
+        """The same, where `reader` is the only matrix that the norm is multiplied by."""
+
+    def norm(self, x: Outputs, norm: RMSNorm) -> Tensor: ...
+
+    def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D].
+
+        If the heads have a gate, qkv has H * D more columns.
+        """
+
+    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+        """The same for q [T, H, D], k and v [T, K, D] that are normed and rotated already."""
+
+    def project(self, x: Inputs, linear: Linear) -> Tensor: ...
+
+    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
+        """See `Linear.project_back`."""
+
+    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
+        """See `Linear.gated`."""
+
+    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
+        """Return the weighted sum [T, E] of the outputs of the experts that the router chooses for each row.
+
+        The router reads x, or `router_input` [T, E] if it is given.
+        """
+
+    def add_shared(self, routed: Tensor, x: Inputs, shared: SharedExpert) -> Tensor:
+        """Add sigmoid(gate(x)) * MLP(x), for the x that was routed, to the output [T, E] of the routed experts."""
+
+    def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
+        """Return the output [T, value size] of a delta net and update the states of the step's requests.
+
+        mixed [T, channels + value size + 2 * heads]: queries, keys and values, then z, b and a.
+        """
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
+        """Return c * conv(b * x) [T, E] for bcx [T, 3 * E], and update the states of the step's requests."""

@@ -1,0 +1,349 @@
+"""Chooses the content that is saved to lower tiers.
+
+    evicted from the device     to host memory; to disk if it was used twice, or after regrets (`Saves.note_regret`)
+    used a second time, pinned  to disk, a few blocks per step
+    the rest                    to disk, while nothing runs, as much as the disk can hold: also what host memory has
+
+A save costs a copy on the device and, for a disk, processor time. So a server that is always busy does not write
+content that was used once to disk: at a hit rate of zero, nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
+from quire.core.cache.block_pool import BlockPool
+from quire.core.cache.prefix import PrefixTree
+from quire.core.levels.lower_tier import LowerTier
+from quire.core.memory.hybrid import HybridMemory
+from quire.core.step import Content, MemoryKind, MemoryRef, Save
+from quire.core.values import Tier
+
+USED_PER_STEP = 2  # blocks that were used again, saved in one step
+MAX_USED = 4096  # of them that wait
+CREDIT_PER_REGRET = 64  # blocks that are written to disk for each prefix that was evicted and wanted again
+MAX_CREDIT = 4096
+MAX_VISITED = 2000  # blocks that an idle search looks at in one call
+
+
+class SaveLimits(NamedTuple):
+    max_bytes: int = 0  # of one plan; a piece that does not fit is not saved
+    idle_bytes: int = 0  # of one plan while nothing runs
+    max_pending: int = 0  # saves in flight
+    max_writes: int = 0  # of them, those that wait to be written to disk
+
+
+NO_SAVES = SaveLimits()
+
+
+class _Piece(NamedTuple):
+    """Content, and where it is on the device."""
+
+    content: Content
+    index: int | None  # type: ignore[assignment]  # None: in host memory. Also the name of a method of tuples, not used
+
+
+class Saves:
+    """Saves of the next plan, and those in flight."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        pool: BlockPool,
+        hybrid: HybridMemory | None,
+        tiers: Sequence[LowerTier],
+        *,
+        limits: SaveLimits,
+    ) -> None:
+        self._tree = tree
+        self._pool = pool
+        self._windows = None if hybrid is None else hybrid.windows
+        self._states = None if hybrid is None else hybrid.states
+        self._tiers = {tier.tier: tier for tier in tiers}
+        self._is_plain = hybrid is None
+        self._max_bytes, self._idle_bytes, self._max_pending, self._max_writes = limits
+        self._chosen: deque[Save] = deque()
+        self._num_chosen_bytes = 0
+        self._drops: list[Content] = []
+        self._pending: dict[Content, set[Tier]] = {}
+        self._used: deque[tuple[KVCacheBlock, bytes]] = deque()
+        self._credit = 0  # evicted blocks that may be written to disk
+        self._walk: Iterator[Sequence[_Piece]] | None = None  # over cached content, while idle
+        self._walk_state: tuple[int, ...] = ()
+        self._num_walked_bytes = 0
+        self._unvisited: deque[_Piece] = deque()  # pieces that the walk has reached
+        self._done_state: tuple[int, ...] = ()  # no cached content is unsaved since then
+        self.num_skipped = 0  # evicted pieces that were not saved because a plan or the tier was full
+        pool.on_eviction = self._note_eviction
+        if self._windows is not None:
+            self._windows.pool.on_eviction = self._note_window_eviction
+        if self._states is not None:
+            self._states.pool.on_eviction = self._note_state_eviction
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether the next plan has saves, or content to drop."""
+        return bool(self._chosen or self._drops)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def pending(self) -> Mapping[Content, Collection[Tier]]:
+        """Saves in flight, with the tiers that they have not reached yet."""
+        return self._pending
+
+    @property
+    def _is_disk_filled(self) -> bool:
+        disk = self._tiers.get(Tier.DISK)
+        return disk is not None and disk.is_filled
+
+    # What happened
+
+    def note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Record that cached blocks were used again or pinned."""
+        if not self._is_disk_filled:
+            return
+        for block in blocks:
+            if not block.is_reused and block.key is not None and len(self._used) < MAX_USED:
+                block.is_reused = True
+                self._used.append((block, block.key))
+
+    def note_regret(self) -> None:
+        """Record that a request would have used content that was evicted and not saved."""
+        self._credit = min(self._credit + CREDIT_PER_REGRET, MAX_CREDIT)
+
+    def _note_eviction(self, block: KVCacheBlock) -> None:
+        """Save a block that is about to lose its content, with the window block and the states that it takes along."""
+        if self._is_plain and block.key is not None and self._is_stored(block, block.key):
+            return
+        if self._save_node(block, self._wanted(block), is_evicted=True):
+            self._credit = max(self._credit - 1, 0)
+
+    def _is_stored(self, block: KVCacheBlock, key: bytes) -> bool:
+        """Whether a full block needs no save. A short cut for the usual case: a prompt may evict hundreds of blocks."""
+        host, disk = self._tiers.get(Tier.HOST), self._tiers.get(Tier.DISK)
+        if host is not None and host.is_filled and not host.touch_block(key, block.tokens):
+            return False
+        return (
+            disk is None
+            or not disk.is_filled
+            or not (block.is_reused or self._credit > 0)
+            or disk.touch_block(key, block.tokens)
+        )
+
+    def _note_window_eviction(self, window: WindowBlock) -> None:
+        node = window.node
+        if window.is_kept and node is not None and node.parent_key is not None:
+            piece = _Piece(self._content(MemoryKind.WINDOW, node), window.block_id)
+            self._choose(piece, self._wanted(node), is_evicted=True)
+
+    def _note_state_eviction(self, slot: StateSlot) -> None:
+        assert slot.parent_key is not None
+        self._choose(self._state_piece(slot), self._wanted(self._tree.find(slot.parent_key)), is_evicted=True)
+
+    def _wanted(self, node: KVCacheBlock | None) -> tuple[Tier, ...]:
+        """The tiers to which evicted content of a node is saved. None: the root.
+
+        A window block or a state is of no use on a disk that does not have the block. So both go there if the block
+        does: because it was used again, because evicted content was wanted again, or while nothing ran.
+        """
+        disk = self._tiers.get(Tier.DISK)
+        is_to_disk = disk is not None and self._credit > 0
+        if disk is not None and node is not None and not is_to_disk:
+            is_to_disk = node.is_reused or disk.has_key(self._content(MemoryKind.BLOCK, node))
+        return tuple(name for name, tier in self._tiers.items() if tier.is_filled and (name is Tier.HOST or is_to_disk))
+
+    # Choosing
+
+    def _content(self, kind: MemoryKind, node: KVCacheBlock) -> Content:
+        assert node.parent_key is not None
+        key = node.key if node.key is not None else self._tree.digest(node.parent_key, node.tokens)
+        return Content(kind, key, node.parent_key, node.tokens)
+
+    def _state_piece(self, slot: StateSlot) -> _Piece:
+        assert slot.parent_key is not None
+        key = self._tree.digest(slot.parent_key, slot.run)
+        return _Piece(Content(MemoryKind.STATE, key, slot.parent_key, slot.run), slot.slot_id)
+
+    def _pieces(self, block: KVCacheBlock) -> list[_Piece]:
+        """The content of a node: its block, its window block, and the states after it. Empty if it is not published."""
+        if block.parent_key is None:
+            return []
+        pieces = [_Piece(self._content(MemoryKind.BLOCK, block), block.block_id)]
+        window = block.window
+        if self._windows is not None and window is not None and (window.is_kept or window.ref_count):
+            pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), window.block_id))
+        if self._states is not None and block.key is not None:
+            pieces += map(self._state_piece, (self._states.pool.at(block.key) or {}).values())
+        return pieces
+
+    def _save_node(self, block: KVCacheBlock, tiers: tuple[Tier, ...], *, is_evicted: bool = False) -> bool:
+        """Choose everything that a node has. Returns whether its block was chosen."""
+        chosen = [self._choose(piece, tiers, is_evicted=is_evicted) for piece in self._pieces(block)]
+        return bool(chosen) and chosen[0]
+
+    def _choose(self, piece: _Piece, wanted: Iterable[Tier], *, is_evicted: bool = False) -> bool:
+        """Add a save to the next plan, to those tiers that do not have the content. Returns False if there are none.
+
+        `is_evicted`: the content is lost otherwise. If the plan or the tier is full, it displaces what was evicted
+        before it in this plan. The pool evicts the least valuable content first, and the last block of a prefix before
+        the first one, without which the others cannot be found.
+        """
+        content, index = piece
+        tiers: list[Tier] = []
+        for tier in wanted:
+            self._tiers[tier].touch(content)
+            is_known = tier in self._pending.get(content, ()) or self._tiers[tier].has_key(content)
+            if not is_known and not (tier is Tier.DISK and self._has_backlog()):
+                tiers.append(tier)
+        if not tiers:
+            return False
+        num_bytes = self._tiers[tiers[0]].sizes[content.kind]
+        while self._is_full(num_bytes, self._max_bytes):
+            if not is_evicted or not self._chosen:
+                self.num_skipped += 1
+                return False
+            self._cancel(self._chosen.popleft())
+        tiers = [tier for tier in tiers if self._reserve(self._tiers[tier], content.kind, is_evicted=is_evicted)]
+        if not tiers:
+            self.num_skipped += 1
+            return False
+        self._num_chosen_bytes += num_bytes
+        self._pending.setdefault(content, set()).update(tiers)
+        source = None if index is None else MemoryRef(content.kind, index)
+        self._chosen.append(Save(content, source, tuple(tiers)))
+        return True
+
+    def _reserve(self, tier: LowerTier, kind: MemoryKind, *, is_evicted: bool) -> bool:
+        """Make room in a tier. Returns False if it is full of content that is being loaded or saved."""
+        has_room, dropped = tier.reserve(kind)
+        while not has_room and is_evicted and self._chosen and (tier.limits is None or tier.limits[kind]):
+            self._cancel(self._chosen.popleft())
+            has_room, dropped = tier.reserve(kind)
+        if dropped is not None:
+            self._drops.append(dropped)
+        return has_room
+
+    def _is_full(self, num_bytes: int, max_bytes: int) -> bool:
+        """Whether the next plan has no room for a piece. One piece always fits."""
+        is_over = self._num_chosen_bytes > 0 and self._num_chosen_bytes + num_bytes > max_bytes
+        return is_over or len(self._pending) >= self._max_pending
+
+    def _has_backlog(self) -> bool:
+        """Whether so much waits to be written to disk that more is not chosen."""
+        return sum(self._tiers[Tier.DISK].num_reserved) >= self._max_writes
+
+    def _cancel(self, save: Save) -> None:
+        """Take a save out of the next plan."""
+        for tier in save.tiers:
+            self._end(save.content, tier)
+        self._num_chosen_bytes -= self._tiers[save.tiers[0]].sizes[save.content.kind]
+        self.num_skipped += 1
+
+    def _end(self, content: Content, tier: Tier) -> None:
+        """Remove a save that is pending, and the room that is reserved for it."""
+        tiers = self._pending[content]
+        tiers.remove(tier)
+        if not tiers:
+            del self._pending[content]
+        self._tiers[tier].num_reserved[content.kind] -= 1
+
+    def drop(self, content: Content) -> None:
+        """Tell host memory that content is not used any more."""
+        self._drops.append(content)
+
+    # Plans
+
+    def pop_plan(self) -> tuple[tuple[Save, ...], tuple[Content, ...]]:
+        """The saves of the next plan, and the content to drop from host memory before they are made."""
+        for _ in range(min(USED_PER_STEP, len(self._used))):
+            if self._has_backlog():
+                break
+            block, key = self._used.popleft()
+            if block.key == key:
+                self._save_node(block, (Tier.DISK,))
+        saves, drops = tuple(self._chosen), tuple(self._drops)
+        if saves or drops:
+            self._chosen.clear()
+            self._drops.clear()
+            self._num_chosen_bytes = 0
+        return saves, drops
+
+    def choose_idle(self, pinned: Iterable[KVCacheBlock] = ()) -> None:
+        """Choose unsaved content for the disk until a plan is full. Call it while idle.
+
+        Pinned content is first, then the most recently used, then that of host memory, and only as much as the disk can
+        hold. Every piece is tried once: a save that failed, because the disk is full, would fail again.
+        """
+        if not self.has_unsaved:
+            return
+        if self._walk is None or self._walk_state != self._state():
+            self._walk, self._walk_state, self._num_walked_bytes = self._cached(pinned), self._state(), 0
+            self._unvisited.clear()
+        disk = self._tiers[Tier.DISK]
+        max_bytes = min(self._idle_bytes, self._max_bytes)
+        for _ in range(MAX_VISITED):
+            if self._unvisited:
+                if self._has_backlog() or self._is_full(disk.sizes[self._unvisited[0].content.kind], max_bytes):
+                    return
+                self._choose(self._unvisited.popleft(), (Tier.DISK,))
+                continue
+            pieces = next(self._walk, None)
+            if pieces is not None:
+                self._unvisited.extend(pieces)
+                self._num_walked_bytes += sum(disk.sizes[content.kind] for content, _ in pieces)
+            if pieces is None or (disk.store_bytes is not None and self._num_walked_bytes > disk.store_bytes):
+                self._unvisited.clear()
+                self._walk, self._done_state = None, self._walk_state
+                return
+
+    def _state(self) -> tuple[int, ...]:
+        """Changes with the cached content and with the free list, over which the walk goes."""
+        counts = [self._pool.num_releases, self._pool.num_evictions, self._pool.num_free]
+        if self._windows is not None:
+            windows = self._windows.pool
+            counts += [windows.num_releases, windows.num_evictions, windows.num_free]
+        if Tier.HOST in self._tiers:
+            counts.append(self._tiers[Tier.HOST].num_added)
+        return (*counts, 0 if self._states is None else self._states.pool.num_evictions)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `choose_idle` may find something."""
+        return self._is_disk_filled and self._done_state != self._state()
+
+    def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[Sequence[_Piece]]:
+        """All cached content, the most valuable first."""
+        yield from map(self._pieces, [*pinned])
+        yield from map(self._pieces, self._pool.free.backwards())
+        disk, host = self._tiers[Tier.DISK], self._tiers.get(Tier.HOST)
+        if host is None:
+            return
+        for stored in [one for kind in MemoryKind for one in reversed(host.pieces(kind).values())]:
+            is_known = disk.has_key(stored.content) or stored.content in self._pending
+            yield () if is_known or stored.content not in host else (_Piece(stored.content, None),)
+
+    def finish(self, content: Content, tier: Tier, is_saved: bool) -> bool:
+        """Record the end of a save. Returns False if it is not awaited: the cache was cleared in the meantime."""
+        if tier not in self._pending.get(content, ()):
+            return False
+        self._end(content, tier)
+        if is_saved:
+            self._tiers[tier].add(content)
+        return True
+
+    def clear(self) -> None:
+        self._chosen.clear()
+        self._drops.clear()
+        self._num_chosen_bytes = 0
+        self._pending.clear()
+        self._used.clear()
+        self._unvisited.clear()
+        self._walk, self._credit = None, 0
+        for tier in self._tiers.values():
+            tier.num_reserved = [0, 0, 0]

@@ -1,0 +1,274 @@
+"""Overview of block states for display, with neighbouring blocks grouped into cells.
+
+Updates are incremental and process a bounded number of blocks per call: the pool of a large GPU has 100,000 blocks, and
+drawing the map must not delay the engine loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+from quire.core.cache.block import NULL_BLOCK_ID, KVCacheBlock
+from quire.core.kv_cache import KVCacheManager
+from quire.core.scheduler import Scheduler
+from quire.errors import InvalidRequest
+
+FIRST_BLOCK = NULL_BLOCK_ID + 1
+MAX_KNOWN = 10_000  # distinct cell contents kept for deduplication
+
+
+class BlockState(IntEnum):
+    """Display state of a block. Each block has exactly one."""
+
+    FREE = 0  # content undefined
+    CACHED = 1  # held by no request; can be matched until it is taken
+    IN_USE = 2  # held by one request
+    SHARED = 3  # held by two or more requests
+    PINNED = 4  # held by pins only
+
+
+_FREE, _CACHED, _IN_USE, _SHARED, _PINNED = BlockState  # module globals: a map reads them 100,000 times
+
+
+class CellRun(NamedTuple):
+    """A run of consecutive cells with equal counts.
+
+    The other blocks of each cell are free. The last cell of a map may hold fewer blocks.
+    """
+
+    num_cells: int
+    num_cached: int
+    num_in_use: int
+    num_shared: int
+    num_pinned: int
+
+
+class HeldRun(NamedTuple):
+    """Consecutive blocks with the same number of holders. Blocks without holders are kept by pins."""
+
+    first: int
+    num_blocks: int
+    num_holders: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksView:
+    """Details of a range of blocks."""
+
+    first: int
+    num_blocks: int
+    states: tuple[int, ...]  # number of blocks, indexed by BlockState
+    num_tokens: int  # total of all blocks
+    max_holders: int  # largest number of requests that hold one block
+    num_pins: int  # largest number of pins that hold one block
+    requests: tuple[tuple[int, int], ...]  # (request id, number of these blocks that it holds)
+
+
+def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
+    """Display state of a block. `num_pins` of its references are pins."""
+    num_holders = block.ref_count - num_pins
+    if num_holders > 1:
+        return _SHARED
+    if num_holders == 1:
+        return _IN_USE
+    if num_pins:
+        return _PINNED
+    return _FREE if block.parent_key is None else _CACHED
+
+
+class BlockMap:
+    """Block states by cell. The pool records changed blocks from construction until `close`."""
+
+    def __init__(self, cache: KVCacheManager, max_cells: int, min_per_cell: int = 1) -> None:
+        if max_cells < 1 or min_per_cell < 1:
+            raise InvalidRequest(f"{max_cells = } or {min_per_cell = } is less than 1")
+        self._cache = cache
+        self.max_cells = max_cells
+        self.min_per_cell = min_per_cell
+        self.num_blocks = cache.pool.num_usable
+        self.blocks_per_cell = max(-(-self.num_blocks // max_cells), min_per_cell)
+        num_cells = -(-self.num_blocks // self.blocks_per_cell)
+        self._states = bytearray(len(cache.pool.blocks))
+        self._holders = [0] * len(cache.pool.blocks)
+        self._counts = [[0] * len(BlockState) for _ in range(num_cells)]
+        self._cells = [(0, 0, 0, 0)] * num_cells  # counts as `runs` reports them; equal tuples are the same object
+        self._known = {cell: cell for cell in self._cells}
+        self._totals = [self.num_blocks, *[0] * (len(BlockState) - 1)]
+        self._by_holders: Counter[int] = Counter()
+        self._held: set[int] = set()  # blocks that a request holds or a pin keeps
+        self._shared: set[int] = set()
+        self._next = FIRST_BLOCK  # first block of the initial scan that has not been read yet
+        cache.pool.changed = set()
+
+    def close(self) -> None:
+        self._cache.pool.changed = None
+
+    @property
+    def num_pending(self) -> int:
+        """Number of blocks that were not read yet or have changed since."""
+        return len(self._cache.pool.blocks) - self._next + len(self._cache.pool.changed or ())
+
+    @property
+    def max_holders(self) -> int:
+        """Largest number of requests that hold one block."""
+        return max(self._by_holders, default=0)
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Number of blocks, indexed by BlockState. Blocks that were not read yet count as free."""
+        return tuple(self._totals)
+
+    def runs(self) -> tuple[CellRun, ...]:
+        runs: list[CellRun] = []
+        last, num_cells = self._cells[0], 0
+        for cell in self._cells:
+            if cell is last:
+                num_cells += 1
+            else:
+                runs.append(CellRun(num_cells, *last))
+                last, num_cells = cell, 1
+        return (*runs, CellRun(num_cells, *last))
+
+    def held_runs(self, max_blocks: int) -> tuple[HeldRun, ...]:
+        """Blocks that a request holds or a pin keeps, in order. If there are more than `max_blocks`: shared ones only.
+
+        Cells do not show this: in a pool of 100,000 blocks a cell has 50, so a prefix that eight requests share would
+        be a part of one cell.
+        """
+        chosen = self._held if len(self._held) <= max_blocks else set(islice(self._shared, max_blocks))
+        runs: list[HeldRun] = []
+        first = end = num_holders = 0  # the current run, not complete yet
+        for block_id in sorted(chosen):
+            if block_id != end or self._holders[block_id] != num_holders:
+                if end > first:
+                    runs.append(HeldRun(first, end - first, num_holders))
+                first, num_holders = block_id, self._holders[block_id]
+            end = block_id + 1
+        if end > first:
+            runs.append(HeldRun(first, end - first, num_holders))
+        return tuple(runs)
+
+    def update(self, max_blocks: int) -> None:
+        """Read at most `max_blocks` blocks, changed blocks first."""
+        changed = self._cache.pool.changed
+        assert changed is not None, "another map was made, or this one is closed"
+        if len(changed) <= max_blocks:
+            todo = list(changed)
+            changed.clear()
+        else:
+            todo = [changed.pop() for _ in range(max_blocks)]
+        end = min(self._next + max_blocks - len(todo), len(self._states))
+        todo += range(self._next, end)
+        self._next = end
+        if len(self._known) > MAX_KNOWN:
+            self._known = {cell: cell for cell in self._cells}
+        known = self._known
+        for index in self._look(todo):
+            _, cached, in_use, shared, pinned = self._counts[index]
+            cell = cached, in_use, shared, pinned
+            self._cells[index] = known.setdefault(cell, cell)
+
+    def _look(self, block_ids: list[int]) -> set[int]:
+        """Read these blocks. Returns the indices of the cells whose counts changed."""
+        blocks, states, holders, totals = self._cache.pool.blocks, self._states, self._holders, self._totals
+        pinned = self._cache.pins.holders
+        dirty: set[int] = set()
+        for block_id in block_ids:
+            block = blocks[block_id]
+            num_pins = pinned.get(block_id, 0)
+            old, new = states[block_id], state_of(block, num_pins)
+            num_holders = block.ref_count - num_pins
+            if num_holders != holders[block_id]:
+                self._move(holders[block_id], num_holders)
+                holders[block_id] = num_holders
+            if old != new:
+                cell = (block_id - FIRST_BLOCK) // self.blocks_per_cell
+                counts = self._counts[cell]
+                counts[old] -= 1
+                counts[new] += 1
+                totals[old] -= 1
+                totals[new] += 1
+                states[block_id] = new
+                self._sort(block_id, new)
+                dirty.add(cell)
+        return dirty
+
+    def _sort(self, block_id: int, state: BlockState) -> None:
+        for blocks, is_in in ((self._held, state >= _IN_USE), (self._shared, state == _SHARED)):
+            if is_in:
+                blocks.add(block_id)
+            else:
+                blocks.discard(block_id)
+
+    def _move(self, old: int, new: int) -> None:
+        """Record that the number of holders of one block changed."""
+        by_holders = self._by_holders
+        if old:
+            by_holders[old] -= 1
+            if not by_holders[old]:
+                del by_holders[old]
+        if new:
+            by_holders[new] += 1
+
+
+def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Blocks held by these requests, as sorted (first, count) ranges.
+
+    A request that is not running holds none.
+    """
+    held: set[int] = set()
+    for request_id in request_ids:
+        request = scheduler.get(request_id)
+        if request is not None:
+            held.update(request.block_table)
+    ranges: list[tuple[int, int]] = []
+    first = end = NULL_BLOCK_ID  # current range
+    for block_id in sorted(held):
+        if block_id != end:
+            if end > first:
+                ranges.append((first, end - first))
+            first = block_id
+        end = block_id + 1
+    if end > first:
+        ranges.append((first, end - first))
+    return tuple(ranges)
+
+
+def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:
+    """Details of `count` blocks from `first`.
+
+    Changes nothing; the cost is a search of all block tables.
+    """
+    cache = scheduler.cache
+    end = first + count
+    if not FIRST_BLOCK <= first < end <= len(cache.pool.blocks):
+        raise InvalidRequest(f"blocks {first} to {end - 1} are not among {FIRST_BLOCK} to {cache.pool.num_usable}")
+    blocks = cache.pool.blocks[first:end]
+    pins = {block.block_id: cache.pins.holders.get(block.block_id, 0) for block in blocks}
+    num_tokens = {block.block_id: block.num_tokens for block in blocks}
+    requests: list[tuple[int, int]] = []
+    for request in scheduler.running:
+        held = num_tokens.keys() & request.block_table
+        num_full, rest = divmod(request.num_computed, cache.block_size)
+        num_tokens |= dict.fromkeys(held.intersection(request.block_table[:num_full]), cache.block_size)
+        for block_id in held.intersection(request.block_table[num_full : num_full + 1]):
+            num_tokens[block_id] = max(num_tokens[block_id], rest)
+        if held:
+            requests.append((request.request_id, len(held)))
+    states = [0] * len(BlockState)
+    for block in blocks:
+        states[state_of(block, pins[block.block_id])] += 1
+    return BlocksView(
+        first=first,
+        num_blocks=count,
+        states=tuple(states),
+        num_tokens=sum(num_tokens.values()),
+        max_holders=max(block.ref_count - pins[block.block_id] for block in blocks),
+        num_pins=max(pins.values()),
+        requests=tuple(requests),
+    )
