@@ -111,7 +111,7 @@ def test_the_check_itself_can_fail() -> None:
 def test_every_module_is_in_the_internals() -> None:
     page = (ROOT / "docs/internals.md").read_text()
     modules = [str(path.relative_to(ROOT)) for path in (ROOT / "quire").rglob("[a-z]*.py")]
-    listed_by_name = {"quire/errors.py", "quire/sizes.py"}  # in the list of layers
+    listed_by_name = {"quire/errors.py", "quire/sizes.py", "quire/version.py"}  # in the list of layers
     assert not [name for name in modules if name not in page and name not in listed_by_name]
 
 
