@@ -1,11 +1,18 @@
-"""What the block I/O of all backends shares: checks of pieces and buffers, and the description of their layout."""
+"""Block I/O: checks of pieces and buffers, the description of their layout, and copies in ordinary host memory.
+
+The runners of other memory have classes of their own. A copy of host memory is made in the call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
-from quire.backends.base import Capacity, MemorySizes
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.backends.base import Capacity, Copied, MemorySizes, PendingCopy
 from quire.core.step import MemoryKind, MemoryRef
 from quire.errors import InvariantViolation
 from quire.weights.spec import OTHER, AttentionSpec, ModelSpec
@@ -87,3 +94,56 @@ def layout_text(backend: str, version: int, **facts: object) -> str:
 def cpu_pieces_per_step(sizes: MemorySizes, weight_bytes: int) -> int:
     budget = min(max(weight_bytes // WEIGHT_SHARE, MIN_STEP_BYTES), MAX_STEP_BYTES)
     return max(budget // max(sizes.block, sizes.window, 1), 1)
+
+
+Bytes = NDArray[np.uint8]
+Pools = tuple[Sequence[Bytes], Sequence[Bytes], Sequence[Bytes]]  # by kind
+
+
+class _Part(NamedTuple):
+    """A part of a buffer: a piece in layers that lie side by side."""
+
+    pool: Bytes  # [layers, pieces, bytes]
+    first: int
+    last: int
+
+
+class HostBlockIO:
+    """`pools` has the pools of each kind of memory in the order of a buffer, as views [layers, pieces, bytes]."""
+
+    def __init__(self, pools: Pools, counts: Counts, layout: str, weight_bytes: int) -> None:
+        self._parts = tuple(_divide(some) for some in pools)
+        self.sizes = MemorySizes(*(parts[-1].last if parts else 0 for parts in self._parts))
+        self.layout = layout
+        self.is_host_memory = True
+        self.max_exports = MAX_EXPORTS
+        self.pieces_per_step = cpu_pieces_per_step(self.sizes, weight_bytes)
+        self._counts = counts
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        return np.zeros(num_bytes, np.uint8).data
+
+    def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        check_pieces(pieces, buffers, self.sizes, self._counts, is_export=True)
+        for (kind, index), buffer in zip(pieces, buffers, strict=True):
+            flat = np.frombuffer(buffer, np.uint8)
+            for pool, first, last in self._parts[kind]:
+                flat[first:last].reshape(len(pool), -1)[:] = pool[:, index]
+        return Copied()
+
+    def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        check_pieces(pieces, buffers, self.sizes, self._counts, is_export=False)
+        for (kind, index), buffer in zip(pieces, buffers, strict=True):
+            flat = np.frombuffer(buffer, np.uint8)
+            for pool, first, last in self._parts[kind]:
+                pool[:, index] = flat[first:last].reshape(len(pool), -1)
+        return Copied()
+
+
+def _divide(pools: Sequence[Bytes]) -> list[_Part]:
+    parts, at = [], 0
+    for pool in pools:
+        size = pool.shape[0] * pool.shape[2]
+        parts.append(_Part(pool, at, at + size))
+        at += size
+    return parts

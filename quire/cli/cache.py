@@ -31,11 +31,12 @@ from quire.engine.tiers.cache_folder import (
     Space,
     StoredFile,
     list_files,
+    mark_cleared,
+    mark_pruned,
     read_space,
     remove_stale,
     space_folders,
 )
-from quire.engine.tiers.deletions import mark_cleared, mark_pruned
 from quire.errors import CacheFolderError, InvalidRequest
 from quire.sizes import file_size
 from quire.weights import hub

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
-from quire.backends.kv_division import TYPICAL_CONTEXT, KVCosts, KVMemory, MemoryRequest
-from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
+from quire.backends.kv_division import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, MemoryRequest
 from quire.backends.kv_spec import KVSpec
 from quire.backends.machine import choose_threads
 from quire.backends.native.expert_memory import MEMORY_SHARE

@@ -20,7 +20,7 @@ from quire.cli.terminal import echo
 from quire.core.policy import POLICIES
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra
-from quire.sim.routers import ROUTERS
+from quire.sim.cluster import ROUTERS
 from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Machine, Outcome, RequestRecord, SimConfig, SimReport, percentile, simulate
 from quire.sim.traces import TraceRequest, read_trace

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.errors import InvalidRequest
-from quire.sim.cluster import REPORT_S, ClusterReport, simulate_cluster
-from quire.sim.routers import ROUTERS
+from quire.sim.cluster import REPORT_S, ROUTERS, ClusterReport, simulate_cluster
 from quire.sim.simulator import Machine, SimConfig, percentile
 from quire.sim.traces import TraceRequest
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from quire.core.cache.block import BLOCK_SIZE, check_block_size
 from quire.core.cache.block_pool import BlockPool, PoolStats
-from quire.core.cache.chain import Digest, TokenChain, hash_block_tokens
-from quire.core.cache.context import Context
+from quire.core.cache.context import Context, Digest, TokenChain, hash_block_tokens
 from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.levels.lower_tier import LowerTier

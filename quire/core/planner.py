@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
-from quire.core.admission import Admission, GrowthRoom, Outcome
+from quire.core.admission import Admission, GrowthRoom, Outcome, StepBuilder
 from quire.core.cache.prefix import CacheExplanation, PrefixHit
 from quire.core.events import Observer, ignore
 from quire.core.fairness import Ledger, TierWork, Turn
@@ -20,7 +20,6 @@ from quire.core.policy import Policy
 from quire.core.queues import Key, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import SeqSlice
-from quire.core.step_builder import StepBuilder
 from quire.core.values import TIERS, Priority
 from quire.errors import InvalidRequest, InvariantViolation
 

@@ -29,9 +29,8 @@ from quire.core.policy import make_policy
 from quire.core.scheduler import Scheduler
 from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.engine import Engine
-from quire.engine.tiers.break_even import measure_prefill
 from quire.engine.tiers.cache_folder import root_secret
-from quire.engine.tiers.opening import OpenedTiers, TierSettings
+from quire.engine.tiers.opening import OpenedTiers, TierSettings, measure_prefill
 from quire.engine.tiers.weights_digest import DIGESTS, weights_digest
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import memory_size, parse_size

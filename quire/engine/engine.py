@@ -14,10 +14,9 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
 from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams, Tier
-from quire.engine.guesses import awaits_tokens
+from quire.engine.guesses import Predicted, Speculation, awaits_tokens
 from quire.engine.params import PinPrefix
 from quire.engine.repetition import Sampled, failed_step, last_tokens, repeat_step
-from quire.engine.speculation import Predicted, Speculation
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.tiers.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, QuireError

@@ -12,11 +12,11 @@ from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
 from quire.text.boundaries import find_boundaries
 from quire.text.chat_template import ChatTemplate
-from quire.text.detokenize import Detokenizer
 from quire.text.grammar import Grammar, GrammarKind
 from quire.text.harmony import MARKERS, HarmonyParser
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
+from quire.text.stream import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tool_grammars import answer_grammar

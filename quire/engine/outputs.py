@@ -13,8 +13,8 @@ from quire.core.cache.prefix import CacheExplanation
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.core.values import FinishReason
 from quire.engine.engine import EngineOutput
+from quire.engine.guesses import Predicted
 from quire.engine.params import GenerationRequest
-from quire.engine.speculation import Predicted
 from quire.errors import RequestFailed
 from quire.text.answers import AnswerParser
 from quire.text.stream import TextStream

@@ -15,7 +15,7 @@ from quire.core.values import PackedPrompt, Priority, SamplingParams, check_salt
 from quire.errors import InvalidRequest
 from quire.text.answers import AnswerParser
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.stop_strings import StopStrings
+from quire.text.stream import StopStrings
 from quire.weights.spec import GenerationDefaults
 
 T = TypeVar("T", int, float)

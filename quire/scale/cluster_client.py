@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.backends.base import Capacity
-from quire.core.cache.chain import TokenChain, hash_block_tokens, root_key
+from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, Scheduling
@@ -26,9 +26,7 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.connection import SafeCallback, WorkerConnection
-from quire.engine.worker.generation import Generation
-from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.client import HANG_LIMIT_S, Generation, SafeCallback, WorkerConnection
 from quire.engine.worker.protocol import (
     Answer,
     Blocks,
@@ -64,8 +62,7 @@ from quire.errors import (
     WorkerDied,
 )
 from quire.scale.combination import add_stats, counters_of, join_blocks, offsets
-from quire.scale.replica_link import ReplicaLink
-from quire.scale.replica_view import ReplicaView
+from quire.scale.replica_view import ReplicaLink, ReplicaView
 from quire.scale.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
 from quire.scale.transport import ReplicaGone, Transport
 

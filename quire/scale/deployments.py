@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.backends.machine import has_nvidia
 from quire.engine.composition import EngineConfig
-from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.client import HANG_LIMIT_S
 from quire.errors import InvalidRequest, QuireError
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.ray_transport import RayTransport

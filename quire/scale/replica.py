@@ -21,8 +21,7 @@ import msgspec
 
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
-from quire.engine.worker.connection import LOAD_LIMIT_S
-from quire.engine.worker.process import HANG_LIMIT_S, WorkerProcess
+from quire.engine.worker.client import HANG_LIMIT_S, LOAD_LIMIT_S, WorkerProcess
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Add,

@@ -1,14 +1,154 @@
-"""What a front knows about one replica: its connection, its load, and its last figures."""
+"""What a front knows about one replica: the link to it, its load, and its last figures.
+
+The link is what `WorkerProcess` is for a worker on the same machine. The replica watches its worker for hangs. A front
+only notices that the stream of messages ends.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
 from quire.core.kv_cache import CacheStats
 from quire.engine.composition import EngineConfig, Scheduling
-from quire.engine.worker.connection import WorkerConnection
-from quire.engine.worker.generation import Generation
-from quire.engine.worker.protocol import ReplicaStatus, Stats
+from quire.engine.worker.client import Generation, WorkerConnection
+from quire.engine.worker.protocol import (
+    MAX_UNSENT,
+    Cancel,
+    Finish,
+    FromWorker,
+    ReplicaStatus,
+    Stats,
+    ToWorker,
+    Working,
+    encode,
+    from_worker,
+)
+from quire.errors import QueueFull
 from quire.scale.combination import counters_of
 from quire.scale.routing import ReplicaLoad
+from quire.scale.transport import ReplicaGone, Transport
+
+KEEPALIVE_S = 5.0  # replicas drop a front that sends nothing for `SILENT_LIMIT_S`
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaLink:
+    """Exchanges messages with one replica. `on_end`: called once, with the reason, unless it was closed on purpose."""
+
+    def __init__(
+        self,
+        replica: str,
+        transport: Transport,
+        on_message: Callable[[FromWorker], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.replica = replica
+        self.pid = 0
+        self._transport = transport
+        self._on_message = on_message
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+        self._limit_s: float | None = None
+        self._heard_s = self._loop.time()
+        self.announced_s = 0.0
+        self._unsent: list[bytes] = []
+        self._num_unsent = 0  # bytes
+        self._has_unsent = asyncio.Event()
+        self._is_connected = asyncio.Event()  # a message was received
+        self._tasks = (self._loop.create_task(self._read()), self._loop.create_task(self._write()))
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    @property
+    def silence_s(self) -> float:
+        return self._loop.time() - self._heard_s
+
+    def send(self, message: ToWorker) -> None:
+        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
+        if self._is_over:
+            return
+        frame = encode(message)
+        if self._num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
+            raise QueueFull(f"{self._num_unsent} bytes are waiting to be read by replica {self.replica}")
+        self._unsent.append(frame)
+        self._num_unsent += len(frame)
+        self._has_unsent.set()
+
+    def expect_message(self, limit_s: float | None) -> None:
+        """Count silence from now on, unless a message was expected already. None: no message is expected."""
+        if self._limit_s is None and limit_s is not None:
+            self._heard_s, self.announced_s = self._loop.time(), 0.0
+        self._limit_s = limit_s
+
+    def end(self, reason: str = "") -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._cancel_tasks()
+            self._loop.call_soon(self._on_end, reason or "ended")
+
+    async def close(self) -> None:
+        self._is_over = True
+        self._cancel_tasks()
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        if others:
+            await asyncio.wait(others)
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _read(self) -> None:
+        stream = self._transport.messages(self.replica)
+        try:
+            async for frames in stream:
+                self._is_connected.set()
+                for message in map(from_worker.decode, frames):
+                    self._heard_s = self._loop.time()
+                    self.announced_s = message.limit_s if isinstance(message, Working) else 0.0
+                    if not self._is_over:
+                        self._on_message(message)
+                if self._is_over:
+                    return
+            self.end()
+        except ReplicaGone as error:
+            log.info("replica %s: %s", self.replica, error)
+            self.end()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("messages of replica %s could not be read", self.replica)
+            self.end("sent messages that could not be read")
+        finally:
+            with suppress(Exception):
+                await stream.aclose()
+
+    async def _write(self) -> None:
+        """Send the messages that have collected, in one call. If there are none for a while, an empty call is sent."""
+        await self._is_connected.wait()
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_unsent.wait(), KEEPALIVE_S)
+            self._has_unsent.clear()
+            frames, self._unsent, self._num_unsent = self._unsent, [], 0
+            try:
+                await self._transport.send(self.replica, frames)
+            except ReplicaGone as error:
+                log.info("replica %s: %s", self.replica, error)
+                self.end()
+                return
+            except Exception:
+                log.exception("messages to replica %s could not be sent", self.replica)
+                self.end("could not be sent messages")
+                return
+
 
 RECONNECT_S = 1.0  # pause before the first attempt to connect again; it doubles with each failure
 MAX_RECONNECT_S = 30.0

@@ -13,16 +13,14 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationRequest
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import Generation
 from quire.errors import QuireError
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import QueueTicket
-from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.logs import log_request
-from quire.server.observability.metrics import Metrics
-from quire.server.observability.request_record import RequestRecord
+from quire.server.observability.metrics import ActivityCounters, Metrics, RequestRecord
 from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt, stopped_text
 from quire.text.messages import ChatRequest

@@ -86,8 +86,8 @@ from quire.server.protocols.openai.types import (
     ModelList,
 )
 from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
-from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
+from quire.server.web.static import HEADERS, PAGE
 from quire.version import __version__
 
 _ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # served or not

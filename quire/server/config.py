@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.core.values import MAX_TOKEN_ID, Priority
 from quire.engine.composition import EngineConfig
+from quire.engine.worker.client import HANG_LIMIT_S
 from quire.engine.worker.kv_events import (
     PORTS_PER_MODEL,
     Endpoint,
@@ -18,7 +19,6 @@ from quire.engine.worker.kv_events import (
     check_topic,
     parse_endpoint,
 )
-from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
 from quire.text.tool_formats import named_tool_format
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.backends.base import Progress
-from quire.backends.kv_memory import CPU_CAP
+from quire.backends.kv_division import CPU_CAP
 from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
 from quire.engine.worker.garbage_collection import calm_collector

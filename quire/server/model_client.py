@@ -12,8 +12,7 @@ from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationRequest
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.client import EngineClient
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import EngineClient, Generation
 from quire.engine.worker.protocol import Blocks, Ready, ReplicaStatus, Stats, Stepped
 from quire.server.config import ModelConfig
 

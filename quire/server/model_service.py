@@ -20,7 +20,7 @@ from typing import TypeVar
 from quire.core.values import Priority
 from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, RequestFailed, TemplateError
 from quire.server.active_request import ActiveRequest, RequestInfo
@@ -29,8 +29,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
 from quire.server.limits import FairSlots, QueueTicket, Quotas, TierQueues
 from quire.server.model_client import ModelClient
-from quire.server.observability.activity import ActivityCounters
-from quire.server.observability.metrics import Metrics
+from quire.server.observability.metrics import ActivityCounters, Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4

@@ -24,7 +24,7 @@ from quire.core.values import Priority
 from quire.engine.composition import check_supported
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import ModelText
-from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.client import HANG_LIMIT_S
 from quire.engine.worker.protocol import Ready, Stepped
 from quire.errors import (
     InvalidRequest,

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.errors import InvalidRequest, RequestFailed, TemplateError
 from quire.text.boundaries import find_starters
-from quire.text.messages import ChatRequest, Message, Role
+from quire.text.messages import ChatRequest, Message, Role, Tool, ToolMode
 from quire.text.reasoning import SWITCHES, find_reasoning
 from quire.text.rendering import Renderer, TemplateFailure, TemplateRefusal
 from quire.text.tokenizer import Tokenizer
@@ -27,7 +27,6 @@ from quire.text.tool_prompts import (
     template_tool,
     tools_as_text,
 )
-from quire.text.tools import Tool, ToolMode
 from quire.text.turns import STRICTEST, TurnRules, find_rules, is_plain, merge_turns
 from quire.text.vocab_spec import AddedToken
 

@@ -2,18 +2,146 @@
 
 The caller owns the stream and its request: when a delta has a `stop`, the caller must finish the request in the engine
 with `num_tokens` tokens. Tokens already in flight may still be pushed; they are dropped.
+
+A `Detokenizer` knows bytes and characters. `StopStrings` finds stop strings, and holds back text that may be the start
+of one.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.text.detokenize import Detokenizer
-from quire.text.stop_strings import StopStrings
+from quire.errors import InvalidRequest
+from quire.text.tokenizer import check_text
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
+
+
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Converts the tokens of one answer to text as they arrive. Constant work per token.
+
+    Returned text is final: the bytes of an incomplete character are held back until it is complete. The concatenated
+    texts equal `Tokenizer.decode` of all tokens. Some models write a space before every word; the first one is removed,
+    except with `keep_prefix_space`, for text that continues a prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown_special: frozenset[int] = frozenset(),
+        keep_prefix_space: bool = False,
+    ) -> None:
+        """`shown_special`: special tokens to keep in the text even with `skip_special`."""
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids - shown_special if skip_special else frozenset[int]()
+        self._strips_next = tokenizer.strip_prefix_space and not keep_prefix_space
+        self._decoder = _Utf8("replace")
+        # Nothing is held back or to be removed: the text of the next token is its entry in `Tokenizer.plain_texts`,
+        # if that is not empty, and pushing such a token would change nothing here.
+        self.is_clean = not self._strips_next
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became final with these tokens."""
+        hidden, token_bytes = self._hidden, self._tokenizer.token_bytes
+        data = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in hidden])
+        text = self._strip(self._decoder.decode(data))
+        self.is_clean = not self._strips_next and not self._decoder.getstate()[0]
+        return text
+
+    def push_each(self, token_ids: Sequence[int]) -> list[str]:
+        """Like `push`, with one text per token: a character belongs to the token that completes it."""
+        return [self.push((token_id,)) for token_id in token_ids]
+
+    def finish(self) -> str:
+        """Flush at the end of the answer: an incomplete character becomes U+FFFD."""
+        return self._strip(self._decoder.decode(b"", final=True))
+
+    def _strip(self, text: str) -> str:
+        if not self._strips_next or not text:
+            return text
+        self._strips_next = False
+        return text.removeprefix(" ")
+
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+
+
+class StopMatch(NamedTuple):
+    text: str  # released by this push: final, and not part of a stop string
+    stop: str | None  # the stop string that ended the text, if one did
+
+
+class StopStrings:
+    """Matches one text against its stop strings.
+
+    The stop string that ends first wins; of those that end at the same character, the longest. This is the result of
+    reading the text one character at a time, so it does not depend on how the text is split into pieces. The cost of
+    a push depends on its text and the lengths of the stop strings, not on the length of the text so far.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), *, include_stop: bool = False) -> None:
+        _check(stops)
+        self._stops = tuple(dict.fromkeys(stops))
+        self._include_stop = include_stop
+        # Every proper prefix: text that ends with one of them may be the start of a stop string.
+        self._prefixes = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        self._longest = max(map(len, self._prefixes), default=0)
+        self._held = ""
+        self._stopped = False
+
+    @property
+    def held(self) -> str:
+        """Text that was pushed and not released yet."""
+        return self._held
+
+    def push(self, text: str) -> StopMatch:
+        """Push text and return what can be released. After a match all further text is dropped."""
+        if self._stopped:
+            return StopMatch("", None)
+        if not self._stops:
+            return StopMatch(text, None)
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held, self._stopped = "", True
+            return StopMatch(text[: end if self._include_stop else start], stop)
+        keep = self._num_waiting(text)
+        self._held = text[len(text) - keep :]
+        return StopMatch(text[: len(text) - keep], None)
+
+    def finish(self) -> str:
+        """Release the held text at the end: it is not a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_waiting(self, text: str) -> int:
+        for size in range(min(self._longest, len(text)), 0, -1):
+            if text[-size:] in self._prefixes:
+                return size
+        return 0
+
+
+def _check(stops: Sequence[str]) -> None:
+    if isinstance(stops, str):
+        raise InvalidRequest(f"stop = {stops[:80]!r} is a string, not a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings, more than {MAX_STOPS}")
+    for i, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise InvalidRequest(f"stop[{i}] is a {type(stop).__name__}, not a string")
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(f"stop[{i}] has {len(stop)} characters, not 1 to {MAX_STOP_CHARS}")
+        check_text(stop, name=f"stop[{i}]")
 
 
 class TokenText(NamedTuple):

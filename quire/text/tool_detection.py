@@ -9,10 +9,10 @@ from typing import Any
 
 from quire.text.answers import AnswerParser, CallArguments, CallStart
 from quire.text.harmony import CHANNEL, HarmonyParser
+from quire.text.messages import Tool
 from quire.text.rendering import TemplateFailure
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, Syntax, ToolFormat
 from quire.text.tool_prompts import template_tool
-from quire.text.tools import Tool
 
 RenderTrial = Callable[[Mapping[str, Any]], str]  # template variables to text; raises TemplateFailure
 

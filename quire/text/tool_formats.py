@@ -16,8 +16,8 @@ from quire.errors import InvalidRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Words
 from quire.text.json_calls import JsonCall
 from quire.text.literal_calls import GEMMA, GEMMA_QUOTE, PYTHON, LiteralCall
+from quire.text.messages import Tool
 from quire.text.reasoning import num_held
-from quire.text.tools import Tool
 from quire.text.xml_calls import FUNCTION, XmlCall
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments

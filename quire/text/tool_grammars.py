@@ -16,11 +16,11 @@ from quire.errors import InvalidRequest
 from quire.text.call_grammars import CallWriter, NotWritable
 from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, lark_regex, lark_text, schema_text
 from quire.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from quire.text.messages import MAX_TOOLS, Tool, ToolChoice, ToolMode
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.schemas import HeldSchema, hold_schema
 from quire.text.tool_formats import Syntax, ToolFormat
 from quire.text.tool_prompts import NO_PARAMETERS
-from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
 _FIRST_CALL_LINE = 2  # each tool's rule has its own line of the source, so that an error identifies the tool

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.text.messages import Message, Part, Role
+from quire.text.messages import Message, Part, Role, Tool, ToolCall
 from quire.text.tool_formats import ToolFormat
-from quire.text.tools import Tool, ToolCall
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

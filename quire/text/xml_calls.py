@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
+from quire.text.messages import Tool
 from quire.text.schema_logic import KINDS, kind_of, kinds_of
-from quire.text.tools import Tool
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="

@@ -12,8 +12,7 @@ import pytest
 
 from quire.backends import kv_division
 from quire.backends.base import BackendOptions
-from quire.backends.kv_division import MIN_SNAPSHOTS, KVCosts, KVMemory, MemoryRequest
-from quire.backends.kv_memory import DEFAULT_MAX_BLOCKS
+from quire.backends.kv_division import DEFAULT_MAX_BLOCKS, MIN_SNAPSHOTS, KVCosts, KVMemory, MemoryRequest
 from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
 from quire.errors import InvalidRequest
 

@@ -3,7 +3,7 @@
 from random import Random
 
 from quire.core.cache.block import KVCacheBlock
-from quire.core.cache.chain import pack_tokens
+from quire.core.cache.context import pack_tokens
 from quire.core.cache.prefix import SortedBlocks
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from quire.core.cache.block import KVCacheBlock
 from quire.core.cache.block_pool import BlockPool, PoolStats
-from quire.core.cache.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import PrefixTree
 from quire.core.events import Event, Evicted
 from quire.errors import InvalidRequest, OutOfBlocks

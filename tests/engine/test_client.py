@@ -15,8 +15,7 @@ from quire.core.cache.prefix import StopReason
 from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.client import EngineClient
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import EngineClient, Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import InvalidRequest, QueueFull, RequestFailed
 from tests.engine.serving import SLOW, client, request, run, stats, until, usage
@@ -275,7 +274,7 @@ def test_cancel_is_sent_even_if_the_buffer_is_full(tiny_model: Path, monkeypatch
         async with client(tiny_model, backend="fake") as engine:
             generation = await engine.submit(request(engine, max_tokens=2000))
             with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.worker.process.MAX_UNSENT", 1)
+                patch.setattr("quire.engine.worker.client.MAX_UNSENT", 1)
                 with pytest.raises(QueueFull):
                     await engine.submit(request(engine))
                 generation.cancel()

@@ -19,7 +19,7 @@ import zmq
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
-from quire.core.cache.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
 from quire.core.values import PackedPrompt, Priority, SamplingParams, Tier

@@ -20,8 +20,8 @@ from quire.engine import arithmetic
 from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.composition import EngineConfig, begin_fingerprint, make_engine
 from quire.engine.tiers.cache_folder import find_spaces
-from quire.engine.worker import process
-from quire.engine.worker.connection import WorkerConnection
+from quire.engine.worker import client as process
+from quire.engine.worker.client import WorkerConnection
 from quire.engine.worker.protocol import Fingerprinted, Ready
 from tests.engine.serving import client, run
 from tests.tiny import write_tiny_model

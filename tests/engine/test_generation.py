@@ -13,7 +13,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta
 from quire.engine.params import GenerationParams
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import Started
 from quire.errors import RequestFailed, WorkerDied
 from tests.engine.serving import collect, run

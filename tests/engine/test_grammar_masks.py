@@ -19,11 +19,11 @@ from quire.engine.structured import trial as grammar_trial
 from quire.engine.structured.grammars import Grammars
 from quire.engine.structured.masks import Matcher
 from quire.text.grammar import json_schema_grammar
+from quire.text.messages import Tool, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import TOOL_FORMATS, Syntax, ToolFormat
 from quire.text.tool_grammars import answer_grammar
-from quire.text.tools import Tool, ToolChoice, ToolMode
 from tests.text.written_calls import START, written
 
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # docs/structured.md

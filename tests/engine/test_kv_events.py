@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.core.cache.chain import hash_block_tokens, pack_tokens, root_key
+from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
 from quire.core.events import Cleared, Published, Removed
 from quire.core.values import Tier
 from quire.engine.worker.kv_events import Endpoint, KvEventQueue, KvEventsConfig, parse_endpoint, start_payload

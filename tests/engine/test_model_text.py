@@ -16,11 +16,10 @@ from quire.engine.params import GenerationParams
 from quire.text.answers import CallStart, PlainAnswer, Thought, Words
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import json_object_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolChoice, ToolMode
 from quire.text.reasoning import ThoughtParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
-from quire.text.tools import Tool, ToolChoice, ToolMode
 from quire.weights.config import spec_from_config
 from quire.weights.spec import GenerationDefaults, ShortConvSpec
 from tests.text.family_templates import GEMMA4, HARMONY, QWEN35

@@ -13,9 +13,9 @@ from quire.engine.engine import EngineOutput
 from quire.engine.outputs import Answers, TokenLogprob
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
+from quire.text.messages import Tool
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
-from quire.text.tools import Tool
 from quire.weights.spec import GenerationDefaults
 from tests.text.vocabularies import byte_level_json
 

@@ -16,7 +16,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta
 from quire.engine.params import GenerationRequest
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import Stepped, from_worker, pack, stepped
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level_gguf, sentencepiece_gguf

@@ -17,8 +17,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.guesses import Drafter, Guess
-from quire.engine.speculation import NUM_MISSES, NUM_SKIPPED, Predicted
+from quire.engine.guesses import NUM_MISSES, NUM_SKIPPED, Drafter, Guess, Predicted
 from quire.errors import InvalidRequest
 
 BLOCK_SIZE, VOCAB_SIZE = 4, 50

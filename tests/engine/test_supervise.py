@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.worker.client import EngineClient
-from quire.engine.worker.process import WorkerProcess
+from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Failed, GetStats, Stepped, Working, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, request, run, until
@@ -106,7 +105,7 @@ def test_the_last_message_is_read_even_if_the_worker_left_messages_unread(monkey
         command = [sys.executable, "-c", script, str(fd), pack(Failed("InvariantViolation", "why")).hex()]
         return subprocess.Popen(command, pass_fds=[fd])
 
-    monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
+    monkeypatch.setattr("quire.engine.worker.client._spawn", spawn)
 
     async def work() -> None:
         messages: list[Any] = []
@@ -212,7 +211,7 @@ def test_a_failed_process_start_is_retried(tiny_model: Path, monkeypatch: pytest
                 raise BlockingIOError("no process left")
 
             with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.worker.process._spawn", fail)
+                patch.setattr("quire.engine.worker.client._spawn", fail)
                 kill(engine)
                 await until(lambda: engine._num_early_deaths >= 2)
                 with pytest.raises(WorkerDied, match="no process left"):
@@ -295,7 +294,7 @@ def test_an_announced_silence_lasts_until_the_next_message(monkeypatch: pytest.M
         command = [sys.executable, "-c", script, str(fd), pack(Working(77.0)).hex(), pack(Stepped(())).hex()]
         return subprocess.Popen(command, pass_fds=[fd])
 
-    monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
+    monkeypatch.setattr("quire.engine.worker.client._spawn", spawn)
 
     async def work() -> list[float]:
         messages: list[Any] = []

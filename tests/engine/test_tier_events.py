@@ -8,8 +8,7 @@ from random import Random
 from quire.core.levels.lower_tier import LowerTier
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Tier
-from quire.engine.worker.kv_events import KvEventQueue, block_hash
-from quire.engine.worker.tier_events import TierEvents
+from quire.engine.worker.kv_events import KvEventQueue, TierEvents, block_hash
 from tests.core.tier_rig import BLOCK_SIZE, TieredRig
 from tests.engine.vllm_events import Router
 

@@ -23,8 +23,7 @@ from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.worker.client import EngineClient
-from quire.engine.worker.process import WorkerProcess
+from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
 from quire.engine.worker.step_estimate import StepEstimator, Work
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
@@ -546,7 +545,7 @@ def test_a_silent_worker_is_killed_unless_the_silence_was_announced(
         command = [sys.executable, "-c", LOUD, str(fd), first.hex(), pack(Stepped(())).hex()]
         return subprocess.Popen(command, pass_fds=[fd])
 
-    monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
+    monkeypatch.setattr("quire.engine.worker.client._spawn", spawn)
 
     async def work() -> tuple[list[Any], list[str]]:
         messages: list[Any] = []

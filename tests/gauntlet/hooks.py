@@ -130,7 +130,7 @@ def _break_worker() -> None:
 
 
 def _break_server() -> None:
-    from quire.engine.worker.generation import Generation
+    from quire.engine.worker.client import Generation
     from quire.text.rendering import Renderer
 
     def seed_of(generation: Any) -> int | None:

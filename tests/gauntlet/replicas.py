@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.engine.outputs import Delta
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import Generation
 from quire.errors import QuireError
 from quire.scale.cluster_client import ClusterClient
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly

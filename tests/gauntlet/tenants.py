@@ -17,7 +17,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, cast
 
-from quire.core.cache.chain import hash_block_tokens, pack_tokens, root_key
+from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
 from quire.server.app import ENDPOINTS, Access
 from quire.server.auth import Key
 from quire.server.model_service import ModelService

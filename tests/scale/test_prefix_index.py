@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.scale.prefix_index import ENTRY_BYTES, SWEEP_BLOCKS, PrefixIndex
+from quire.scale.routing import ENTRY_BYTES, SWEEP_BLOCKS, PrefixIndex
 
 
 def keys(name: str, count: int) -> list[bytes]:

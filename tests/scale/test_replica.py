@@ -15,8 +15,7 @@ from quire.engine.composition import EngineConfig
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.worker.generation import Generation
-from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.client import HANG_LIMIT_S, Generation
 from quire.engine.worker.protocol import Add, Cancel, DropBlocks, Fingerprinted, GetStats, ToWorker, encode, to_worker
 from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
@@ -312,7 +311,7 @@ def test_a_request_that_ends_at_a_stop_string_is_forgotten(tiny_model: Path) -> 
 
 
 def test_a_probe_after_a_cancellation_is_answered(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.connection.MOVING_LIMIT_S", 0.0)  # any silence with open work is reported
+    monkeypatch.setattr("quire.engine.worker.client.MOVING_LIMIT_S", 0.0)  # any silence with open work is reported
 
     async def work(direct: Direct, client: ClusterClient) -> None:
         running = await client.submit(request(client, max_tokens=4000))

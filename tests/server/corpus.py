@@ -17,8 +17,7 @@ from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesR
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
 from quire.server.protocols.openai.responses_types import ResponsesRequest
-from quire.server.protocols.openai.support import ACCEPTED
-from quire.server.protocols.openai.types import ChatCompletionRequest, CompletionRequest
+from quire.server.protocols.openai.types import ACCEPTED, ChatCompletionRequest, CompletionRequest
 from quire.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 CHAT = "/v1/chat/completions"

@@ -29,14 +29,12 @@ from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic.errors import ANTHROPIC
 from quire.server.protocols.anthropic.messages import MessageEvents, Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_inference_request
-from quire.server.protocols.anthropic.support import UNSUPPORTED, refuse_unsupported
-from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
+from quire.server.protocols.anthropic.types import UNSUPPORTED, CountTokensRequest, MessagesRequest, refuse_unsupported
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_schema_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import PROMPTED, CallParser
-from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from tests.server.streams import events_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]

@@ -16,7 +16,7 @@ import pytest
 
 from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
-from quire.engine.worker.generation import Generation
+from quire.engine.worker.client import Generation
 from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventEncoder, EventStream, TokenWriter

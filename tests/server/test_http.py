@@ -15,10 +15,19 @@ from quire.engine.outputs import Delta
 from quire.errors import InvalidRequest
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.http import open_connections
+from quire.server.http import server as open_connections
 from quire.server.http.event_stream import EventStream
-from quire.server.http.open_connections import FREE_BYTES, GRACE_S, OpenConnections
-from quire.server.http.server import LINGER_S, SPARE_FILES, HttpProtocol, bind, make_config, raise_file_limit
+from quire.server.http.server import (
+    FREE_BYTES,
+    GRACE_S,
+    LINGER_S,
+    SPARE_FILES,
+    HttpProtocol,
+    OpenConnections,
+    bind,
+    make_config,
+    raise_file_limit,
+)
 from quire.server.protocols.openai.errors import OPENAI
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s

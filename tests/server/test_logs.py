@@ -32,7 +32,7 @@ from quire.server.observability.logs import (
     request_fields,
     setup_logging,
 )
-from quire.server.observability.request_record import RequestRecord
+from quire.server.observability.metrics import RequestRecord
 from tests.server.test_metrics import PAGE, RECORD
 
 LINE = re.compile(

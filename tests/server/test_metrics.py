@@ -24,8 +24,16 @@ from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, T
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.observability.health import _take_metrics
-from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
-from quire.server.observability.request_record import RequestRecord
+from quire.server.observability.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    REASONS,
+    VLLM,
+    Exposition,
+    Metrics,
+    RequestRecord,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 READY = Ready(

@@ -27,14 +27,18 @@ from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
 from quire.server.protocols.ollama.errors import OLLAMA
 from quire.server.protocols.ollama.generation import Reply, chat_answer, generate_answer
 from quire.server.protocols.ollama.parsing import NAMES, find_model, keep_alive_s, parse_chat, parse_generate
-from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
-from quire.server.protocols.ollama.types import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from quire.server.protocols.ollama.types import (
+    IGNORED_OPTIONS,
+    UNSUPPORTED,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+)
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_object_grammar, json_schema_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import PROMPTED, CallParser
-from quire.text.tools import Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
 from tests.server.streams import events_of
 from tests.waiting import eventually

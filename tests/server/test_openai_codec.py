@@ -26,7 +26,6 @@ from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.cache_explanation import view
 from quire.server.protocols.openai import other_servers, types
 from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
 from quire.server.protocols.openai.completions import (
@@ -40,7 +39,8 @@ from quire.server.protocols.openai.completions import (
 from quire.server.protocols.openai.encoding import AnswerEvents, cache_view, head_of
 from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import protocol_field_names
-from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
+from quire.server.protocols.openai.types import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
+from quire.server.protocols.support import view
 from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt
 from quire.text.gbnf import gbnf_to_lark
@@ -53,11 +53,10 @@ from quire.text.grammar import (
     regex_grammar,
     token_grammar,
 )
-from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
-from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from tests.server.streams import events_of
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf
 

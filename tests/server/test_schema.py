@@ -21,7 +21,7 @@ from schemathesis.core.result import Ok
 
 from quire.server.app import ENDPOINTS
 from quire.server.http.openapi import ERRORS, EXAMPLES, FIELDS, STATUSES, openapi
-from quire.server.web.docs_page import CONTENT_SECURITY_POLICY, PAGE
+from quire.server.web.static import CONTENT_SECURITY_POLICY, PAGE
 
 
 class Access(Enum):

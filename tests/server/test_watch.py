@@ -23,8 +23,7 @@ from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped
 from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
-from quire.server.observability.activity import MAX_RECENT, ActivityCounters
-from quire.server.observability.request_record import RequestRecord
+from quire.server.observability.metrics import MAX_RECENT, ActivityCounters, RequestRecord
 from quire.server.observability.snapshot import (
     MAX_FINISHED_SHOWN,
     BlocksAnswer,

@@ -31,7 +31,7 @@ def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS, *,
 
 
 MUTANTS = (
-    _mutant("unchained keys", "core/cache/chain.py", "    state.update(parent_key)\n", ""),
+    _mutant("unchained keys", "core/cache/context.py", "    state.update(parent_key)\n", ""),
     _mutant(
         "one salt matches another",
         "core/cache/prefix.py",
@@ -494,7 +494,7 @@ MUTANTS = (
     ),
     _mutant(
         "keys of cached blocks added twice",
-        "core/cache/chain.py",
+        "core/cache/context.py",
         "self._keys += keys[len(self._keys) :]",
         "self._keys += keys",
         "tests/core/test_kv_cache.py",
@@ -609,7 +609,7 @@ MUTANTS = (
     ),
     _mutant(
         "chain keys shared across salts",
-        "core/cache/chain.py",
+        "core/cache/context.py",
         "        if self.root == other.root:\n            self._follow(other, known)\n",
         "        self._follow(other, known)\n",
         "tests/core/test_prefix.py",
@@ -1271,14 +1271,14 @@ MUTANTS = (
     ),
     _mutant(
         "a request stays held",
-        "engine/speculation.py",
+        "engine/guesses.py",
         "        request.draft, request.is_held = (), False\n",
         "        request.draft = ()\n",
         "tests/engine/test_speculation.py",
     ),
     _mutant(
         "a wait in vain is not a failure",
-        "engine/speculation.py",
+        "engine/guesses.py",
         "                entry.drafter.learn(1, 0)  # the awaited token differs from the guess\n",
         "                pass\n",
         "tests/engine/test_speculation.py",

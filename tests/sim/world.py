@@ -13,7 +13,7 @@ from random import Random
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, Hybrid, digest, run_alone
-from quire.core.cache.chain import hash_block_tokens
+from quire.core.cache.context import hash_block_tokens
 from quire.core.cache.prefix import FROM_ZERO, StopReason
 from quire.core.check import check_scheduler
 from quire.core.events import (

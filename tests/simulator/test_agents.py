@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.sim.agents import HEADER, agents
+from quire.sim.scenarios import HEADER, agents
 from quire.sim.simulator import SimConfig, SimReport, StepTime, simulate
 from quire.sim.traces import TraceRequest
 

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 
 from quire.core.values import Priority
-from quire.sim.cluster import REPORT_S, ClusterReport, simulate_cluster
-from quire.sim.routers import ROUTERS, ByPrefix, ConsistentHash, PowerOfTwo, imbalance
+from quire.sim.cluster import (
+    REPORT_S,
+    ROUTERS,
+    ByPrefix,
+    ClusterReport,
+    ConsistentHash,
+    PowerOfTwo,
+    imbalance,
+    simulate_cluster,
+)
 from quire.sim.scenarios import tree
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, simulate
 from quire.sim.traces import TraceRequest

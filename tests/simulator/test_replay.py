@@ -14,7 +14,7 @@ from quire.core.values import Priority
 from quire.engine.worker.log_lines import JsonFormatter
 from quire.errors import InvalidRequest, TraceError
 from quire.server.observability.logs import request_fields
-from quire.server.observability.request_record import RequestRecord
+from quire.server.observability.metrics import RequestRecord
 from quire.sim.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
 from quire.sim.simulator import SimConfig, StepTime, simulate

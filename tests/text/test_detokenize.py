@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.detokenize import Detokenizer
+from quire.text.stream import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level_gguf, library_tokenizer, sentencepiece_gguf
 

@@ -8,8 +8,7 @@ import pytest
 
 from quire.errors import InvalidRequest
 from quire.text.grammar import json_schema_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role
-from quire.text.tools import Tool
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool
 
 TYPES = "is not one of null, boolean, integer, number, string, array, object"
 ADDRESS = {"type": "object", "properties": {"city": {"type": "string"}}}

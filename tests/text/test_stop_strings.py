@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest
-from quire.text.stop_strings import StopStrings
+from quire.text.stream import StopStrings
 
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
 

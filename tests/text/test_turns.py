@@ -15,11 +15,10 @@ from quire.server.protocols.anthropic.types import MessagesRequest
 from quire.server.protocols.openai.responses_parsing import parse_responses
 from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.text.chat_template import ChatTemplate
-from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.template_worker import environment
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_prompts import template_tool
-from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.turns import STRICTEST, TurnRules, is_plain, merge_turns
 from tests.text.test_chat_template import STYLES
 from tests.text.tool_templates import TEMPLATES

@@ -12,7 +12,7 @@ import mlx_lm
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.block_io import layout_text, model_key
-from quire.backends.kv_memory import PoolRequest
+from quire.backends.kv_division import PoolRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.attention import install_attention
 from quire.backends.mlx.batch import BatchMode, build_passes

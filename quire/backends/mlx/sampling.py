@@ -14,8 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from quire.backends.base import TokenMasks
-from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short
+from quire.backends.sampling import is_penalised, is_short, uniform
 from quire.core.step import SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary

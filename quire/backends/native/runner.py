@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
-from quire.backends.block_io import counts_of, layout_text, model_key
-from quire.backends.host_block_io import HostBlockIO
+from quire.backends.block_io import HostBlockIO, counts_of, layout_text, model_key
 from quire.backends.native.batch import Batch, build_batch
 from quire.backends.native.library import Floats, Ints, kernels_in_use
 from quire.backends.native.model import NativeModel

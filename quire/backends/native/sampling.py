@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from quire.backends.base import TokenMasks
 from quire.backends.native.library import Floats, Ints
-from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short, masks_by_row
+from quire.backends.sampling import is_penalised, is_short, masks_by_row, uniform
 from quire.core.step import SeqSlice, TokenLogprobs
 from quire.errors import InvariantViolation
 

@@ -7,8 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from quire.backends.block_io import Counts, layout_text, model_key
-from quire.backends.host_block_io import Bytes, HostBlockIO
+from quire.backends.block_io import Bytes, Counts, HostBlockIO, layout_text, model_key
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.base import Model
 from quire.backends.torch.state_store import StateStore

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.backends.base import TokenMasks
-from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short, masks_by_row
+from quire.backends.sampling import is_penalised, is_short, masks_by_row, uniform
 from quire.backends.torch.kernels.sampling import NUM_PARAMS as NUM_PARAMS
 from quire.backends.torch.kernels.sampling import Scratch, change, choose, count, edit
 from quire.backends.torch.sampling import Logprobs, rank

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import DEFAULT_MAX_CHUNK, BlockIO, Capacity, RunnerFacts, TokenMasks
-from quire.backends.block_io import counts_of
-from quire.backends.host_block_io import HostBlockIO
+from quire.backends.block_io import HostBlockIO, counts_of
 from quire.backends.sampling import (
     PROMPT_ROWS,
     SampledRows,

@@ -2,7 +2,7 @@
 
 Every backend follows this order: penalties, logit bias, forbidden tokens (min_tokens, grammar), temperature, min-p,
 top-k, top-p, draw. A draw walks the kept tokens in the order of their ids until the cumulative probability passes the
-request's random number (`quire.backends.randomness`). A row does not depend on the other rows. Reported logprobs are
+request's random number (`quire.backends.sampling`). A row does not depend on the other rows. Reported logprobs are
 the model's own, before all of these changes.
 """
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import TokenMasks
-from quire.backends.randomness import uniform
-from quire.backends.sampling import is_penalised, is_short, masks_by_row
+from quire.backends.sampling import is_penalised, is_short, masks_by_row, uniform
 from quire.core.step import SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary

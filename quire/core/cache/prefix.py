@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.chain import Digest, TokenChain, hash_block_tokens, root_key
+from quire.core.cache.context import Digest, TokenChain, hash_block_tokens, root_key
 from quire.core.events import Cleared, Published, Removed, TreeChange
 from quire.core.values import TOKEN_BYTES, Tier
 

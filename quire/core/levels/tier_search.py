@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.chain import BLOCKS_PER_BATCH, TokenChain
+from quire.core.cache.context import BLOCKS_PER_BATCH, TokenChain
 from quire.core.cache.prefix import PrefixHit, common_run
 from quire.core.levels.lower_tier import LowerTier, Stored
 from quire.core.memory.hybrid import HybridMemory, cached_window

@@ -15,7 +15,7 @@ from itertools import count, takewhile
 from typing import NamedTuple
 
 from quire.core.cache.block_pool import BlockPool
-from quire.core.cache.chain import TokenChain
+from quire.core.cache.context import TokenChain
 from quire.core.cache.prefix import PrefixHit, PrefixTree
 from quire.core.levels.loads import Loaded, PrefixLoad, PrefixLoads
 from quire.core.levels.lower_tier import NS_PER_S, LowerTier, Stored

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.chain import TokenChain
-from quire.core.cache.context import Context
+from quire.core.cache.context import Context, TokenChain
 from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, PrefixTree
 from quire.core.memory.states import StateMemory, StateUse
 from quire.core.memory.windows import WindowMemory

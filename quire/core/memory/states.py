@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire.core.cache.block import EMPTY_SLOT, StateSlot
-from quire.core.cache.chain import TokenChain
-from quire.core.cache.context import Context
+from quire.core.cache.context import Context, TokenChain
 from quire.core.step import SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest, OutOfBlocks
 

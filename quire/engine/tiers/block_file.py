@@ -6,37 +6,214 @@
     payload   the bytes of the runner's memory
     SHA-256   of the header and of the checksum of the payload
 
-The space is a digest of everything that determines the payload besides the tokens: weights, backend, layout. A file
-is used only if every field is what the reader expects and both digests match. This module knows single files; folders
-and budgets are in `quire.engine.tiers.disk_store`.
+The space is a digest of everything that determines the payload besides the tokens: weights, backend, layout. A file is
+used only if every field is what the reader expects and both digests match. This module knows single files; folders and
+budgets are in `quire.engine.tiers.disk_store`.
 
-The checksum of the payload (`quire.engine.tiers.checksum`) finds damage, not forgery: anyone who can write to the
-folder can also write a matching digest. SHA-256 of the payload would not change that, and takes 10 to 60 times as long.
+The checksum of the payload finds damage, not forgery: anyone who can write to the folder can also write a matching
+digest. SHA-256 of the payload would not change that, and takes 10 to 60 times as long. The payload is a sequence of
+32-bit words in 8 lanes: word `i` is in lane `i % 8`. Bytes that are missing from the last row of lanes are zero. Each
+lane has two sums modulo 2^64, as in Fletcher's checksum: of its words, and of all values that the first sum had, so
+that the order matters. Damage of one or two words of a lane is always found. Damage of more is missed only if both sums
+of all lanes happen to stay the same. The C library adds 19 GB/s on one core of a Xeon, numpy 0.5. CRC-32 of zlib
+reaches 3 GB/s, and SHA-256 0.3.
 
-Intact files are read by the C library, several in one call and without the GIL. Whatever it does not accept is read
-again here, which finds out what is wrong with the file.
+Intact files are read by the C library (csrc/block_files.c), several in one call and without the GIL. Whatever it does
+not accept is read again here, which finds out what is wrong with the file. Without the library everything works, but
+slower: an install on a Mac without a compiler has none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
 import os
 import secrets
 import stat
 import struct
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from functools import cache
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.cache.chain import KEY_BYTES
+from quire.core.cache.context import KEY_BYTES
 from quire.core.step import Content, MemoryKind
-from quire.engine.tiers.checksum import Checksum, checksum, pack
-from quire.engine.tiers.file_library import DIGEST_BYTES, FileRead, load_library
 from quire.errors import QuireError
+
+LANES = 8
+ROW_BYTES = 4 * LANES
+CHECKSUM_BYTES = 16 * LANES
+
+_MODULUS = 1 << 64
+_PACKED = struct.Struct(f"<{2 * LANES}Q")
+_PYTHON_BYTES = 1 << 18  # that numpy or Python add at a time: their copies should be small
+
+
+class Checksum:
+    """Adds content in parts. Only the last part may have a length that is not a multiple of `ROW_BYTES`."""
+
+    def __init__(self, library: FileLibrary | None = None) -> None:
+        """`library` replaces the installed one."""
+        self._library = library or load_library()
+        self._sums = Sums()
+
+    def add(self, part: memoryview) -> None:
+        if self._library is not None:
+            self._library.add_bytes(self._sums, part)
+            return
+        add_rows = _find_adder()
+        for first in range(0, len(part), _PYTHON_BYTES):
+            some = part[first : first + _PYTHON_BYTES]
+            if missing := -len(some) % ROW_BYTES:
+                some = memoryview(bytes(some) + bytes(missing))
+            add_rows(self._sums, some)
+
+    def packed(self) -> bytes:
+        return pack(self._sums)
+
+
+def checksum(content: memoryview) -> bytes:
+    total = Checksum()
+    total.add(content)
+    return total.packed()
+
+
+def pack(sums: Sums) -> bytes:
+    """The sums as they are hashed."""
+    return bytes(sums) if sys.byteorder == "little" else _PACKED.pack(*sums.words, *sums.totals)
+
+
+def _find_adder() -> Callable[[Sums, memoryview], None]:
+    try:
+        import numpy  # noqa: F401
+    except ModuleNotFoundError:  # `quire cache verify` in an install without a backend
+        return _add_with_python
+    return _add_with_numpy
+
+
+def _add_with_numpy(sums: Sums, rows: memoryview) -> None:
+    import numpy as np
+
+    words = np.frombuffer(rows, "<u4").reshape(-1, LANES).astype(np.uint64)
+    num_rows = len(words)
+    weights = np.arange(num_rows, 0, -1, dtype=np.uint64)  # the first row is in all values that the sum has
+    added, weighted = words.sum(0), weights @ words
+    for lane in range(LANES):
+        sums.totals[lane] = (sums.totals[lane] + num_rows * sums.words[lane] + int(weighted[lane])) % _MODULUS
+        sums.words[lane] = (sums.words[lane] + int(added[lane])) % _MODULUS
+
+
+def _add_with_python(sums: Sums, rows: memoryview) -> None:
+    words = struct.unpack(f"<{len(rows) // 4}I", rows)
+    for lane in range(LANES):
+        values = list(accumulate(words[lane::LANES], initial=sums.words[lane]))
+        sums.words[lane] = values[-1] % _MODULUS
+        sums.totals[lane] = (sums.totals[lane] + sum(values[1:])) % _MODULUS
+
+
+ABI = 1
+DIGEST_BYTES = 32
+
+_NAME = "libquire_files.dylib" if sys.platform == "darwin" else "libquire_files.so"
+
+log = logging.getLogger(__name__)
+
+
+class Sums(ctypes.Structure):
+    """The sums of a checksum, for each lane."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 8), ("totals", ctypes.c_uint64 * 8))
+
+
+class _File(ctypes.Structure):
+    _fields_ = (
+        ("path", ctypes.c_char_p),
+        ("header", ctypes.c_char_p),
+        ("header_bytes", ctypes.c_uint64),
+        ("payload", ctypes.c_void_p),
+        ("payload_bytes", ctypes.c_uint64),
+        ("sums", Sums),
+        ("digest", ctypes.c_uint8 * DIGEST_BYTES),
+        ("is_read", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class FileRead(NamedTuple):
+    """A file to read: the header that it must have, and the buffer for its payload."""
+
+    path: str
+    header: bytes
+    payload: memoryview
+
+
+class FileFound(NamedTuple):
+    """What was read besides the payload: its sums, and the digest that is stored in the file."""
+
+    sums: Sums
+    digest: bytes
+
+
+class FileLibrary:
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the library cannot be loaded, or is of another version."""
+        library = ctypes.CDLL(str(path))
+        if not hasattr(library, "quire_files_abi") or library.quire_files_abi() != ABI:
+            raise OSError(f"{path} is of another version of quire")
+        self._add_bytes, self._read_files = library.quire_add_bytes, library.quire_read_files
+        self._add_bytes.argtypes = (ctypes.POINTER(Sums), ctypes.c_void_p, ctypes.c_uint64)
+        self._read_files.argtypes = (ctypes.POINTER(_File), ctypes.c_uint64, ctypes.c_int64)
+        self._add_bytes.restype = self._read_files.restype = None
+
+    def add_bytes(self, sums: Sums, part: memoryview) -> None:
+        """Add content to the sums."""
+        address, holder = _address(part)
+        self._add_bytes(sums, address, part.nbytes)
+        del holder
+
+    def read_files(self, reads: Sequence[FileRead], now_ns: int) -> list[FileFound | None]:
+        """Read files that are used at this time. None: the file is missing, or not as expected."""
+        files = (_File * len(reads))()
+        holders = []  # of the memory that C uses
+        for file, read in zip(files, reads, strict=True):
+            address, holder = _address(read.payload)
+            holders.append(holder)
+            file.path, file.header, file.header_bytes = read.path.encode(), read.header, len(read.header)
+            file.payload, file.payload_bytes = address, read.payload.nbytes
+        self._read_files(files, len(reads), now_ns)
+        return [FileFound(file.sums, bytes(file.digest)) if file.is_read else None for file in files]
+
+
+def _address(buffer: memoryview) -> tuple[int, object]:
+    """The address of a buffer, and what keeps it valid."""
+    if not buffer.nbytes:
+        return 0, None
+    if buffer.readonly:
+        copy = ctypes.create_string_buffer(bytes(buffer), buffer.nbytes)
+        return ctypes.addressof(copy), copy
+    shared = ctypes.c_char.from_buffer(buffer)
+    return ctypes.addressof(shared), shared
+
+
+@cache
+def load_library() -> FileLibrary | None:
+    """The installed library; None if there is none."""
+    path = Path(__file__).with_name(_NAME)
+    if not path.exists():
+        return None
+    try:
+        return FileLibrary(path)
+    except OSError as error:
+        log.warning("files of cached content are read in Python, which is slower: %s", error)
+        return None
+
 
 MAGIC = b"quireKV\n"
 VERSION = 1

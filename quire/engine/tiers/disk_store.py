@@ -36,6 +36,7 @@ from quire.engine.tiers.block_file import (
     write_block,
 )
 from quire.engine.tiers.cache_folder import (
+    DeletionWatch,
     StoredFile,
     find_secret,
     list_drafts,
@@ -48,7 +49,6 @@ from quire.engine.tiers.cache_folder import (
     restore_space,
     space_folders,
 )
-from quire.engine.tiers.deletions import DeletionWatch
 from quire.engine.tiers.file_index import Entry, FileIndex
 from quire.errors import CacheFolderError, InvalidRequest
 

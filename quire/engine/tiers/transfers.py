@@ -28,7 +28,7 @@ from quire.backends.base import BlockIO, PendingCopy
 from quire.core.step import Content, Load, MemoryRef, Read, Save, StepPlan
 from quire.core.values import Tier
 from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault
-from quire.engine.tiers.deletions import Deletion
+from quire.engine.tiers.cache_folder import Deletion
 from quire.engine.tiers.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread
 from quire.engine.tiers.host_memory import HostPiece, HostStore, Slots
 from quire.errors import CacheFolderError

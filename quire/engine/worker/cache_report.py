@@ -1,4 +1,4 @@
-"""Reports changes of the prefix cache to the client, for a router (`quire/scale/prefix_index.py`).
+"""Reports changes of the prefix cache to the client, for a router (`quire/scale/routing.py`).
 
 Unlike KV events, reports have no tokens and include prefixes of all salts: without the secret, a chain key tells
 nothing. The router computes the keys of a prompt with the salt of the API key that sent it.

@@ -1,55 +1,810 @@
 """The asyncio client of a model in a worker process.
 
 `EngineClient` starts a worker when needed, replaces one that ended, and submits requests. After a failure the next
-request starts a new worker, unless `supervise` has done so already.
+request starts a new worker, unless `supervise` has done so already. A `WorkerProcess` is one process and the socket to
+it; it knows messages and time, not requests. A `WorkerConnection` routes its messages to requests, and fails these when
+the worker dies or hangs. A `Generation` is one submitted request. Detokenization and stop strings run on this side, so
+that the worker only executes steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
+import msgspec
+
+from quire import errors
 from quire.backends.base import Capacity, Progress
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, Scheduling
+from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, GenerationOutput
+from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.connection import SafeCallback, WorkerConnection
-from quire.engine.worker.generation import Generation
 from quire.engine.worker.kv_events import KvEventsConfig
-from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.log_lines import log_format
 from quire.engine.worker.protocol import (
+    MAX_UNSENT,
+    Add,
+    Answer,
+    Begun,
     Blocks,
     BlocksViewed,
     CacheAnswer,
+    CacheReport,
+    Cancel,
     ClearCache,
     DropBlocks,
     Explain,
     Explained,
+    Failed,
     FindHeld,
+    Fingerprinted,
+    Finish,
+    FrameReader,
+    FrameWriter,
+    FromWorker,
     GetBlocks,
     GetStats,
     HeldFound,
+    Load,
+    Loading,
     PinCache,
+    Query,
     Ready,
+    Refused,
     ReplicaStatus,
+    Started,
     Stats,
     Stepped,
+    ToWorker,
     UnpinCache,
     ViewBlocks,
+    Working,
+    from_worker,
+    pack,
 )
-from quire.errors import CacheFolderError, InvalidRequest, QueueFull, QuireError, WorkerDied
+from quire.errors import (
+    CacheFolderError,
+    InvalidRequest,
+    LostBeforeStart,
+    QueueFull,
+    QuireError,
+    RequestFailed,
+    WorkerDied,
+)
 
-MAX_BACKOFF_S = 30.0
+HANG_LIMIT_S = 30.0  # without a message, while there is work
+EXIT_LIMIT_S = 5.0  # time for the process to end by itself
+STDERR = 2
+# Of the server only: a worker needs no keys, and whoever can read its memory must not find them.
+SERVER_SECRETS = ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY")
 
 log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """One worker process and the socket to it.
+
+    `on_end` is called once, with the reason, unless the process was closed on purpose. `is_over` may be True before.
+    """
+
+    def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_end = on_end
+        self._limit_s = HANG_LIMIT_S
+        self._socket, worker_end = socket.socketpair()
+        with worker_end:
+            try:
+                self._process = _spawn(worker_end.fileno())
+            except BaseException:
+                self._socket.close()
+                raise
+        self._socket.setblocking(False)
+        self._reader = FrameReader()
+        self._writer = FrameWriter(self._socket)
+        self._is_over = False
+        self._ending: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._deadline_s = 0.0
+        self._heard_s = self._loop.time()
+        self._announced_s = 0.0
+        self._loop.add_reader(self._socket, self._read)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    @property
+    def silence_s(self) -> float:
+        """Time since its last message, or since the first message was expected."""
+        return self._loop.time() - self._heard_s
+
+    @property
+    def announced_s(self) -> float:
+        """The silence that the worker announced with `Working`. 0: none, or it has sent a message since."""
+        return self._announced_s
+
+    def send(self, message: ToWorker) -> None:
+        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
+        frame = pack(message)
+        if self._is_over:
+            return
+        if self._writer.num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
+            raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
+        try:
+            self._writer.send(frame)
+        except ConnectionError:
+            return  # it has ended: `_read` handles that after its last messages
+        except OSError as error:
+            self.end(f"cannot be reached: {error}")
+            return
+        if self._writer.num_unsent:
+            self._loop.add_writer(self._socket, self._flush)
+
+    def expect_message(self, limit_s: float | None) -> None:
+        """Treat silence beyond the limit as a hang from now on. None: no message is expected, and no timer runs."""
+        if self._watch is not None and limit_s != self._limit_s:
+            self._watch.cancel()
+            self._watch = None
+        if limit_s is not None and self._watch is None and not self._is_over:
+            self._limit_s = limit_s
+            self._heard_s, self._announced_s = self._loop.time(), 0.0
+            self._deadline_s = self._heard_s + limit_s
+            self._watch = self._loop.call_at(self._deadline_s, self._check)
+
+    def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
+        """End the process; no further messages are sent or received.
+
+        Calls `on_end` when the process has ended, with `reason` or a description of its exit code.
+        """
+        if not self._is_over:
+            self._detach()
+            self._ending = self._loop.create_task(self._report(reason, grace_s))
+
+    async def close(self) -> None:
+        """End the process on purpose. It exits when its socket closes; otherwise it is killed."""
+        if not self._is_over:
+            self._detach()
+            await self._wait_or_kill(EXIT_LIMIT_S)
+        elif self._ending is not None:
+            await self._ending
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""  # ended with unread messages
+        except OSError as error:
+            self.end(f"cannot be reached: {error}")
+            return
+        if not data:
+            self.end()
+            return
+        try:
+            messages = [from_worker.decode(frame) for frame in self._reader.feed(data)]
+        except ValueError as error:
+            self.end(f"sent an invalid message: {error}")
+            return
+        for message in messages:
+            self._announced_s = message.limit_s if isinstance(message, Working) else 0.0
+            self._heard_s = self._loop.time()
+            self._deadline_s = self._heard_s + max(self._limit_s, self._announced_s)
+            if not self._is_over:
+                self._on_message(message)
+
+    def _flush(self) -> None:
+        try:
+            self._writer.flush()
+        except ConnectionError:
+            self._loop.remove_writer(self._socket)
+            return
+        except OSError as error:
+            self.end(f"cannot be reached: {error}")
+            return
+        if not self._writer.num_unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _check(self) -> None:
+        self._watch = None
+        if self._loop.time() < self._deadline_s:
+            self._watch = self._loop.call_at(self._deadline_s, self._check)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
+        limit_s = max(self._limit_s, self._announced_s)
+        self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
+
+    async def _report(self, reason: str, grace_s: float) -> None:
+        code = await self._wait_or_kill(grace_s)
+        self._on_end(reason or _describe(code))
+
+    async def _wait_or_kill(self, grace_s: float) -> int:
+        try:
+            return await asyncio.to_thread(self._process.wait, grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+    def _detach(self) -> None:
+        self._is_over = True
+        self.expect_message(None)
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+
+
+def _spawn(fd: int) -> subprocess.Popen[bytes]:
+    """Start a worker. -P: import no modules from the working directory. Its stdout goes to stderr."""
+    paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])]
+    log_name = log_format()
+    env = {name: value for name, value in os.environ.items() if name not in SERVER_SECRETS}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd), *([log_name] if log_name else [])],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=STDERR,
+        env={**env, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+    )
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"
+
+
+class TokenSink(Protocol):
+    """Receives new text as it arrives. Methods return False if the text must be queued."""
+
+    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
+        """Take a token of plain text of sample `index`."""
+
+    def take_delta(self, delta: Delta) -> bool:
+        """Take any other delta without a finish reason."""
+
+
+class Generation:
+    """A submitted request. Iterate over `deltas`: a failure raises there, and leaving early cancels the request.
+
+    Alternatively wait for `updated`, which several generations may share, and call `take`. A `sink` receives
+    text when it arrives, without waking a task, as long as nothing is queued. The last delta is always queued.
+    """
+
+    __slots__ = (
+        "_changed",
+        "_deltas",
+        "_error",
+        "_is_raised",
+        "_on_cancel",
+        "_on_start",
+        "_plain_texts",
+        "_samples",
+        "_updated",
+        "answers",
+        "cache",
+        "first_s",
+        "num_cached_tokens",
+        "num_moves",
+        "queued_s",
+        "request_ids",
+        "sink",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        answers: Answers,
+        request_ids: tuple[int, ...],
+        on_cancel: Callable[[Generation], None],
+        updated: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
+    ) -> None:
+        self.answers = answers
+        self._samples = answers.samples
+        self._plain_texts = answers.tokenizer.plain_texts
+        self.request_ids = request_ids  # one per sample
+        self.queued_s: float | None = None  # time in the worker's queue; None until it starts
+        self.cache: CacheExplanation | None = None  # set at the start: how much was cached, and why not more
+        self.num_cached_tokens = 0
+        self.num_moves = 0  # from replicas that ended before it started
+        self._on_cancel = on_cancel
+        self._deltas: list[Delta] = []
+        self._error: QuireError | None = None
+        self._is_raised = False  # the error was raised
+        self._changed = asyncio.Event()  # not shared: iterating must not clear the event of other generations
+        self._updated = updated
+        self._on_start = on_start
+        self.sink: TokenSink | None = None
+        self.first_s: float | None = None  # arrival of the first token, in the time of `time.monotonic`
+
+    @property
+    def last_s(self) -> float | None:
+        """Arrival of the last token so far."""
+        return max((sample.last_s for sample in self._samples if sample.last_s is not None), default=None)
+
+    @property
+    def is_started(self) -> bool:
+        return self.queued_s is not None
+
+    @property
+    def error(self) -> QuireError | None:
+        """The error, also before it was raised."""
+        return self._error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended and everything was taken, including the error, which is taken when it is raised."""
+        if self._error is not None:
+            return self._is_raised
+        return not self._deltas and self.answers.is_finished
+
+    def take(self) -> list[Delta]:
+        """The new deltas, possibly none. If the request failed, raises the error once no deltas are left."""
+        deltas, self._deltas = self._deltas, []
+        if self._error is not None:
+            if not deltas:
+                self._is_raised = True
+                raise self._error
+            self.wake()  # the caller must call again to get the error
+        return deltas
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        try:
+            while True:
+                self._changed.clear()
+                for delta in self.take():
+                    yield delta
+                if self.is_over:
+                    return
+                await self._changed.wait()
+        finally:
+            self.cancel()
+
+    async def result(self) -> GenerationOutput:
+        """The whole answer, or the part that was generated before it was cancelled."""
+        async for _ in self.deltas():
+            pass
+        return self.answers.result()
+
+    def cancel(self) -> None:
+        """Free the request's resources in the worker, and end its iteration. Does nothing if it has ended."""
+        self._on_cancel(self)
+
+    def detach(self) -> None:
+        """Drop references to the request: without cycles its memory is freed when it ends, not by a collection."""
+        self.sink = None
+        self._on_start = None
+
+    # Called by the WorkerConnection
+
+    def start(self, started: Started) -> None:
+        self.queued_s = started.waited_s
+        self.cache, self.num_cached_tokens = started.cache, started.num_cached_tokens
+        if self._on_start is not None:
+            self._on_start(self)
+        self.wake()
+
+    def push_token(self, index: int, token_id: int, now_s: float, previous: dict[float | None, int]) -> bool:
+        """Take the next token of an unfinished sample, if it is plain text. False: the caller must use `Answers.push`.
+
+        This is the path of nearly every token: it does what `Answers.push`, `push` and `note_tokens` do, in a fraction
+        of the time. `previous` counts the tokens by the time of the token before them.
+        """
+        sample = self._samples[index]
+        if not sample.is_plain:
+            return False
+        text = self._plain_texts[token_id]
+        if not text:  # special, or a part of a character
+            return False
+        sample.text.append(text)
+        sample.token_ids.append(token_id)
+        last_s = sample.last_s
+        sample.last_s = now_s
+        if last_s is None:
+            self._note_first(now_s)
+        previous[last_s] = previous.get(last_s, 0) + 1
+        sink = self.sink
+        if sink is None or self._deltas or not sink.take_token(index, token_id, text, now_s):
+            self._deltas.append(Delta(index, text, (token_id,), (), None, None))
+            self.wake()
+        return True
+
+    def push(self, delta: Delta) -> None:
+        sink = None if delta.finish_reason is not None else self.sink
+        if sink is None or self._deltas or not sink.take_delta(delta):
+            self._deltas.append(delta)
+            self.wake()
+
+    def note_tokens(self, index: int, now_s: float) -> float | None:
+        """Record that tokens of a sample arrived. Returns the time of the previous ones; None: these are the first."""
+        sample = self._samples[index]
+        last_s, sample.last_s = sample.last_s, now_s
+        if last_s is None:
+            self._note_first(now_s)
+        return last_s
+
+    def _note_first(self, now_s: float) -> None:
+        if self.first_s is None:
+            self.first_s = now_s
+
+    def fail(self, error: QuireError) -> None:
+        """Record an error. Only the first one is kept."""
+        if self._error is None:
+            self._error = type(error)(str(error))  # a copy: each task that raises it adds to its traceback
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+        if self._updated is not None:
+            self._updated.set()
+
+
+STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
+PROBE_ID = 0  # query id of probes of the only client of a worker, whose own ids start at 1
+MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health reports the worker as stuck, within 10 s
+LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
+
+
+class Worker(Protocol):
+    """A worker as its connection sees it: `WorkerProcess`, or a replica of a cluster."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def silence_s(self) -> float: ...
+
+    @property
+    def announced_s(self) -> float: ...
+
+    def send(self, message: ToWorker) -> None: ...
+
+    def expect_message(self, limit_s: float | None) -> None: ...
+
+    def end(self, reason: str = "") -> None: ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], Worker]  # takes on_message and on_end
+
+
+class SafeCallback:
+    """An optional callback. If it raises, the exception is logged and it is not called again."""
+
+    def __init__(self, name: str, function: Callable[..., None] | None) -> None:
+        self._name = name
+        self._function = function
+
+    def __call__(self, *values: object) -> None:
+        if self._function is None:
+            return
+        try:
+            self._function(*values)
+        except Exception:
+            log.exception("%s raised; it is not called again", self._name)
+            self._function = None
+
+
+class WorkerConnection:
+    """The connection to one worker process: its running requests and open queries.
+
+    `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
+    finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then;
+    without it, such requests fail. `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
+    id of probes, which no caller of `ask` uses; a worker with several clients answers by the id.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hang_limit_s: float,
+        *,
+        on_loading: SafeCallback,
+        on_step: SafeCallback,
+        on_gap: SafeCallback,
+        on_end: Callable[[bool], None],
+        on_report: Callable[[CacheReport], None] | None = None,
+        on_lost: Callable[[Generation], None] | None = None,
+        connect: Connect = WorkerProcess,
+        probe_id: int = PROBE_ID,
+    ) -> None:
+        self._name = name
+        self._hang_limit_s = hang_limit_s
+        self._on_loading = on_loading
+        self._on_step = on_step
+        self._on_gap = on_gap
+        self._on_end = on_end
+        self._on_report = on_report
+        self._on_lost = on_lost
+        self._probe_id = probe_id
+        self._loop = asyncio.get_running_loop()
+        self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
+        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._error: QuireError | None = None  # reported by the worker before it ended
+        self._is_probing = False
+        self._has_served = False
+        self._ready_s = 0.0
+        self.facts: Ready | None = None
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ready.add_done_callback(_retrieve)
+        self.ended = asyncio.Event()
+        self.process: Worker = connect(self._take_message, self._take_end)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._alive)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the worker is idle, or sent a message recently."""
+        limit_s = max(MOVING_LIMIT_S, self.process.announced_s)
+        return not self._is_busy or self.process.silence_s < limit_s
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._alive or self._queries or self._is_probing)
+
+    def load(self, path: Path, config: EngineConfig, kv_events: KvEventsConfig | None) -> None:
+        self.process.send(Load(str(path), config, kv_events))
+        self.process.expect_message(LOAD_LIMIT_S)
+
+    def submit(self, request: GenerationRequest, generation: Generation) -> None:
+        if self.process.is_over:  # `on_end` may have run already: this request would wait forever
+            raise LostBeforeStart(f"the process that runs {self._name} has just ended and is being replaced")
+        self.process.send(_add_message(request, generation.request_ids))
+        self._alive |= {request_id: (generation, index) for index, request_id in enumerate(generation.request_ids)}
+        self._watch()
+
+    def cancel(self, generation: Generation) -> None:
+        is_alive = False
+        for request_id in generation.request_ids:
+            if (place := self._alive.pop(request_id, None)) is not None:
+                is_alive = True
+                generation.answers.cancel(place[1])
+                self.process.send(Cancel(request_id))
+        if is_alive:
+            generation.wake()
+            self._probe_if_idle()
+
+    async def ask(self, query: Query) -> Answer:
+        if self.process.is_over:
+            raise WorkerDied(f"the process that runs {self._name} has just ended and is being replaced")
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self.process.send(query)
+        self._queries[query.query_id] = answer
+        self._watch()
+        try:
+            return await answer
+        finally:
+            self._queries.pop(query.query_id, None)
+            if answer.cancelled():
+                self._probe_if_idle()
+            else:
+                self._watch()
+
+    def fail(self, error: QuireError) -> None:
+        """Fail everything that waits for this worker."""
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        alive, self._alive = self._alive, {}
+        lost: dict[Generation, None] = {}
+        for generation, index in alive.values():
+            if self._on_lost is not None and not generation.is_started:
+                lost[generation] = None
+                continue
+            generation.answers.fail(index, str(error))
+            generation.fail(error if generation.is_started else LostBeforeStart(str(error)))
+        for generation in lost:
+            assert self._on_lost is not None
+            self._on_lost(generation)
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(type(error)(str(error)))
+        self.ended.set()
+
+    def _take_message(self, message: FromWorker) -> None:
+        match message:
+            case Stepped():
+                self._take_step(message)
+            case Begun():
+                self._begin(message)
+            case Refused(request_ids=request_ids):
+                self._refuse(request_ids, errors.error_of(message.kind, message.message))
+            case Loading(num_done=num_done, num_bytes=num_bytes):
+                self._on_loading(num_done, num_bytes)
+            case Ready() | Fingerprinted():
+                self._take_facts(message)
+            case Stats(query_id=query_id) if query_id == self._probe_id:
+                self._is_probing = False
+                self._watch()
+            case Explained() | Stats() | Blocks() | BlocksViewed() | HeldFound() | CacheAnswer():
+                if (query := self._queries.get(message.query_id)) is not None and not query.done():
+                    query.set_result(message)
+            case Failed(kind=kind, message=text):
+                self._error = errors.error_of(kind, text)
+                self.process.end()  # at once, so that the next request starts another worker
+            case CacheReport():
+                if self._on_report is not None:
+                    self._on_report(message)
+            case Working():
+                pass  # handled by the watchdog of the process
+
+    def _take_facts(self, message: Ready | Fingerprinted) -> None:
+        if isinstance(message, Fingerprinted):
+            assert self.facts is not None  # it follows Ready
+            self.facts = msgspec.structs.replace(self.facts, system_fingerprint=message.system_fingerprint)
+            return
+        self.facts = message
+        self._ready_s = self._loop.time()
+        self._watch()
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _begin(self, message: Begun) -> None:
+        """Mark generations as started. The cache result is that of the first sample: the others share its KV."""
+        for started in message.started:
+            generation, index = self._alive.get(started.request_id, (None, 0))
+            if generation is not None and (index == 0 or not generation.is_started):
+                try:
+                    generation.start(started)
+                except Exception as problem:
+                    self._fail_answer(generation, index, problem)
+
+    def _take_step(self, message: Stepped) -> None:
+        """Pass the outputs of a step on. This is the path of every generated token.
+
+        `Generation.push_token` takes tokens of plain text. With a `sink` they are on their way to the client when it
+        returns: no task is woken. Everything else goes through `_take`. Times are taken once for the whole step, and
+        equal gaps are counted together.
+        """
+        now_s = time.monotonic()
+        previous: dict[float | None, int] = {}  # time of an answer's previous token -> number of such answers
+        find = self._alive.get
+        for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+            if (place := find(request_id)) is None:
+                continue  # cancelled
+            generation, index = place
+            try:
+                is_taken = generation.push_token(index, token_id, now_s, previous)
+            except Exception as problem:
+                self._fail_answer(generation, index, problem)
+                continue
+            if not is_taken:
+                num_cached = generation.num_cached_tokens
+                self._take(EngineOutput(request_id, (token_id,), None, num_cached, None, (), None, None), now_s)
+        previous.pop(None, None)  # first tokens
+        for last_s, num_answers in previous.items():
+            assert last_s is not None
+            self._on_gap(now_s - last_s, num_answers)
+        for output in message.outputs:
+            self._take(output, now_s)
+        self._on_step(message)
+
+    def _take(self, output: EngineOutput, now_s: float) -> None:
+        place = self._alive.get(output.request_id)
+        if place is None:
+            return  # cancelled, or ended by a stop string
+        generation, index = place
+        try:
+            delta = generation.answers.push(index, output)
+            error = None if output.error is None else RequestFailed(output.error)
+            if error is None:
+                generation.push(delta)
+        except Exception as problem:
+            self._fail_answer(generation, index, problem)
+            return
+        if error is not None:
+            generation.fail(error)
+            self.cancel(generation)
+            return
+        if delta.token_ids and (last_s := generation.note_tokens(index, now_s)) is not None:
+            num_tokens = len(delta.token_ids)
+            self._on_gap((now_s - last_s) / num_tokens, num_tokens)
+        if delta.finish_reason is not None:
+            self._has_served = True
+            del self._alive[output.request_id]
+            if output.finish_reason is None:
+                self.process.send(Finish(output.request_id, generation.answers.num_tokens(index)))
+            self._watch()
+
+    def _fail_answer(self, generation: Generation, index: int, problem: Exception) -> None:
+        """End a request whose answer could not be decoded. Other requests continue."""
+        log.error("the answer of request %d could not be decoded", generation.request_ids[index], exc_info=problem)
+        # quire/server/errors.py hides the rest of a message that starts like this.
+        message = f"the answer could not be read: {type(problem).__name__}: {problem}"
+        generation.answers.fail(index, message)
+        generation.fail(RequestFailed(message))
+        self.cancel(generation)
+
+    def _refuse(self, ids: tuple[int, ...], error: QuireError) -> None:
+        """Fail requests, or a query that a replica could not pass on."""
+        for one in ids:
+            if (place := self._alive.get(one)) is not None:
+                place[0].fail(error)
+                self.cancel(place[0])
+            elif (query := self._queries.get(one)) is not None and not query.done():
+                query.set_exception(error)
+            elif one == self._probe_id:
+                self._is_probing = False
+                self._watch()
+
+    def _take_end(self, reason: str) -> None:
+        if self._error is None or self.facts is not None:  # else the start failed, and its caller reports why
+            log.error("the process that runs %s %s", self._name, f"failed: {self._error}" if self._error else reason)
+        is_steady = self.facts is not None and self._loop.time() - self._ready_s > STEADY_S
+        self._on_end(self._has_served or is_steady)
+        self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason} and is being replaced"))
+
+    def _probe_if_idle(self) -> None:
+        """Probe the worker after a cancellation, if nothing else waits for it.
+
+        Without the probe a hang would go unnoticed if clients always cancel before the hang limit.
+        """
+        if not self._is_busy:
+            self._is_probing = True
+            with suppress(QueueFull):
+                self.process.send(GetStats(self._probe_id))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Set the hang limit. Loading has its own limit."""
+        if self.facts is not None:
+            self.process.expect_message(self._hang_limit_s if self._is_busy else None)
+
+
+def _add_message(request: GenerationRequest, request_ids: tuple[int, ...]) -> Add:
+    return Add(
+        request_ids,
+        request.packed,
+        request.sampling,
+        request.priority,
+        request.salt,
+        request.pins,
+        request.grammar,
+        request.tenant,
+        request.boundaries,
+        request.prediction,
+    )
+
+
+def _retrieve(ready: asyncio.Future[None]) -> None:
+    """Retrieve the exception, so that asyncio does not log it if there is no waiter."""
+    if not ready.cancelled():
+        ready.exception()
+
+
+MAX_BACKOFF_S = 30.0
 
 
 class EngineClient:

@@ -19,11 +19,11 @@ from quire.engine.worker.kv_events import (
     KvEventQueue,
     KvEventsConfig,
     KvEventsStatus,
+    TierEvents,
     cannot_listen,
     parse_endpoint,
     start_payload,
 )
-from quire.engine.worker.tier_events import TierEvents
 
 MAX_BATCHES = 10_000  # kept for replay
 MAX_BATCH_BYTES = 64 << 20  # of all of them

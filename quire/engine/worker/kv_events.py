@@ -1,4 +1,4 @@
-"""KV cache events in vLLM's wire format: settings, and the encoding of changes of the prefix cache.
+"""KV cache events in vLLM's wire format: settings, and the encoding of changes of the prefix cache on all tiers.
 
 Knows no sockets (`event_publisher.py`) and does not import pyzmq.
 """
@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.core.cache.chain import unpack_tokens
+from quire.core.cache.context import unpack_tokens
 from quire.core.events import Published, Removed, TreeChange
+from quire.core.levels.tiers import Tiers
+from quire.core.step import Content, MemoryKind
 from quire.core.values import TOKEN_BYTES, Tier
 from quire.errors import InvalidRequest, MissingExtra
 
@@ -285,3 +287,43 @@ class KvEventQueue:
 def start_payload(now_s: float) -> bytes:
     """The batch that a worker sends when it starts: its cache is empty."""
     return msgspec.msgpack.encode(Batch(now_s, [AllBlocksCleared()]))
+
+
+class TierEvents:
+    """Passes changes of lower tiers to the queue of events.
+
+    Routers learn each block after its parent. Tiers are not filled in this order: the end of a prefix is evicted, and
+    saved, before its beginning. So blocks that are already stored are announced together with their parent.
+    """
+
+    def __init__(self, tiers: Tiers, events: KvEventQueue) -> None:
+        self._tiers = tiers
+        self._events = events
+        for tier in tiers.tiers:
+            tier.on_change = self._take
+
+    def start(self, root: bytes) -> None:
+        """Announce what is stored already, from the root of the empty salt on."""
+        self._announce_after(root)
+
+    def _take(self, tier: Tier, content: Content, is_stored: bool) -> None:
+        if content.kind is not MemoryKind.BLOCK:
+            return
+        if is_stored:
+            self._events.stored(tier, content.key, content.parent_key, content.tokens)
+            if self._events.is_announced(content.key):
+                self._announce_after(content.key)
+        else:
+            self._events.removed(tier, (content.key,))
+
+    def _announce_after(self, key: bytes) -> None:
+        keys = [key]
+        while keys:
+            parent_key = keys.pop()
+            for tier in self._tiers.tiers:
+                for stored in tier.blocks_after(parent_key) or ():
+                    content = stored.content
+                    is_new = not self._events.is_announced(content.key)
+                    self._events.stored(tier.tier, content.key, content.parent_key, content.tokens)
+                    if is_new:
+                        keys.append(content.key)

@@ -19,9 +19,9 @@ from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest, Prompt
-from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
+from quire.server.protocols.support import CacheView, view
 from quire.text.excerpt import stopped_text
 from quire.text.messages import ChatRequest
 

@@ -1,13 +1,19 @@
 """Prometheus metrics: vLLM's names under `quire:`, and quire's own. See docs/metrics.md.
 
 Belongs to the event loop. Nothing here blocks for long: `stepped` and `tokens` are called at every step.
+
+The record of a finished request is for metrics and logs; it has no text of a prompt or an answer. The counters of a
+model's activity are for `/v1/watch`, and cheap enough to be always on.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
@@ -20,7 +26,101 @@ from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind
-from quire.server.observability.request_record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    request_id: str  # as in x-request-id
+    endpoint: str  # the route's path
+    model: str
+    key_name: str
+    priority: Priority
+    is_streaming: bool
+    num_prompts: int
+    n: int
+    max_tokens: int | None
+    prompt_tokens: int  # of all prompts together
+    cached_tokens: int
+    completion_tokens: int
+    cache_reason: str | None  # why the cache match of the first prompt ended
+    queued_s: float | None  # None: never started
+    ttft_s: float | None  # from arrival to the first token; None: no token
+    prefill_s: float | None  # from the start to the first token
+    decode_s: float | None  # from the first token to the last
+    e2e_s: float  # from arrival to the end
+    finish: str  # stop, length, cancelled (also by disconnecting), error, or the reason of a refusal
+    error: str | None = None  # the kind of error, never its text
+    cache_source: str | None = None  # slowest tier that cached tokens of the first prompt came from: device, host, disk
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode speed of all samples together."""
+        if not self.decode_s or self.completion_tokens < 2:
+            return None
+        return (self.completion_tokens - 1) / self.decode_s
+
+
+RECENT_S = 300.0
+MAX_RECENT = 256  # requests
+
+
+class Ttft(NamedTuple):
+    """Time to first token of the requests that ended recently."""
+
+    num_requests: int
+    p50_s: float
+    p95_s: float
+
+
+class Finished(NamedTuple):
+    """A request that has ended, and when: seconds since 1970."""
+
+    at: float
+    record: RequestRecord
+
+
+class ActivityCounters:
+    """Totals since the model was loaded. A rate is the difference of two readings."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_computed_tokens = 0  # of prompts and answers
+        self.num_generated_tokens = 0
+        self._clock = clock
+        # Newest last. More are kept than shown, because a key sees only its own.
+        self.recent: deque[Finished] = deque(maxlen=MAX_RECENT)
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)  # end time, TTFT
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Computed prompt tokens.
+
+        The last token of a prompt produces the first token of the answer and counts as generated. A step that is still
+        running when an answer ends counts here.
+        """
+        return max(0, self.num_computed_tokens - self.num_generated_tokens)
+
+    def stepped(self, stepped: Stepped) -> None:
+        self.num_computed_tokens += stepped.num_tokens
+        self.num_generated_tokens += stepped.num_generated
+
+    def finished(self, record: RequestRecord) -> None:
+        self.recent.append(Finished(time.time(), record))
+        if record.ttft_s is not None:
+            self._ttfts.append((self._clock(), record.ttft_s))
+
+    def ttft(self) -> Ttft | None:
+        """Return the recent TTFT. None: no request had a first token recently."""
+        since_s = self._clock() - RECENT_S
+        recent = sorted(ttft_s for at_s, ttft_s in self._ttfts if at_s >= since_s)
+        if not recent:
+            return None
+        return Ttft(len(recent), _percentile(recent, 0.50), _percentile(recent, 0.95))
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    """Return the smallest value that at least this share of all values do not exceed."""
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 100) * len(ordered) // 100) - 1))]
+
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter's series
 

@@ -13,7 +13,7 @@ import torch
 
 from quire.backends.native.library import Engine, Floats
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
-from quire.backends.randomness import uniform
+from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as definition
 from quire.core.step import SeqSlice, TokenLogprobs
 from quire.core.values import SamplingParams

@@ -17,7 +17,7 @@ from quire.core.step import StepPlan, TokenLogprobs
 from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.speculation import Speculation
+from quire.engine.guesses import Speculation
 from quire.engine.structured.masks import Matcher
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.randomness import uniform
+from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as module
 from quire.backends.torch.sampling import Penalties, rank_tokens, read_logprobs, sample
 from quire.core.step import SeqSlice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from quire.core.cache.chain import hash_block_tokens, pack_tokens
+from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.step import Content, MemoryKind
 from quire.engine.tiers.cache_folder import StoredFile, list_files, space_folders
 from quire.engine.tiers.disk_store import DiskStore

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.tiers import checksum as module
-from quire.engine.tiers.checksum import CHECKSUM_BYTES, ROW_BYTES, Checksum, checksum
-from quire.engine.tiers.file_library import load_library
+from quire.engine.tiers import block_file as module
+from quire.engine.tiers.block_file import CHECKSUM_BYTES, ROW_BYTES, Checksum, checksum, load_library
 
 Compute = Callable[[bytes], bytes]
 

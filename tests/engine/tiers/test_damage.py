@@ -12,9 +12,8 @@ import pytest
 
 from quire.core.step import Content, MemoryKind
 from quire.engine.tiers import block_file
-from quire.engine.tiers.block_file import DamagedBlock, Fault, check_block, file_bytes, write_block
+from quire.engine.tiers.block_file import DIGEST_BYTES, DamagedBlock, Fault, check_block, file_bytes, write_block
 from quire.engine.tiers.disk_store import DiskStore
-from quire.engine.tiers.file_library import DIGEST_BYTES
 from tests.engine.tiers.contents import FACTS, PAYLOAD_BYTES, make_content, make_payload, new_buffer, read_back
 from tests.selection import mostly_nightly
 

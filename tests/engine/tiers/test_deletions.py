@@ -15,8 +15,15 @@ from typer.testing import CliRunner
 from quire.cli.main import app
 from quire.core.check import check_scheduler
 from quire.engine.engine import Engine
-from quire.engine.tiers.cache_folder import open_space, root_secret
-from quire.engine.tiers.deletions import LOOK_S, Deletion, DeletionWatch, mark_cleared, mark_pruned
+from quire.engine.tiers.cache_folder import (
+    LOOK_S,
+    Deletion,
+    DeletionWatch,
+    mark_cleared,
+    mark_pruned,
+    open_space,
+    root_secret,
+)
 from quire.engine.worker.protocol import GetStats, Stats
 from tests.engine.tiers.contents import FACTS, Clock, all_files, make_content
 from tests.engine.tiers.test_disk_store import new_store, stored_numbers, write

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.tiers import block_file, file_library
-from quire.engine.tiers.block_file import BlockRead, Fault, read_blocks, write_block
-from quire.engine.tiers.file_library import FileLibrary, FileRead, load_library
+from quire.engine.tiers import block_file
+from quire.engine.tiers import block_file as file_library
+from quire.engine.tiers.block_file import (
+    BlockRead,
+    Fault,
+    FileLibrary,
+    FileRead,
+    load_library,
+    read_blocks,
+    write_block,
+)
 from tests.engine.tiers.contents import PAYLOAD_BYTES, make_content, make_payload, new_buffer
 
 SPACE = bytes(range(32))

@@ -16,9 +16,8 @@ from quire.engine.engine import Engine
 from quire.engine.llm import LLM
 from quire.engine.params import GenerationParams
 from quire.engine.tiers.block_file import file_bytes
-from quire.engine.tiers.break_even import measure_disk
 from quire.engine.tiers.cache_folder import open_space
-from quire.engine.tiers.opening import OpenedTiers
+from quire.engine.tiers.opening import OpenedTiers, measure_disk
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.tiers.contents import FACTS, all_files, temporary_files
 

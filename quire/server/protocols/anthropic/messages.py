@@ -29,7 +29,6 @@ from quire.server.protocols.anthropic.parsing import (
     shows_thoughts,
     to_inference_request,
 )
-from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
     ANTHROPIC_MODELS,
     AnswerBlock,
@@ -48,9 +47,9 @@ from quire.server.protocols.anthropic.types import (
     StopDelta,
     TokenCount,
     ToolUseBlock,
+    refuse_unsupported,
 )
-from quire.server.protocols.cache_explanation import CacheView, view
-from quire.server.protocols.structured_output import answer_in_shape
+from quire.server.protocols.support import CacheView, answer_in_shape, view
 from quire.server.request_context import IGNORED
 from quire.text.answers import Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest

@@ -15,7 +15,6 @@ from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, ThinkingField, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
-from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
     MAX_TEMPERATURE,
     ROLES,
@@ -26,12 +25,24 @@ from quire.server.protocols.anthropic.types import (
     OutputFormat,
     ResultPart,
     ToolParam,
+    refuse_unsupported,
 )
-from quire.server.protocols.structured_output import shape_error, with_unenforced
-from quire.server.protocols.support import unsupported
+from quire.server.protocols.support import shape_error, unsupported, with_unenforced
 from quire.text.grammar import Grammar, json_schema_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
-from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
+from quire.text.messages import (
+    MAX_TOOLS,
+    ChatRequest,
+    Message,
+    Part,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+    check_call,
+    check_messages,
+    check_parts,
+)
 
 T = TypeVar("T")
 

@@ -10,12 +10,56 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY
-from quire.server.protocols.anthropic.support import refused
-from quire.server.protocols.cache_explanation import CacheView
-from quire.server.protocols.shape_fields import with_shape_fields
-from quire.text.messages import MAX_MESSAGES
-from quire.text.stop_strings import MAX_STOPS
-from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from quire.server.protocols.support import (
+    SHAPE_FIELDS,
+    CacheView,
+    Unsupported,
+    check_supported,
+    describe_refused,
+    with_shape_fields,
+)
+from quire.text.messages import MAX_MESSAGES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from quire.text.stream import MAX_STOPS
+
+_CONVERSATIONS = "conversations are used unchanged"
+_SHAPE = "use output_config.format, which takes a JSON schema"
+_ONE_MODEL = "a request uses one model"
+_EMPTY: tuple[object, ...] = (None, "", [], {})  # values that request nothing in any field
+
+UNSUPPORTED = {
+    "mcp_servers": Unsupported("tools are run by the client"),
+    "container": Unsupported("this server runs no code"),
+    "compaction": Unsupported(_CONVERSATIONS),
+    "thread": Unsupported(_CONVERSATIONS),
+    "diagnostics": Unsupported('send "cache": true for an explanation of the cache hit'),
+    "fallbacks": Unsupported(_ONE_MODEL),
+    "fallback_credit_token": Unsupported(_ONE_MODEL),
+    "inference_geo": Unsupported("the location of this server cannot be chosen", ("global",)),
+    "speed": Unsupported("this server has a single speed", ("standard",)),
+    "format": Unsupported(_SHAPE),
+    **{name: Unsupported(_SHAPE, ("text",) if name == "response_format" else ()) for name in SHAPE_FIELDS},
+}
+
+
+def refused(field: str) -> Meta:
+    return describe_refused(UNSUPPORTED[field])
+
+
+def refuse_unsupported(body: object) -> None:
+    """Raise ApiError for the first field that requests an unsupported feature. Names the member of an object."""
+    for field, row in UNSUPPORTED.items():
+        path, value = _requested(field, getattr(body, field))
+        is_whole = path in (field, f"{field}.type")  # harmless values are those of the field or of its `type`
+        check_supported(path, value, row if is_whole else Unsupported(row.why), shown=(str, int, float))
+
+
+def _requested(field: str, value: Any) -> tuple[str, Any]:
+    """The path and the value of the part that requests something: of an object, its `type` or its first member."""
+    parts = {field: value}
+    if isinstance(value, dict):
+        parts = {f"{field}.{key:.80}": value[key] for key in sorted(value, key=lambda key: key != "type")}
+    return next(((path, part) for path, part in parts.items() if part not in _EMPTY), (field, None))
+
 
 ANTHROPIC_MODELS = "claude-"  # prefix of the names of Anthropic's own models
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")

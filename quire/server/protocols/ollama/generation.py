@@ -43,7 +43,7 @@ from quire.server.protocols.ollama.types import (
 )
 from quire.server.protocols.openai.encoding import cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import protocol_field_names
-from quire.server.protocols.structured_output import answer_in_shape
+from quire.server.protocols.support import answer_in_shape
 from quire.server.request_context import IGNORED
 from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 

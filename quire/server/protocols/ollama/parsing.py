@@ -14,9 +14,10 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest, Prompt, priority_of
-from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
 from quire.server.protocols.ollama.types import (
+    IGNORED_OPTIONS,
     THINK_LEVELS,
+    UNSUPPORTED,
     OllamaBody,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -26,11 +27,9 @@ from quire.server.protocols.ollama.types import (
     OllamaToolCall,
 )
 from quire.server.protocols.openai.parsing import protocol_field_names
-from quire.server.protocols.structured_output import shape_error, with_unenforced
-from quire.server.protocols.support import refuse_unsupported
+from quire.server.protocols.support import refuse_unsupported, shape_error, with_unenforced
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role, check_messages
-from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
+from quire.text.messages import MAX_TOOLS, ChatRequest, Message, Part, Role, Tool, ToolCall, check_call, check_messages
 
 if TYPE_CHECKING:
     from quire.server.model_service import ModelService

@@ -16,7 +16,6 @@ from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     AnswerEvents,
     StreamEncoder,
@@ -36,13 +35,16 @@ from quire.server.protocols.openai.parsing import (
     includes_usage,
     make_request,
     params_of,
+    parse_calls,
+    parse_tools,
     protocol_field_names,
+    shape_field,
     thinking_fields,
     ttl_s,
 )
-from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED
-from quire.server.protocols.openai.tools import parse_calls, parse_tools, shape_field
 from quire.server.protocols.openai.types import (
+    CHAT_UNSUPPORTED,
+    UNSUPPORTED,
     AnswerHead,
     AnswerToolCall,
     ChatAnswerMessage,
@@ -60,8 +62,7 @@ from quire.server.protocols.openai.types import (
     ToolCallDelta,
     TopLogprob,
 )
-from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
-from quire.server.protocols.support import refuse_unsupported, unsupported
+from quire.server.protocols.support import CacheView, answer_in_shape, refuse_unsupported, unsupported, with_unenforced
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 

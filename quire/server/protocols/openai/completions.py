@@ -14,7 +14,6 @@ from quire.core.values import check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
 from quire.server.inference_request import MAX_PROMPTS, InferenceRequest, Prompt
-from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     AnswerEvents,
     StreamEncoder,
@@ -33,21 +32,21 @@ from quire.server.protocols.openai.parsing import (
     make_request,
     params_of,
     protocol_field_names,
+    shape_field,
 )
-from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, UNSUPPORTED
-from quire.server.protocols.openai.tools import shape_field
 from quire.server.protocols.openai.types import (
+    COMPLETION_UNSUPPORTED,
     DEFAULT_COMPLETION_TOKENS,
+    UNSUPPORTED,
     AnswerHead,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
-from quire.server.protocols.support import refuse_unsupported, unsupported
+from quire.server.protocols.support import CacheView, answer_in_shape, refuse_unsupported, unsupported, with_unenforced
 from quire.text.answers import Piece, Thought, Words
-from quire.text.detokenize import Detokenizer
+from quire.text.stream import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from msgspec import UNSET, Struct, UnsetType
 from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.server.errors import ApiError, Kind
-from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.types import (
     AnswerHead,
     CompletionTokensDetails,
     CompletionUsage,
     PromptTokensDetails,
 )
+from quire.server.protocols.support import CacheView, view
 from quire.text.answers import AnswerParser, Piece, Thought, Words
 
 if TYPE_CHECKING:

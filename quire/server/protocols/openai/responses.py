@@ -37,7 +37,7 @@ from quire.server.protocols.openai.responses_types import (
     ResponseUsage,
 )
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
-from quire.server.protocols.structured_output import answer_in_shape
+from quire.server.protocols.support import answer_in_shape
 from quire.text.answers import PlainAnswer
 
 if TYPE_CHECKING:

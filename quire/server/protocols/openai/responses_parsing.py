@@ -16,12 +16,15 @@ from quire.server.protocols.openai.parsing import (
     NAMES,
     cache_ttl_s,
     has_no_budget,
+    make_grammar,
     make_request,
     params_of,
     protocol_field_names,
     thinking_fields,
     ttl_s,
+    unknown_format,
 )
+from quire.server.protocols.openai.parsing import shape_field as body_shape_field
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (
     ITEMS,
@@ -31,15 +34,21 @@ from quire.server.protocols.openai.responses_types import (
     InputPart,
     ResponsesRequest,
 )
-from quire.server.protocols.openai.support import UNSUPPORTED as OPENAI_UNSUPPORTED
-from quire.server.protocols.openai.tools import make_grammar, unknown_format
-from quire.server.protocols.openai.tools import shape_field as body_shape_field
-from quire.server.protocols.structured_output import with_unenforced
-from quire.server.protocols.support import refuse_unsupported, unsupported
+from quire.server.protocols.openai.types import UNSUPPORTED as OPENAI_UNSUPPORTED
+from quire.server.protocols.support import refuse_unsupported, unsupported, with_unenforced
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
-from quire.text.messages import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
+from quire.text.messages import (
+    MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    ChatRequest,
+    Message,
+    Part,
+    Role,
+    ToolCall,
+    check_call,
+    check_parts,
+)
 from quire.text.tokenizer import check_text
-from quire.text.tools import MAX_CALL_ID_CHARS, ToolCall, check_call
 
 _NAMES = NAMES | {
     "logprobs": "top_logprobs",

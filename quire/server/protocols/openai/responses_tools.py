@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest
+from quire.server.protocols.openai.parsing import forced_tool
 from quire.server.protocols.openai.responses_types import FunctionTool, ResponsesRequest, ToolChoiceBody, ToolParam
-from quire.server.protocols.openai.tools import forced_tool
 from quire.server.protocols.support import unsupported
-from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
+from quire.text.messages import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 INPUT = "input"  # the argument that holds a custom tool's text
 CUSTOM: Mapping[str, Any] = {

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.types import (
     Alternatives,
     ChatTokenLogprob,
@@ -16,9 +15,8 @@ from quire.server.protocols.openai.types import (
     PromptCacheBreakpoint,
     TokenCount,
 )
-from quire.server.protocols.support import Unsupported, describe_accepted, describe_refused
-from quire.text.messages import MAX_MESSAGES
-from quire.text.tools import MAX_TOOLS
+from quire.server.protocols.support import CacheView, Unsupported, describe_accepted, describe_refused
+from quire.text.messages import MAX_MESSAGES, MAX_TOOLS
 
 _STORES = "responses are not stored: send the whole conversation as input"
 

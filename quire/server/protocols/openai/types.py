@@ -6,6 +6,7 @@ where the values are used, with messages that name the field and the value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -13,13 +14,54 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.inference_request import MAX_NAME_CHARS, MAX_PROMPTS
-from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.other_servers import OtherServersFields
-from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
+from quire.server.protocols.support import CacheView, Unsupported, describe_accepted, describe_refused
 from quire.text.grammar import MAX_LISTED_TOKENS
-from quire.text.messages import MAX_MESSAGES
-from quire.text.stop_strings import MAX_STOPS
-from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from quire.text.messages import MAX_MESSAGES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from quire.text.stream import MAX_STOPS
+
+UNSUPPORTED = {
+    "functions": Unsupported("it is the older form of tools", ([],)),
+    "function_call": Unsupported("it is the older form of tool_choice and tool_calls", ("none", "auto")),
+    "modalities": Unsupported("this server answers in text only", ([], ["text"])),
+    "audio": Unsupported("this server answers in text only"),
+    "web_search_options": Unsupported("this server does not search the web"),
+    "moderation": Unsupported("this server has no moderation model"),
+    "documents": Unsupported("put them into messages", ([],)),
+    "chat_template": Unsupported("a request cannot bring its own template; the model's is used"),
+    "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
+    "prompt_logprobs": Unsupported("in completions, echo with logprobs returns them"),
+    "bad_words": Unsupported("logit_bias can exclude tokens", ([],)),
+    "use_beam_search": Unsupported("every answer is sampled", (False,)),
+    "truncate_prompt_tokens": Unsupported("a prompt that is too long is refused"),
+}
+
+# Fields that only one of chat and completions supports.
+CHAT_UNSUPPORTED = {
+    "echo": Unsupported("only completions repeat the prompt", (False,)),
+    "add_special_tokens": Unsupported("the chat template adds them", (False,)),
+    "return_token_ids": Unsupported("only completions return them", (False,)),
+}
+COMPLETION_UNSUPPORTED = {
+    "add_special_tokens": Unsupported("a prompt of token ids is used unchanged", (True,)),
+}
+
+ACCEPTED = {
+    "user": "requests are not stored",
+    "safety_identifier": "requests are not stored",
+    "store": "requests are not stored",
+    "metadata": "requests are not stored",
+    "verbosity": "a hint",
+}
+
+
+def refused(field: str, table: Mapping[str, Unsupported] = UNSUPPORTED) -> Meta:
+    return describe_refused(table[field])
+
+
+def accepted(field: str) -> Meta:
+    return describe_accepted(ACCEPTED[field])
+
 
 DEFAULT_COMPLETION_TOKENS = 16  # default of OpenAI's /v1/completions; chat has no such default
 SERVICE_TIERS = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.randomness import uniform
+from quire.backends.sampling import uniform
 from quire.backends.torch import device_sampling
 from quire.backends.torch.device_sampling import (
     NUM_PARAMS,
