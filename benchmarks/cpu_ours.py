@@ -17,7 +17,7 @@ from quire.core.cache.block import BLOCK_SIZE
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.worker.garbage_collection import calm_collector
+from quire.engine.tuning import calm_collector
 
 WARM_UP = -1  # number of the warm-up request
 WARM_UP_TOKENS = 16

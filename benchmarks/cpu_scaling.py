@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.backends.machine import usable_cores
-from quire.backends.native.batch import Batch
 from quire.backends.native.library import Engine, kernels_in_use
-from quire.backends.native.model import NativeModel
+from quire.backends.native.model import Batch, NativeModel
 from quire.backends.native.packing import pack_model
 from quire.core.cache.block import BLOCK_SIZE
 from quire.weights.hub import resolve

@@ -24,7 +24,7 @@ from quire.backends.torch.kernels.delta_net import (
     prepare,
     projected_size,
 )
-from quire.backends.torch.state_work import StateWork
+from quire.backends.torch.state_store import StateWork
 from quire.core.step import SeqSlice
 from quire.weights.spec import DeltaNetSpec
 from tests.backends.torch.kernels.states import delta_rows, device_work, piece

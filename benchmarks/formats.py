@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tests` is not installed
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.engine.model_text import ModelText
 from quire.errors import InvalidRequest
 from quire.weights.hub import resolve

@@ -16,7 +16,7 @@ from gpu_workloads import Scale, Workload, first_turn_of_tree, next_turn_of_tree
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.worker.garbage_collection import calm_collector
+from quire.engine.tuning import calm_collector
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,11 @@ from gpu_kernels import timed_us
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Inputs, Outputs
-from quire.backends.torch.fused_linear import FusedLinear
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kernel_compilation import Compiling
 from quire.backends.torch.kernels import packed_linear
 from quire.backends.torch.kernels.packed_linear import Strip, Tile
-from quire.backends.torch.layers import Linear
+from quire.backends.torch.layers import Fp8Product, Fp8Rows, Inputs, Linear, Outputs
 from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation

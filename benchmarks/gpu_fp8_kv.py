@@ -17,8 +17,8 @@ import torch
 from gpu_kernels import BLOCK, HEAD_SIZE, KV_HEADS, LAYERS, NUM_BLOCKS, SHAPES, Case, contexts_of_a
 from torch import Tensor
 
-from quire.backends.torch.fp8_kv import decode, encode
 from quire.backends.torch.kernels.attention import NARROW, WIDE, WIDE_FP8, Tiling
+from quire.backends.torch.kv_store import decode, encode
 
 MAX_ERROR = 0.02  # relative: bf16 rounds the weights of the softmax and the results
 NARROW_TILINGS = [

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from gpu_driving import Machine, Settings
 from gpu_workloads import FULL, GEMMA4, GPT_OSS, QUICK, QWEN35, QWEN35_MOE, Scale, Workload, random_prompt
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.core.values import PackedPrompt, SamplingParams
 
 MODELS = (QWEN35, QWEN35_MOE, GPT_OSS, GEMMA4)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import PendingCopy
-from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
 from quire.backends.torch.cuda_block_io import CudaBlockIO
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.state_store import StateStore

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.core.values import SamplingParams
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec

@@ -30,8 +30,7 @@ from torch import Tensor
 from quire.backends.base import PRECISIONS
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import build_batch
-from quire.backends.torch.fp8_rows import Inputs, Outputs
-from quire.backends.torch.layers import Linear, plain
+from quire.backends.torch.layers import Inputs, Linear, Outputs, plain
 from quire.backends.torch.runner import TorchRunner
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed import PackedLinear
 from quire.engine.model_text import ModelText
 from quire.weights.quantizing import quantize_folder
 from tests.backends.torch.rig import Rig

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
-from quire.backends.kv_division import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, MemoryRequest
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, KVSpec, MemoryRequest
 from quire.backends.machine import choose_threads
-from quire.backends.native.expert_memory import MEMORY_SHARE
+from quire.backends.native.packing import MEMORY_SHARE
 from quire.backends.support import rope_notice, skip_notice, transformers_notice
 from quire.cli.backend_fit import find_backend_problem, read_config
 from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory

@@ -80,7 +80,7 @@ MemoryOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        # `quire.backends.kv_division` has the numbers; a test compares them
+        # `quire.backends.kv_memory` has the numbers; a test compares them
         help="Memory for the KV cache, like 2G or 512M. By default 40 % of free memory and at most 4G on a CPU;"
         " on a GPU, the memory that steps do not need.",
     ),

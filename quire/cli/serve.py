@@ -414,7 +414,7 @@ def _others(startup: Startup) -> list[str]:
 
 def _why(startup: Startup) -> str:
     """The reason for the size of the KV cache."""
-    from quire.backends.kv_division import CPU_CAP, CPU_SHARE
+    from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 
     engine = startup.config.models[0].engine
     if engine.num_blocks is not None:

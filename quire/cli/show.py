@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.cli.answer_output import AnswerWriter
 from quire.cli.backend_fit import find_backend_problem, needs_mlx, read_config
 from quire.cli.machine_fit import fit, fit_mlx, read_memory

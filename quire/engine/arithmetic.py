@@ -13,8 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from quire.backends.base import RunnerFacts
-from quire.engine.thread_priority import lower_thread_priority
 from quire.engine.tiers.weights_digest import weights_digest
+from quire.engine.tuning import lower_thread_priority
 from quire.version import __version__
 
 # The digest of larger files is not awaited by the start of a worker: 1.6 GB/s with one core that has SHA instructions.

@@ -61,8 +61,7 @@ from quire.errors import (
     RequestFailed,
     WorkerDied,
 )
-from quire.scale.combination import add_stats, counters_of, join_blocks, offsets
-from quire.scale.replica_view import ReplicaLink, ReplicaView
+from quire.scale.replica_view import ReplicaLink, ReplicaView, add_stats, counters_of, join_blocks, offsets
 from quire.scale.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
 from quire.scale.transport import ReplicaGone, Transport
 

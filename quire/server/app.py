@@ -55,11 +55,11 @@ from quire.server.observability.watch_endpoints import (
 )
 from quire.server.protocols import llama_cpp
 from quire.server.protocols.anthropic import messages as anthropic
-from quire.server.protocols.anthropic.errors import ANTHROPIC
+from quire.server.protocols.anthropic.encoding import ANTHROPIC
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocols.ollama import catalog
 from quire.server.protocols.ollama import generation as ollama
-from quire.server.protocols.ollama.errors import OLLAMA
+from quire.server.protocols.ollama.parsing import OLLAMA
 from quire.server.protocols.ollama.pull import pull_model
 from quire.server.protocols.ollama.types import (
     ListedModels,
@@ -75,7 +75,7 @@ from quire.server.protocols.ollama.types import (
     ShowRequest,
 )
 from quire.server.protocols.openai import chat, completions, models, responses
-from quire.server.protocols.openai.errors import OPENAI, RESPONSES
+from quire.server.protocols.openai.encoding import OPENAI, RESPONSES
 from quire.server.protocols.openai.responses_types import ResponseObject, ResponsesRequest
 from quire.server.protocols.openai.types import (
     ChatCompletion,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.backends.base import Progress
-from quire.backends.kv_division import CPU_CAP
+from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
-from quire.engine.worker.garbage_collection import calm_collector
+from quire.engine.tuning import calm_collector
 from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app, make_batches
@@ -24,9 +24,7 @@ from quire.server.auth import make_keyring
 from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
 from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
-from quire.server.model_client import MakeClient, make_local_client
-from quire.server.model_service import ServiceLimits
-from quire.server.models import Models, SharedResources
+from quire.server.models import MakeClient, Models, ServiceLimits, SharedResources, make_local_client
 from quire.server.observability.metrics import Exposition
 from quire.server.observability.watch import Watch
 from quire.server.request_context import RequestLimits

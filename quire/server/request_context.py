@@ -25,15 +25,13 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
-from quire.server.active_request import ActiveRequest, ClientGone
+from quire.server.active_request import ActiveRequest, ClientGone, InferenceRequest
 from quire.server.auth import Key
 from quire.server.decoding import decode, unknown_fields
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventEncoder, EventStream
-from quire.server.inference_request import InferenceRequest
 from quire.server.limits import NUM_PARSERS, BodyBudget
-from quire.server.model_service import ModelService
-from quire.server.models import Model, Models
+from quire.server.models import Model, Models, ModelService
 from quire.server.observability.logs import LogOnce, log_refusal
 from quire.server.observability.watch import Watch
 

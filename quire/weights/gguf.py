@@ -22,10 +22,9 @@ from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, Tokenize
 from quire.weights.fields import show
 from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
-from quire.weights.names import gguf_layer, gguf_targets, is_left_over
+from quire.weights.names import gguf_layer, gguf_targets, in_halves, is_left_over
 from quire.weights.packed import PackedMatrix
 from quire.weights.recurrence import restore_a_log
-from quire.weights.row_order import in_halves
 from quire.weights.tensors import Place, place_tensors
 
 MAX_KEYS = 4096

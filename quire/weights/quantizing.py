@@ -21,8 +21,7 @@ from quire.weights.config import DTYPES
 from quire.weights.folder import member
 from quire.weights.names import transformers_targets
 from quire.weights.packed import PackedMatrix
-from quire.weights.quants import to_float32
-from quire.weights.rounding import round_asymmetric, round_fp8, round_symmetric
+from quire.weights.quants import round_asymmetric, round_fp8, round_symmetric, to_float32
 from quire.weights.safetensors import INDEX, SafetensorsCheckpoint
 from quire.weights.spec import DeltaNetSpec
 

@@ -24,7 +24,7 @@ from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import FileMap, map_file
 from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import find_skipped, is_left_over, transformers_targets
+from quire.weights.names import find_skipped, in_halves, is_left_over, rows_in_halves, transformers_targets
 from quire.weights.packed import PackedMatrix, dequantize, take_rows
 from quire.weights.packed_tensors import (
     PART_BYTES,
@@ -36,7 +36,6 @@ from quire.weights.packed_tensors import (
     is_unused,
     read_matrix,
 )
-from quire.weights.row_order import in_halves, rows_in_halves
 from quire.weights.tensors import Place, expected_tensors, place_tensors
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from quire.backends.base import Capacity
-from quire.backends.fake import FakeRunner
-from quire.backends.fake_block_io import MAX_POLLS, POISON
+from quire.backends.fake import MAX_POLLS, POISON, FakeRunner
 from quire.core.step import BlockCopy, MemoryKind, MemoryRef, StepPlan
 from quire.errors import InvariantViolation
 from tests.backends.block_io_contract import (

@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.base import BackendOptions
-from quire.backends.kv_division import DEFAULT_MAX_BLOCKS, MIN_SNAPSHOTS, KVCosts, KVMemory, MemoryRequest
-from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.kv_memory import (
+    DEFAULT_MAX_BLOCKS,
+    MIN_SNAPSHOTS,
+    KVCosts,
+    KVMemory,
+    KVSpec,
+    LayerKV,
+    LayerState,
+    MemoryRequest,
+)
 from quire.errors import InvalidRequest
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.backends import kv_division as pool
+from quire.backends import kv_memory as pool
 from quire.backends.base import BackendOptions
-from quire.backends.kv_division import CPU_CAP, CPU_SHARE, DEFAULT_MAX_BLOCKS, PoolRequest
+from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, DEFAULT_MAX_BLOCKS, PoolRequest
 from quire.engine.composition import EngineConfig, make_engine
 from quire.errors import InvalidRequest
 

@@ -16,9 +16,9 @@ from quire.batch.lines import (
     InvalidLine,
     LineParser,
     LineSettings,
+    UniqueIds,
     read_lines,
 )
-from quire.batch.unique_ids import UniqueIds
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 2}}
 

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pytest
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.backends.kv_division import CPU_CAP, CPU_SHARE
+from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli.options import MemoryOption
 from quire.cli.serve import _lan_address, announce
 from quire.cli.serve_models import read_file

@@ -17,7 +17,7 @@ from quire.core.policy import Fcfs
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, PackedPrompt, SamplingParams
-from quire.engine import repetition
+from quire.engine import engine as repetition
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
 from quire.engine.params import PinPrefix

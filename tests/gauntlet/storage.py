@@ -228,7 +228,7 @@ JUMPS_S = (3600.0, -3600.0, 864_000.0, -864_000.0, 315_360_000.0, -315_360_000.0
 WALL_CLOCK = {
     "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/tiers/", "quire/server/active_request.py",
     "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http/server.py",
-    "quire/server/model_service.py", "quire/server/models.py", "quire/server/observability/metrics.py",
+    "quire/server/models.py", "quire/server/observability/metrics.py",
     "quire/server/observability/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",
     "quire/weights/wheel.py",
 }  # fmt: skip

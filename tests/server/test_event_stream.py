@@ -26,8 +26,7 @@ from quire.server.protocols.ollama import generation as ollama
 from quire.server.protocols.openai import responses
 from quire.server.protocols.openai.chat import chat_stream, parse_chat
 from quire.server.protocols.openai.completions import completion_stream, parse_completion
-from quire.server.protocols.openai.encoding import AnswerEvents
-from quire.server.protocols.openai.errors import OPENAI
+from quire.server.protocols.openai.encoding import OPENAI, AnswerEvents
 from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.server.protocols.openai.types import AnswerHead, ChatCompletionRequest, CompletionRequest
 from quire.text.answers import AnswerParser, PlainAnswer

@@ -28,7 +28,7 @@ from quire.server.http.server import (
     make_config,
     raise_file_limit,
 )
-from quire.server.protocols.openai.errors import OPENAI
+from quire.server.protocols.openai.encoding import OPENAI
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
 

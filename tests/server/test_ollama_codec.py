@@ -18,15 +18,13 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
-from quire.server.active_request import ActiveRequest
+from quire.server.active_request import ActiveRequest, InferenceRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import InferenceRequest
 from quire.server.models import Models
 from quire.server.protocols.ollama import pull
 from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
-from quire.server.protocols.ollama.errors import OLLAMA
 from quire.server.protocols.ollama.generation import Reply, chat_answer, generate_answer
-from quire.server.protocols.ollama.parsing import NAMES, find_model, keep_alive_s, parse_chat, parse_generate
+from quire.server.protocols.ollama.parsing import NAMES, OLLAMA, find_model, keep_alive_s, parse_chat, parse_generate
 from quire.server.protocols.ollama.types import (
     IGNORED_OPTIONS,
     UNSUPPORTED,

@@ -23,9 +23,8 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
-from quire.server.active_request import ActiveRequest
+from quire.server.active_request import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.openai import other_servers, types
 from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
 from quire.server.protocols.openai.completions import (
@@ -36,8 +35,7 @@ from quire.server.protocols.openai.completions import (
     token_offsets,
     whole_completion,
 )
-from quire.server.protocols.openai.encoding import AnswerEvents, cache_view, head_of
-from quire.server.protocols.openai.errors import OPENAI
+from quire.server.protocols.openai.encoding import OPENAI, AnswerEvents, cache_view, head_of
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.types import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.support import view

@@ -20,15 +20,19 @@ from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
-from quire.server.active_request import ActiveRequest
+from quire.server.active_request import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.http.event_stream import api_error
-from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.openai.errors import RESPONSES
+from quire.server.protocols.openai.encoding import RESPONSES
 from quire.server.protocols.openai.responses import Reply
-from quire.server.protocols.openai.responses_items import AnswerItems
-from quire.server.protocols.openai.responses_parsing import parse_responses
-from quire.server.protocols.openai.responses_tools import ResponseTools, client_tools, parse_tools, qualified_name
+from quire.server.protocols.openai.responses_parsing import (
+    AnswerItems,
+    ResponseTools,
+    client_tools,
+    parse_responses,
+    parse_tools,
+    qualified_name,
+)
 from quire.server.protocols.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar

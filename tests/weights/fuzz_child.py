@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.backends.native.int4_blocks import find_block_type, to_blocks
-from quire.backends.native.packing import SOURCES
+from quire.backends.native.packing import SOURCES, find_block_type, to_blocks
 from quire.backends.torch.packed import format_of, pack
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer

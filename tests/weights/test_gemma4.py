@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.config import spec_from_config
 from quire.weights.spec import AttentionSpec, ModelSpec

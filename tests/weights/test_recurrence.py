@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.backends.support import skip_notice
 from quire.cli.show import find_facts
 from quire.errors import ModelFileError, UnsupportedModel

@@ -12,20 +12,18 @@ import mlx_lm
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.block_io import layout_text, model_key
-from quire.backends.kv_division import PoolRequest
+from quire.backends.kv_memory import PoolRequest
 from quire.backends.machine import available_bytes
-from quire.backends.mlx.attention import install_attention
 from quire.backends.mlx.batch import BatchMode, build_passes
 from quire.backends.mlx.block_io import LAYOUT
 from quire.backends.mlx.evaluation import file_errors
 from quire.backends.mlx.kernel_check import check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
-from quire.backends.mlx.model import PagedModel, adapt_model
-from quire.backends.mlx.own_thread import OwnThread
+from quire.backends.mlx.model import PagedModel, adapt_model, install_attention
 from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.quantization import dtype_name
-from quire.backends.mlx.runner import MlxRunner
+from quire.backends.mlx.runner import MlxRunner, OwnThread
 from quire.backends.support import backend_hint, rope_notice
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams

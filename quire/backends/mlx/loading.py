@@ -28,11 +28,11 @@ from quire.backends.mlx.spec_model import MODEL_TYPES, apply_spec, config_from_s
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import PACKED_TYPES, Checkpoint
 from quire.weights.config import MAX_LAYERS
-from quire.weights.dummy import DummyCheckpoint
 from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.fields import read_json, show
 from quire.weights.folder import member
 from quire.weights.gguf import GgufCheckpoint
+from quire.weights.opening import DummyCheckpoint
 from quire.weights.safetensors import SafetensorsCheckpoint
 from quire.weights.spec import ModelSpec
 

@@ -3,13 +3,19 @@
 MLX builds a graph, and computes it when it is evaluated. The graph of the next step is built while the current step is
 computed, and evaluated as soon as the current one is done. It is not evaluated earlier: a pool that an unfinished step
 still reads would be copied instead of being written in place (decision 0036).
+
+A thread of its own does all of a runner's work, one call after the other. MLX's streams belong to threads: an array
+that one thread has not evaluated yet cannot be evaluated by another. An engine, however, may be called from any thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -18,7 +24,6 @@ from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
 from quire.backends.mlx.block_io import MlxBlockIO
 from quire.backends.mlx.model import PagedModel
-from quire.backends.mlx.own_thread import OwnThread
 from quire.backends.mlx.paged_cache import KVStore
 from quire.backends.mlx.sampling import Logprobs, Penalties, Sampled, rank, read_logprobs, sample
 from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
@@ -26,6 +31,33 @@ from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 Result = TypeVar("Result")
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class OwnThread:
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        # A daemon, so that a program that is interrupted while a model is loaded can end.
+        threading.Thread(target=self._work, name="mlx", daemon=True).start()
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function in the thread and wait for its result."""
+        future: Future[Result] = Future()
+        self._calls.put((future, function, args))
+        return future.result()
+
+    def stop(self) -> None:
+        """End the thread after the calls before. `run` must not be called afterwards."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, args = call
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # it belongs to the caller
+                future.set_exception(error)
+            del call, future, function, args  # they may hold large arrays until the next call
 
 
 @dataclass(slots=True)

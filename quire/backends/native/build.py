@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
-from quire.backends.kv_division import KVMemory, MemoryRequest
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVMemory, KVSpec, MemoryRequest
 from quire.backends.machine import choose_threads
 from quire.backends.native.library import Engine, load_library
 from quire.backends.native.memory import kv_costs

@@ -9,8 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from quire.backends.kv_division import KVCosts
-from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.kv_memory import KVCosts, KVSpec, LayerKV, LayerState
 from quire.backends.native.library import Bytes, Floats, Layer, load_library
 
 STATE_ITEM_BYTES = 4  # rows of a convolution are fp32, as they are computed: a state is the same bits as its rows

@@ -5,25 +5,43 @@ bits, Q8_0, Q5_0, IQ4_NL and IQ4_XS in 8 bits. So do 4-bit matrices of safetenso
 rounded to 8 bits in groups of 32: they have groups of 16 (Q2_K, Q3_K, Q6_K), 5 bits and a minimum (Q5_1, Q5_K), other
 codebooks, or columns in another order. Routers stay in fp32: rounded scores would choose other experts. Matrices are
 packed in parallel: the library releases the interpreter lock.
+
+4-bit matrices of safetensors (AWQ, GPTQ, compressed-tensors) become blocks of Q4_0 and Q4_1, which csrc/pack.c reads.
+The codes are those of the file. Scales are rounded to fp16, which files have already, or bf16, whose numbers fp16 holds
+down to 6.1e-5. The minimum of a group, -zero * scale, is rounded to fp16 too: that changes a weight by at most 2 ** -11
+of the minimum, less than 1 % of the distance between two codes.
+
+Packed experts are in one block of memory, or in a mapped file if the model is too large for the machine's memory. Of a
+file's pages, the operating system keeps those in memory that were used last, and reads the others again when they are
+needed: such a model becomes slow, but runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
+import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.backends.base import Progress
-from quire.backends.native.expert_memory import ExpertMemory
-from quire.backends.native.int4_blocks import find_block_type, to_blocks
+from quire.backends.machine import available_bytes
 from quire.backends.native.library import GROUP, Bytes, Expert, Floats, Layer, Linear, Matrix, load_library
-from quire.errors import UnsupportedModel
+from quire.errors import InvalidRequest, UnsupportedModel
+from quire.sizes import compared_sizes, memory_size
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
-from quire.weights.dummy import DummyCheckpoint
+from quire.weights.hub import cache_dir
+from quire.weights.opening import DummyCheckpoint
+from quire.weights.packed import INT4_ZERO, CodeType, PackedMatrix, unpack_pairs
 from quire.weights.quants import to_float32
 from quire.weights.spec import (
     Activation,
@@ -36,6 +54,110 @@ from quire.weights.spec import (
     ShortConvSpec,
 )
 from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm_offset
+
+MAX_ZERO = 16
+MAX_HALF = 65504.0  # of fp16
+
+
+class Blocks(NamedTuple):
+    type: TensorType
+    data: Bytes  # [O, bytes of a row]
+
+
+def find_block_type(matrix: PackedMatrix) -> TensorType | None:
+    """Return the type whose blocks hold a matrix, or None if no type does.
+
+    Columns must be in the order of the inputs, which they are not in GPTQ files with act-order, in whole groups.
+    """
+    rows, columns = matrix.group
+    is_whole = matrix.shape[1] % GROUP == 0 and (columns % GROUP == 0 or columns >= matrix.shape[1])
+    if matrix.type is not CodeType.INT4 or matrix.order is not None or not is_whole or rows < 1:
+        return None
+    if not np.abs(matrix.scales).max(initial=0) < MAX_HALF / MAX_ZERO:  # also if a scale is NaN
+        return None
+    return TensorType.Q4_0 if matrix.zeros is None else TensorType.Q4_1
+
+
+def to_blocks(matrix: PackedMatrix, kind: TensorType) -> Blocks:
+    """Return a matrix in blocks of `find_block_type`, or of Q4_1, which holds those of Q4_0 as well."""
+    num_rows, num_columns = matrix.shape
+    num_groups = num_columns // GROUP
+    codes = unpack_pairs(matrix.codes).reshape(num_rows, num_groups, 2, GROUP // 2)
+    scales = _by_block(matrix, matrix.scales)
+    parts = [_half_bytes(scales)]
+    if kind is TensorType.Q4_1:
+        zeros = np.float32(INT4_ZERO) if matrix.zeros is None else _by_block(matrix, matrix.zeros)
+        parts.append(_half_bytes(-zeros * scales))
+    parts.append(codes[:, :, 0] | codes[:, :, 1] << np.uint8(4))
+    return Blocks(kind, np.concatenate(parts, axis=2).reshape(num_rows, -1))
+
+
+def _by_block(matrix: PackedMatrix, values: np.ndarray) -> np.ndarray:
+    """Return values of groups [rows of groups, G] as values of blocks [O, I / 32]."""
+    num_rows, num_columns = matrix.shape
+    rows, columns = matrix.group
+    spread = np.repeat(values, rows, axis=0)[:num_rows]
+    if columns >= num_columns:
+        return np.repeat(spread, num_columns // GROUP, axis=1)
+    return np.repeat(spread, columns // GROUP, axis=1)[:, : num_columns // GROUP]
+
+
+def _half_bytes(values: np.ndarray) -> Bytes:
+    return values.astype("<f2")[:, :, None].view(np.uint8)
+
+
+MEMORY_SHARE = 0.8  # of the available memory: packed weights that need more have their experts in a file
+ALIGNMENT = 64
+
+log = logging.getLogger(__name__)
+
+
+class ExpertMemory:
+    """Memory by tensor name, in the order of the names: the matrices of an expert are next to each other."""
+
+    def __init__(self, sizes: Mapping[str, int], *, other_bytes: int) -> None:
+        """Reserve memory. `other_bytes` are needed for the other weights."""
+        self._places: dict[str, slice] = {}
+        num_bytes = 0
+        for name, size in sizes.items():
+            self._places[name] = slice(num_bytes, num_bytes + size)
+            num_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        available = available_bytes()
+        self.is_file = bool(sizes) and num_bytes + other_bytes > MEMORY_SHARE * available
+        if not self.is_file:
+            self._whole: Bytes = np.empty(num_bytes, np.uint8)
+            return
+        needed, free = compared_sizes(num_bytes + other_bytes, available)
+        log.warning(
+            "the weights take %s and %s of memory are free: the %s of experts are mapped from a file in %s."
+            " Steps wait for the disk whenever they need experts that are not in memory",
+            needed,
+            free,
+            memory_size(num_bytes),
+            cache_dir(),
+        )
+        self._whole = map_new_file(cache_dir(), num_bytes)
+
+    def __getitem__(self, name: str) -> Bytes:
+        return self._whole[self._places[name]]
+
+
+def map_new_file(folder: Path, num_bytes: int) -> Bytes:
+    """Map a new file without a name: its space on the disk is freed when the array is, or when the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < num_bytes:
+        needed, left = compared_sizes(num_bytes, free)
+        raise InvalidRequest(
+            f"the model is larger than the memory: its experts need a file of {needed}, and the disk of {folder} has"
+            f" {left} left. Free some space, or set QUIRE_CACHE to a folder on another disk"
+        )
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # without reserved space, a full disk would kill the process
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        else:
+            file.truncate(num_bytes)
+        return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
+
 
 DUMMY_STD = 0.02
 DUMMY_KIND = 1  # of random matrices: 8 bits, see csrc/quire.h

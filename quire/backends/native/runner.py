@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.block_io import HostBlockIO, counts_of, layout_text, model_key
-from quire.backends.native.batch import Batch, build_batch
 from quire.backends.native.library import Floats, Ints, kernels_in_use
-from quire.backends.native.model import NativeModel
+from quire.backends.native.model import Batch, NativeModel, build_batch
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
 from quire.backends.sampling import (
     PROMPT_ROWS,

@@ -9,15 +9,14 @@ from dataclasses import replace
 import torch
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.kv_division import KVCosts, KVMemory, MemoryRequest
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVCosts, KVMemory, KVSpec, MemoryRequest
 from quire.backends.support import refuse_unsupported, transformers_notice
+from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import load_weights
-from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import DecoderModel
-from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed import PackedLinear
 from quire.backends.torch.state_store import StateStore
 from quire.errors import UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint

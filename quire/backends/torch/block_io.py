@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.backends.block_io import Bytes, Counts, HostBlockIO, layout_text, model_key
+from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.models.base import Model
 from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import OTHER
 

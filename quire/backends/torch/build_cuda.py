@@ -11,12 +11,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.kv_division import KVMemory
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVMemory, KVSpec
 from quire.backends.torch.assembly import load_model, make_stores, memory_request, stored_kv
 from quire.backends.torch.cuda import CudaRunner
-from quire.backends.torch.fused_linear import FusedLinear
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.forward_pass import Model
+from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
 from quire.backends.torch.kernel_compilation import (
     Compiling,
@@ -29,7 +28,6 @@ from quire.backends.torch.kernel_compilation import (
 )
 from quire.backends.torch.kernels.delta_net import is_supported
 from quire.backends.torch.loading import expert_formats, packed_format
-from quire.backends.torch.models.base import Model
 from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
 from quire.core.step import SeqSlice, StepPlan

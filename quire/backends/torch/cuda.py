@@ -23,12 +23,13 @@ from torch import Tensor
 
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.block_io import counts_of
-from quire.backends.kv_spec import KVSpec, LayerKV
+from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs, sampled_pieces
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
 from quire.backends.torch.block_io import torch_layout
 from quire.backends.torch.cuda_block_io import CudaBlockIO
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
+from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import Kind, StepGraph, StepGraphs, graph_sizes, mixed_sizes
 from quire.backends.torch.inputs import (
@@ -47,10 +48,8 @@ from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Logprobs, read_logprobs
-from quire.backends.torch.state_store import StateStore, describe_types, memory_facts, purge
-from quire.backends.torch.state_work import max_chunks
+from quire.backends.torch.state_store import StateStore, describe_types, max_chunks, memory_facts, purge
 from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, accepted
 from quire.errors import InvariantViolation
 

@@ -1,17 +1,19 @@
-"""The operations of one forward pass, which models call and each kind of device implements."""
+"""The operations of one forward pass, which models call and each kind of device implements; the interface of a model.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from quire.backends.kv_memory import KVSpec
 from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.experts import Experts, SharedExpert
-from quire.backends.torch.fp8_rows import Inputs, Outputs
-from quire.backends.torch.layers import Heads, Linear, RMSNorm
+from quire.backends.torch.layers import Heads, Inputs, Linear, Outputs, RMSNorm
 from quire.backends.torch.short_conv import ShortConv
-from quire.weights.spec import Activation
+from quire.weights.spec import Activation, ModelSpec
 
 
 class Pass(Protocol):
@@ -83,3 +85,20 @@ class Pass(Protocol):
 
     def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
         """Return c * conv(b * x) [T, E] for bcx [T, 3 * E], and update the states of the step's requests."""
+
+
+class Model(Protocol):
+    spec: ModelSpec
+    kv_spec: KVSpec
+    device: torch.device
+    num_bytes: int  # of the weights
+    packed_types: tuple[str, ...]  # of the packed matrices: fp8, int4
+    num_layer_weights: int  # that take part in the products of one token, without embedding and head
+    notice: str  # what users must know about the answers; empty: nothing
+    is_capturable: bool  # a pass never waits for the device, so CUDA graphs of it can be captured
+
+    def forward(self, step: Pass) -> Tensor:
+        """Return the hidden states [T, E] after the last norm."""
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map [rows, E] to logits [rows, V] in the model's dtype, into `out` if given."""

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.backends.torch.forward_pass import Pass
-from quire.backends.torch.fp8_rows import Outputs
-from quire.backends.torch.layers import RMSNorm
+from quire.backends.torch.layers import Outputs, RMSNorm
 from quire.backends.torch.loading import PleLayerWeights, PleWeights, RoutedWeights
 from quire.weights.spec import Activation, LayerSpec, ModelSpec
 

@@ -22,7 +22,7 @@ from quire.backends.torch.attention_work import (
     group_drafts,
     plan_work,
 )
-from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork, plan_states
+from quire.backends.torch.state_store import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork, plan_states
 from quire.core.step import SeqSlice
 
 ITEM_FIELDS = 6

@@ -29,12 +29,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 
-from quire.backends import kv_division
-from quire.backends.kv_spec import KVSpec
+from quire.backends import kv_memory as kv_division
+from quire.backends.kv_memory import KVSpec
 from quire.backends.machine import usable_cores
-from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Outputs
-from quire.backends.torch.fused_linear import FusedLinear
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
@@ -55,12 +53,10 @@ from quire.backends.torch.kernels.packed_products import is_fp8, is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
-from quire.backends.torch.layers import Linear
+from quire.backends.torch.layers import Fp8Inputs, Fp8Product, Linear, Outputs
 from quire.backends.torch.loading import NORM_DTYPE, ExpertFormats, has_expert_kernels, qkv_rows
-from quire.backends.torch.mxfp4 import Mxfp4Stack
-from quire.backends.torch.packed import PackedFormat, PackedWeight
-from quire.backends.torch.packed_linear import PackedLinear
-from quire.backends.torch.packed_stack import PackedStack, Stack
+from quire.backends.torch.packed import PackedFormat, PackedLinear, PackedWeight
+from quire.backends.torch.packed_stack import Mxfp4Stack, PackedStack, Stack
 from quire.weights.checkpoint import TensorType
 from quire.weights.spec import (
     Activation,

@@ -4,11 +4,15 @@ A block of a layer is [2, K, block size, D]: keys, then values, of all KV heads.
 and copying a block are therefore one operation each. Layers of the same shape lie in one tensor.
 
 In FP8, a block holds codes, and a second pool of the same shape without D holds the scale of each key and value
-(`quire.backends.torch.fp8_kv`).
+(`quire.backends.torch.kv_store`).
 
 There are two pools of blocks. Layers that keep their whole context use the blocks of `SeqSlice.block_table`. Layers
 with a window use those of `SeqSlice.window_table`, if the store has window blocks; without them, all layers keep their
 whole context.
+
+Keys and values in FP8: the key or value of one token and head is stored as e4m3 codes with one scale, in bf16. The
+scale maps the largest number to the largest code, so the number that matters most is nearly exact. The kernels do the
+same (`kernels/fp8_kv.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +26,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.backends.kv_spec import KVSpec, LayerKV
-from quire.backends.torch.fp8_kv import decode, encode
+from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.core.step import BlockCopy
+
+# D head size
+
+LARGEST = 448.0  # of the codes
+TINY = 2.0**-90  # vectors of smaller numbers are stored as 0
+
+
+def encode(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes [.., D] in uint8 and scales [..] in bf16; codes 0 and scale NaN for vectors that are not finite."""
+    vectors = vectors.float()
+    peaks = vectors.abs().amax(-1)
+    is_stored = (peaks >= TINY) & peaks.isfinite()
+    scales = (peaks * (1 / LARGEST)).bfloat16()
+    inverse = torch.where(is_stored, 1 / scales.float(), 0.0)
+    codes = (vectors * inverse[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes.masked_fill_(~is_stored[..., None], 0)
+    return codes, scales.masked_fill_(peaks < TINY, 0.0).masked_fill_(~peaks.isfinite(), float("nan"))
+
+
+def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write the vectors of codes [.., D] and scales [..] into `out` [.., D]."""
+    torch.mul(codes.view(torch.float8_e4m3fn).float(), scales.float()[..., None], out=out)
+
 
 # K kv heads, D head size
 

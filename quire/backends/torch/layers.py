@@ -1,19 +1,62 @@
 """Building blocks of all model families, as plain callables over tensors.
 
 They are not `nn.Module`s: nothing is trained, and a module's call costs more than a small matrix product on a CPU.
+
+Between two kernels, products in FP8 have inputs that are rounded already, and results that are not scaled yet. The
+library's fastest product of FP8 knows one scale for all inputs and one for all weights. A scale for each row and one
+for each output are therefore applied by the kernel that reads the product, and the kernel that writes the inputs of a
+product rounds them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.weights.spec import Activation, AttentionSpec, QKNorm, QueryScaling, RopeSpec
+
+# T rows, I inputs, O outputs
+
+
+class Fp8Inputs(Enum):
+    """What a scale of inputs in FP8 belongs to."""
+
+    PER_ROW = auto()
+    PER_GROUP = auto()  # of 128 columns
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Inputs rounded to FP8: value = code * scale. There may be rows of padding."""
+
+    codes: Tensor  # [T or more, I] e4m3
+    scales: Tensor  # [T or more, 1] fp32, or [T or more, ceil(I / 128)], column by column
+    num_rows: int  # T
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Product:
+    """A product of codes: the whole product is value * row scale * output scale."""
+
+    values: Tensor  # [T, O] in the model's type
+    row_scales: Tensor  # [T, 1] fp32
+    output_scales: Tensor  # [O] fp32
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+Inputs = Tensor | Fp8Rows
+Outputs = Tensor | Fp8Product
+
 
 # T tokens in the batch, I inputs, O outputs, H heads, D head size
 

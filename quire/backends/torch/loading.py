@@ -18,13 +18,29 @@ from torch import Tensor
 from quire.backends.base import Progress
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Linear
-from quire.backends.torch.mxfp4 import MAX_EXPONENT, Mxfp4Stack
-from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight, decoded, format_of, pack, quantize
-from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
-from quire.backends.torch.packed_stack import PackedStack, Stack, fitting_format, have_common_kernels, stack_format
+from quire.backends.torch.packed import (
+    QUANTIZED,
+    JoinedLinear,
+    PackedFormat,
+    PackedLinear,
+    PackedWeight,
+    decoded,
+    format_of,
+    pack,
+    quantize,
+)
+from quire.backends.torch.packed_stack import (
+    MAX_EXPONENT,
+    Mxfp4Stack,
+    PackedStack,
+    Stack,
+    fitting_format,
+    have_common_kernels,
+    stack_format,
+)
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
-from quire.weights.dummy import DummyCheckpoint
+from quire.weights.opening import DummyCheckpoint
 from quire.weights.packed import PackedMatrix
 from quire.weights.quants import to_float32
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, ShortConvSpec

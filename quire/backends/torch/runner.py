@@ -22,8 +22,8 @@ from quire.backends.sampling import (
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.block_io import make_host_block_io, torch_layout
+from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.models.base import Model
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
 from quire.backends.torch.state_store import StateStore, describe_types, memory_facts, purge
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult

@@ -18,7 +18,7 @@ from quire.engine.model_text import make_tokenizer
 from quire.engine.structured.masks import GrammarFailed, Matcher
 from quire.engine.structured.normal_time import NormalTime
 from quire.engine.structured.trial import GrammarTrial, Vocabulary, one_line
-from quire.engine.thread_priority import lower_thread_priority
+from quire.engine.tuning import lower_thread_priority
 from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer

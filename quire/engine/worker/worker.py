@@ -29,9 +29,9 @@ from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
+from quire.engine.tuning import calm_collector
 from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
 from quire.engine.worker.cache_report import CacheReporter
-from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
 from quire.engine.worker.kv_events import KvEventsConfig, check_installed
 from quire.engine.worker.log_lines import setup_worker_log

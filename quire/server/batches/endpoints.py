@@ -1,16 +1,23 @@
-"""Endpoints of `/v1/files` and `/v1/batches`. A key sees its own files and batches; an admin key sees all."""
+"""Endpoints of `/v1/files` and `/v1/batches`. A key sees its own files and batches; an admin key sees all.
+
+A multipart upload is written to disk as it arrives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from typing import TypeVar
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import FileResponse, Response
 
 from quire.batch.lines import ENDPOINTS
 from quire.server.batches.service import BatchService
-from quire.server.batches.store import new_file, storing
+from quire.server.batches.store import Upload, new_file, storing
 from quire.server.batches.types import (
     COMPLETION_WINDOW,
     MAX_EXPIRY_S,
@@ -24,10 +31,146 @@ from quire.server.batches.types import (
     FileObject,
     FilesQuery,
 )
-from quire.server.batches.upload import expiry_s, receive_upload
 from quire.server.errors import ApiError, Kind
 from quire.server.observability.watch_endpoints import parse_query
 from quire.server.request_context import RequestContext
+
+MAX_PARTS = 16
+MAX_FIELD_BYTES = 4096  # of a part other than the file
+MAX_NAME_CHARS = 255
+MAX_SHOWN_CHARS = 80  # of a value in an error
+FLUSH_BYTES = 1 << 20  # a thread writes chunks of this size
+
+
+class UploadParser:
+    """Parses the form: the part `file` is written to the upload, the other parts are short texts in `fields`.
+
+    The library limits each part to 8 headers of 4 KiB.
+    """
+
+    def __init__(self, content_type: str, upload: Upload) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 70:
+            raise ApiError(Kind.INVALID, "content-type is not multipart/form-data with a boundary")
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None  # None: no part `file` so far
+        self.is_complete = False
+        self._upload = upload
+        self._num_parts = 0
+        self._name = ""
+        self._header = b"", b""
+        self._headers: dict[bytes, bytes] = {}
+        self._value = b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._part_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise ApiError(Kind.INVALID, f"the body is not multipart/form-data: {error}"[:200]) from None
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise ApiError(Kind.INVALID, f"the form has more than {MAX_PARTS} parts")
+        self._headers, self._header, self._value, self._name = {}, (b"", b""), b"", ""
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header = self._header[0] + data[start:end], self._header[1]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header = self._header[0], self._header[1] + data[start:end]
+
+    def _end_header(self) -> None:
+        self._headers[self._header[0].lower()] = self._header[1]
+        self._header = b"", b""
+
+    def _end_headers(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._name != "file":
+            return
+        if self.filename is not None:
+            raise ApiError(Kind.INVALID, "file is in the form twice", param="file")
+        if b"filename" not in options:
+            raise ApiError(Kind.INVALID, "file is not a file: its part has no filename", param="file")
+        self.filename = plain_name(options.get(b"filename", b"").decode("utf-8", "replace"))
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name == "file":
+            self._upload.write(data[start:end])
+            return
+        self._value += data[start:end]
+        if len(self._value) > MAX_FIELD_BYTES:
+            raise ApiError(Kind.INVALID, f"{self._name[:80]!r} has more than {MAX_FIELD_BYTES} bytes")
+
+    def _end_part(self) -> None:
+        if self._name != "file":
+            self.fields[self._name[:80]] = self._value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self.is_complete = True
+
+
+def plain_name(name: str) -> str:
+    """A file name for display, without folders and control characters. It is never used as a path."""
+    last = re.split(r"[/\\]", name)[-1]
+    return "".join(char for char in last if char.isprintable())[:MAX_NAME_CHARS] or "upload.jsonl"
+
+
+async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, upload: Upload) -> UploadParser:
+    """Read a form to its end and write its content to disk."""
+    parser = UploadParser(content_type, upload)
+    waiting: list[bytes] = []
+    size = 0
+    async for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
+        if size >= FLUSH_BYTES:
+            await asyncio.to_thread(parser.feed, b"".join(waiting))
+            waiting, size = [], 0
+    await asyncio.to_thread(parser.feed, b"".join(waiting))
+    if not parser.is_complete:
+        raise ApiError(Kind.INVALID, "the form ends before its last boundary")
+    if parser.filename is None:
+        raise ApiError(Kind.INVALID, "file is missing", param="file")
+    await asyncio.to_thread(upload.finish)
+    return parser
+
+
+def expiry_s(fields: dict[str, str], low_s: int, high_s: int) -> int:
+    """The lifetime in `expires_after[seconds]`; the maximum if it is not given."""
+    text = fields.get("expires_after[seconds]")
+    if text is None:
+        return high_s
+    seconds = int(text) if re.fullmatch(r"[0-9]{1,12}", text) else -1
+    if not low_s <= seconds <= high_s:
+        message = f"expires_after.seconds = {_shown(text)} is not a whole number from {low_s} to {high_s}"
+        raise ApiError(Kind.INVALID, message, param="expires_after")
+    if (anchor := fields.get("expires_after[anchor]", "created_at")) != "created_at":
+        raise ApiError(
+            Kind.INVALID, f"expires_after.anchor = {_shown(anchor)} is not created_at", param="expires_after"
+        )
+    return seconds
+
+
+def _shown(text: str) -> str:
+    """A value for an error: its beginning, and its length if it is cut."""
+    return repr(text) if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]!r}... ({len(text)} characters)"
+
 
 FORM_BYTES = 64 << 10  # of a form, in addition to its file
 

@@ -17,7 +17,7 @@ from quire.server.errors import Dialect
 from quire.server.models import Models
 from quire.server.observability.watch import Watch
 from quire.server.protocols.openai import chat, completions, responses
-from quire.server.protocols.openai.errors import OPENAI, RESPONSES
+from quire.server.protocols.openai.encoding import OPENAI, RESPONSES
 from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
 
 HANDLERS: dict[str, tuple[Handler, Dialect]] = {

@@ -24,8 +24,7 @@ from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
 from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
-from quire.server.model_service import ModelService
-from quire.server.models import Model
+from quire.server.models import Model, ModelService
 from quire.server.observability.metrics import Finished, Ttft
 from quire.version import __version__
 

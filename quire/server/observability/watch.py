@@ -19,8 +19,7 @@ from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
-from quire.server.model_service import ModelService
-from quire.server.models import Model, Models
+from quire.server.models import Model, Models, ModelService
 from quire.server.observability.snapshot import (
     Rates,
     SnapshotBuilder,

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from quire.backends.base import BackendOptions
 from quire.backends.mlx.evaluation import flat_parameters, num_bytes
-from quire.backends.mlx.gguf_model import UNPACKED
-from quire.backends.mlx.gguf_weights import PACKINGS, pack
+from quire.backends.mlx.gguf_model import PACKINGS, UNPACKED, pack
 from quire.backends.mlx.loading import LoadedModel, load_from_tensors, load_model
 from quire.backends.mlx.quantization import Layout, quantized_layers
 from quire.backends.mlx.spec_model import MODEL_TYPES
@@ -215,7 +214,7 @@ def rms_error(found: mx.array, expected: np.ndarray[Any, Any]) -> float:
 
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_packed_weights_are_those_of_the_file(kind: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.backends.mlx.gguf_weights.CHUNK_ELEMENTS", 7 * 512)  # several chunks, the last smaller
+    monkeypatch.setattr("quire.backends.mlx.gguf_model.CHUNK_ELEMENTS", 7 * 512)  # several chunks, the last smaller
     raw = random_matrix(kind)
     packed, expected = pack(raw), to_float32(raw)
 

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from quire.backends.mlx import attention, paged_cache
+from quire.backends.mlx import model as attention
+from quire.backends.mlx import paged_cache
 from quire.backends.mlx.batch import BatchMode
 from quire.backends.mlx.kernel_check import gather_reference
 from quire.backends.mlx.runner import MlxRunner

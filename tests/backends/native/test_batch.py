@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native.batch import Batch, Limits, build_batch
+from quire.backends.native.model import Batch, Limits, build_batch
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation

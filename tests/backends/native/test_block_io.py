@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.block_io import model_key
-from quire.backends.kv_spec import LayerKV
+from quire.backends.kv_memory import LayerKV
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import MemoryKind, MemoryRef
 from quire.weights.opening import open_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native import expert_memory
+from quire.backends.native import packing as expert_memory
 from quire.backends.native.library import Engine, Floats
 from quire.backends.native.model import NativeModel
 from quire.backends.native.packing import PackedModel, pack_model

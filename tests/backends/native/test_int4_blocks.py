@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.backends.native.int4_blocks import find_block_type, to_blocks
-from quire.backends.native.packing import pack_model
+from quire.backends.native.packing import find_block_type, pack_model, to_blocks
 from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.opening import open_checkpoint

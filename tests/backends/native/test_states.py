@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import SeqSlice, StateSnapshot

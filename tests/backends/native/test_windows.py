@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.kernel_compilation import (
     Calls,
     _compile,
@@ -25,11 +25,11 @@ from quire.backends.torch.kernel_compilation import (
     routed_calls,
     state_calls,
 )
+from quire.backends.torch.kernels.blocks import PieceTable, gather_pieces, scatter_pieces
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
 from quire.backends.torch.kernels.packed_products import is_fp8
-from quire.backends.torch.kernels.pieces import PieceTable, gather_pieces, scatter_pieces
 from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import count
 from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight

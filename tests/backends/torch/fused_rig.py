@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from quire.backends.torch.cuda import CudaRunner
-from quire.backends.torch.fused_linear import FusedLinear
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models.decoder import DecoderModel

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from quire.backends.base import PendingCopy, Runner
-from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
 from quire.backends.torch import cuda_block_io
-from quire.backends.torch.cuda_block_io import CudaBlockIO
+from quire.backends.torch.cuda_block_io import CudaBlockIO, PinnedMemory
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.pinned_memory import PinnedMemory
 from quire.backends.torch.runner import TorchRunner
 from quire.backends.torch.state_store import StateStore
 from quire.core.step import MemoryKind, MemoryRef

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import graphs
 from quire.backends.torch.cuda import CudaRunner, _halves

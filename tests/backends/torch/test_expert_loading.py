@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.backends.torch.experts import Experts
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.kernel_compilation import routed_calls
 from quire.backends.torch.loading import (
     ExpertFormats,
@@ -25,8 +25,7 @@ from quire.backends.torch.loading import (
     load_weights,
     weight_bytes,
 )
-from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat
-from quire.backends.torch.packed_linear import PackedLinear
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear
 from quire.backends.torch.packed_stack import PackedStack, dense
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint

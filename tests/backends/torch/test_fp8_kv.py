@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
 from quire.backends.sampling import BROKEN
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import graphs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.backends.torch import graphs
-from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
+from quire.backends.torch.packed import JoinedLinear, PackedLinear
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.loading import ModelWeights, RoutedWeights, load_weights
-from quire.backends.torch.mxfp4 import MAX_EXPONENT, Mxfp4Stack
+from quire.backends.torch.packed_stack import MAX_EXPONENT, Mxfp4Stack
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorType
 from quire.weights.opening import open_checkpoint

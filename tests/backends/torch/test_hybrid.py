@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends import kv_division
+from quire.backends import kv_memory as kv_division
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.runner import TorchRunner
 from quire.core.kv_cache import KVCacheManager

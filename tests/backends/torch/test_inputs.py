@@ -37,7 +37,7 @@ from quire.backends.torch.inputs import (
     arrange,
 )
 from quire.backends.torch.kernels import attention
-from quire.backends.torch.state_work import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS
+from quire.backends.torch.state_store import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from quire.backends.base import BackendOptions
 from quire.backends.torch.build import make_runner
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import AttentionWeights, MlpWeights, load_weights, packed_format, weight_bytes
 from quire.backends.torch.packed import (
     FP8_PER_OUTPUT,
     INT4_IN_GROUPS,
+    JoinedLinear,
     PackedFormat,
+    PackedLinear,
     PackedWeight,
     decoded,
     format_of,
     pack,
     quantize,
 )
-from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
 from quire.cli.machine_fit import GPU_BITS, PACKED_BITS
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
-from quire.weights.dummy import DummyCheckpoint
 from quire.weights.gguf_packed import pack_blocks
-from quire.weights.opening import open_checkpoint
+from quire.weights.opening import DummyCheckpoint, open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
 from quire.weights.spec import Activation
 from tests.backends.torch.test_compiling import write_config

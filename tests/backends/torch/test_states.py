@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.kv_spec import KVSpec, LayerState
+from quire.backends.kv_memory import KVSpec, LayerState
 from quire.backends.torch.delta_net import Rows, recur
 from quire.backends.torch.runner import TorchRunner
 from quire.backends.torch.short_conv import Singles, by_kind, causal_conv

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends.kv_spec import KVSpec, LayerKV, LayerState
+from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
 from quire.backends.torch.batch import build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Outputs
 from quire.backends.torch.kernels.chaining import is_early, let_next_start, wait_for_inputs
 from quire.backends.torch.kernels.fp8_rows import empty_rows, row_shape, store_in_fp8
+from quire.backends.torch.layers import Fp8Product, Fp8Rows, Outputs
 from quire.backends.torch.packed import E4M3_MAX
 from quire.weights.spec import Activation
 

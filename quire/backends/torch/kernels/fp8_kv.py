@@ -1,4 +1,4 @@
-"""Keys and values in FP8 inside kernels: the codes and scales of `quire.backends.torch.fp8_kv`.
+"""Keys and values in FP8 inside kernels: the codes and scales of `quire.backends.torch.kv_store`.
 
 Rounding is done with integers, so that all cards and Triton's interpreter store the same codes.
 """

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Outputs
 from quire.backends.torch.kernels.linear import _activated
+from quire.backends.torch.layers import Fp8Product, Fp8Rows, Outputs
 from quire.backends.torch.packed import E4M3_MAX
 from quire.weights.spec import Activation
 

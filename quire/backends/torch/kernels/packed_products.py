@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.fp8_rows import Fp8Product, Fp8Rows, Inputs
 from quire.backends.torch.kernels.fp8_rows import GROUP, apply_scales, quantize_rows
 from quire.backends.torch.kernels.packed_linear import HAS_ASSEMBLER, KINDS, _e2m1, _load_group, _spread
+from quire.backends.torch.layers import Fp8Product, Fp8Rows, Inputs
 from quire.backends.torch.packed import PackedWeight
 from quire.weights.packed import CodeType
 

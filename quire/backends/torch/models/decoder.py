@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.backends.kv_spec import KVSpec
+from quire.backends.kv_memory import KVSpec
 from quire.backends.support import rope_notice
 from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.forward_pass import Pass
-from quire.backends.torch.fp8_rows import Inputs, Outputs
 from quire.backends.torch.gemma4 import ParallelExperts, PerLayerEmbeddings, PleLayer
-from quire.backends.torch.layers import HeadNorm, Heads, Linear, RMSNorm, Rotary, query_factors, softcap
+from quire.backends.torch.layers import (
+    HeadNorm,
+    Heads,
+    Inputs,
+    Linear,
+    Outputs,
+    RMSNorm,
+    Rotary,
+    query_factors,
+    softcap,
+)
 from quire.backends.torch.loading import (
     AttentionWeights,
     DeltaNetWeights,

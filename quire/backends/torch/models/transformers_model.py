@@ -18,18 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.backends import trial
+from quire.backends import support as trial
 from quire.backends.base import Progress
-from quire.backends.kv_spec import KVSpec, LayerKV
+from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.models import hf_attention
-from quire.backends.torch.models.hf_attention import AttentionCall, PagedAttention, Recorder, visiting
+from quire.backends.torch.models import hf_modules as hf_attention
 from quire.backends.torch.models.hf_loading import load_hf_model, silence
-from quire.backends.torch.models.hf_norms import current_step, replace_norms
+from quire.backends.torch.models.hf_modules import (
+    AttentionCall,
+    PagedAttention,
+    Recorder,
+    current_step,
+    replace_norms,
+    visiting,
+)
 from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import Checkpoint

@@ -1,4 +1,7 @@
-"""Parses a body of `/api/chat` or `/api/generate` into an `InferenceRequest`. Pure, except `unmet`."""
+"""Parses a body of `/api/chat` or `/api/generate` into an `InferenceRequest`. Pure, except `unmet`.
+
+An error is one string and a status.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import msgspec
 from quire.core.values import check_tokens
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import InferenceRequest, Prompt, priority_of
+from quire.server.active_request import InferenceRequest, Prompt, priority_of
+from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.protocols.ollama.types import (
     IGNORED_OPTIONS,
     THINK_LEVELS,
@@ -32,8 +35,8 @@ from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import MAX_TOOLS, ChatRequest, Message, Part, Role, Tool, ToolCall, check_call, check_messages
 
 if TYPE_CHECKING:
-    from quire.server.model_service import ModelService
-    from quire.server.models import Model, Models
+    from quire.server.models import Model, Models, ModelService
+
 
 DEFAULT_TAG = ":latest"
 NO_BOUND = (0, -1, -2)  # values of num_predict without a limit, as in Ollama's runner
@@ -297,3 +300,49 @@ def _message(given: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
     parts = (Part(given.content),) if given.content else ()
     made = calls.add(given.tool_calls or (), f"{path}.tool_calls")
     return Message(role, parts, thought=given.thinking or "", tool_calls=made)
+
+
+# 503 for a full queue, as in Ollama; 429 for a key that has reached its limit.
+_STATUS = {
+    Kind.INVALID: 400,
+    Kind.TOO_LONG: 400,
+    Kind.AUTHENTICATION: 401,
+    Kind.PERMISSION: 403,
+    Kind.NOT_FOUND: 404,
+    Kind.NO_MODEL: 404,
+    Kind.METHOD: 405,
+    Kind.TIMEOUT: 408,
+    Kind.TOO_LARGE: 413,
+    Kind.RATE_LIMITED: 429,
+    Kind.OVERLOADED: 503,
+    Kind.UNAVAILABLE: 503,
+    Kind.FAILED: 500,
+    Kind.DIED: 500,
+    Kind.CANCELLED: 499,
+}
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    error: str
+
+
+def _status(error: ApiError) -> int:
+    if error.kind is Kind.DIED and error.may_retry:
+        return 503
+    return _STATUS[error.kind]
+
+
+def _body(error: ApiError, _request_id: str) -> bytes:
+    """Encode the error. Only the message can name the field."""
+    text = error.message
+    if error.param is not None and error.param not in text:
+        text = f"{error.param}: {text}"
+    return msgspec.json.encode(OllamaError(text.encode(errors="replace").decode()))  # an error must never fail
+
+
+def _event(error: ApiError, request_id: str) -> bytes:
+    return _body(error, request_id) + b"\n"
+
+
+# Readers of JSON lines skip a space; most fail on an empty line.
+OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-ndjson", keep_alive=b" ")

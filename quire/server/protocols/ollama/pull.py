@@ -18,8 +18,7 @@ from starlette.responses import Response
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.protocols.ollama.catalog import given_name
-from quire.server.protocols.ollama.errors import OLLAMA
-from quire.server.protocols.ollama.parsing import DEFAULT_TAG
+from quire.server.protocols.ollama.parsing import DEFAULT_TAG, OLLAMA
 from quire.server.protocols.ollama.types import PullProgress, PullRequest
 from quire.weights.hub import find_known, is_path, pull
 from quire.weights.huggingface import HubName

@@ -12,7 +12,7 @@ import msgspec
 from quire.core.values import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.inference_request import (
+from quire.server.active_request import (
     MAX_BREAKPOINTS,
     Breakpoint,
     InferenceRequest,

@@ -11,13 +11,17 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
+from quire.server.active_request import InferenceRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import protocol_field_names
-from quire.server.protocols.openai.responses_items import AnswerItems
-from quire.server.protocols.openai.responses_parsing import names_of, parse_responses, shape_field
-from quire.server.protocols.openai.responses_tools import client_tools
+from quire.server.protocols.openai.responses_parsing import (
+    AnswerItems,
+    client_tools,
+    names_of,
+    parse_responses,
+    shape_field,
+)
 from quire.server.protocols.openai.responses_types import (
     ErrorCode,
     Event,

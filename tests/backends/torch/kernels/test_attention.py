@@ -21,8 +21,8 @@ from quire.backends.torch.attention_work import (
     find_siblings,
     plan_work,
 )
-from quire.backends.torch.fp8_kv import decode, encode
 from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
+from quire.backends.torch.kv_store import decode, encode
 from tests.backends.torch.kernels.device import DEVICE
 
 # In the interpreter only: the cap of a number far beyond it, which is finite all the same.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.fp8_kv import decode, encode
 from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kv_store import decode, encode
 from tests.backends.torch.kernels.device import DEVICE
 
 # The interpreter computes in numpy, which warns of numbers that are masked afterwards.

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch import fused_packed_linear
-from quire.backends.torch.fp8_rows import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
-from quire.backends.torch.fused_packed_linear import FusedPackedLinear
+from quire.backends.torch import fused_linear as fused_packed_linear
+from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.kernels import packed_products
 from quire.backends.torch.kernels.elementwise import add_norm, add_norm_in_fp8, gated, norm
 from quire.backends.torch.kernels.fp8_rows import apply_scales, gated_in_fp8, quantize_rows
@@ -23,6 +22,7 @@ from quire.backends.torch.kernels.packed_products import (
     product_in_fp8,
     unscaled_product,
 )
+from quire.backends.torch.layers import Fp8Inputs, Fp8Product, Fp8Rows, Inputs, Outputs
 from quire.backends.torch.packed import PackedWeight
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE

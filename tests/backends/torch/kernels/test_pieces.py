@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kernels.pieces import gather_pieces, piece_table, scatter_pieces
+from quire.backends.torch.kernels.blocks import gather_pieces, piece_table, scatter_pieces
 from tests.backends.torch.kernels.device import DEVICE
 
 NUM_PIECES = 9
