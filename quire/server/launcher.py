@@ -24,7 +24,8 @@ from quire.server.auth import make_keyring
 from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
 from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
-from quire.server.models import MakeClient, Models, ServiceLimits, SharedResources, make_local_client
+from quire.server.model_service import MakeClient, ServiceLimits, make_local_client
+from quire.server.models import Models, SharedResources
 from quire.server.observability.metrics import Exposition
 from quire.server.observability.watch import Watch
 from quire.server.request_context import RequestLimits

@@ -25,13 +25,13 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
-from quire.server.active_request import ActiveRequest, ClientGone, InferenceRequest
 from quire.server.auth import Key
 from quire.server.decoding import decode, unknown_fields
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, BodyBudget
-from quire.server.models import Model, Models, ModelService
+from quire.server.model_service import ActiveRequest, Caller, ClientGone, InferenceRequest, ModelService
+from quire.server.models import Model, Models
 from quire.server.observability.logs import LogOnce, log_refusal
 from quire.server.observability.watch import Watch
 
@@ -278,7 +278,8 @@ class RequestContext:
         self.model = self.models.find(request.model)
         self.note_ignored(request.ignored)
         self.note(UNENFORCED, request.unenforced)
-        self._opening = opening = asyncio.ensure_future(self.models.open(request, self))
+        caller = Caller(self.key, self.request_id, self.endpoint, self.arrived_s, self.session)
+        self._opening = opening = asyncio.ensure_future(self.models.open(request, caller))
         gone = self._gone
         assert gone is not None, "the body must be read first"
         await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -22,9 +22,9 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
-from quire.server.active_request import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.admin import cache
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic.encoding import ANTHROPIC
 from quire.server.protocols.anthropic.messages import MessageEvents, Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_inference_request

@@ -17,10 +17,10 @@ import pytest
 from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.worker.client import Generation
-from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventEncoder, EventStream, TokenWriter
 from quire.server.http.server import BODY_WRITER, BodyWriter
+from quire.server.model_service import ActiveRequest, ClientGone
 from quire.server.protocols.anthropic import messages
 from quire.server.protocols.ollama import generation as ollama
 from quire.server.protocols.openai import responses

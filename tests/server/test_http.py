@@ -13,7 +13,6 @@ from uvicorn.server import ServerState
 
 from quire.engine.outputs import Delta
 from quire.errors import InvalidRequest
-from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http import server as open_connections
 from quire.server.http.event_stream import EventStream
@@ -28,6 +27,7 @@ from quire.server.http.server import (
     make_config,
     raise_file_limit,
 )
+from quire.server.model_service import ActiveRequest
 from quire.server.protocols.openai.encoding import OPENAI
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s

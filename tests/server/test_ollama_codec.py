@@ -18,8 +18,8 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
-from quire.server.active_request import ActiveRequest, InferenceRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import ActiveRequest, InferenceRequest
 from quire.server.models import Models
 from quire.server.protocols.ollama import pull
 from quire.server.protocols.ollama.catalog import API_VERSION, NEVER

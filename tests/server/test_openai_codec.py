@@ -23,8 +23,8 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
-from quire.server.active_request import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.model_service import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.openai import other_servers, types
 from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
 from quire.server.protocols.openai.completions import (

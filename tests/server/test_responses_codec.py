@@ -20,9 +20,9 @@ from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
-from quire.server.active_request import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.http.event_stream import api_error
+from quire.server.model_service import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.openai.encoding import RESPONSES
 from quire.server.protocols.openai.responses import Reply
 from quire.server.protocols.openai.responses_parsing import (

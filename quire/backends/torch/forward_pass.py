@@ -1,5 +1,4 @@
-"""The operations of one forward pass, which models call and each kind of device implements; the interface of a model.
-"""
+"""The operations of one forward pass, which models call and each kind of device implements; and a model's interface."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from msgspec import Meta
 from quire.core.values import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
-from quire.server.active_request import InferenceRequest, Prompt
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import InferenceRequest, Prompt
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
 from quire.server.protocols.support import CacheView, view
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.backends.base import Capacity
-    from quire.server.models import ModelService
+    from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
 DEFAULT_TTL_S = 300.0

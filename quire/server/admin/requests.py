@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from quire.engine.model_manager import ModelState
-from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import ActiveRequest
 from quire.server.models import OpeningRequest
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import Delta
 from quire.errors import QuireError
-from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.server import BODY_WRITER, CHUNK_SIZES, BodyWriter
+from quire.server.model_service import ActiveRequest, ClientGone
 
 _encode = msgspec.json.Encoder().encode
 log = logging.getLogger(__name__)

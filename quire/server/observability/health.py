@@ -13,7 +13,8 @@ from quire.engine.composition import Scheduling
 from quire.engine.worker.kv_events import KvEventsStatus
 from quire.engine.worker.protocol import Stats
 from quire.errors import QuireError
-from quire.server.models import Model, Models, ModelService
+from quire.server.model_service import ModelService
+from quire.server.models import Model, Models
 from quire.server.request_context import RequestContext
 from quire.version import __version__
 

@@ -22,9 +22,9 @@ from quire.core.values import Priority
 from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
 from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
-from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
-from quire.server.models import Model, ModelService
+from quire.server.model_service import ActiveRequest, ModelService
+from quire.server.models import Model
 from quire.server.observability.metrics import Finished, Ttft
 from quire.version import __version__
 

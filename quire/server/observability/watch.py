@@ -16,10 +16,10 @@ import msgspec
 from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.protocol import Blocks, Stats
 from quire.errors import QuireError
-from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
-from quire.server.models import Model, Models, ModelService
+from quire.server.model_service import ActiveRequest, ModelService
+from quire.server.models import Model, Models
 from quire.server.observability.snapshot import (
     Rates,
     SnapshotBuilder,

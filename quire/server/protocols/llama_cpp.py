@@ -17,7 +17,7 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import ActiveRequest
+    from quire.server.model_service import ActiveRequest
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
 

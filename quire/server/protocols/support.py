@@ -21,8 +21,8 @@ from msgspec import Meta
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import Tier
 from quire.errors import InvalidRequest
-from quire.server.active_request import InferenceRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import InferenceRequest
 from quire.text.excerpt import Excerpt
 from quire.text.messages import ChatRequest, Tool
 from quire.text.schema_mistakes import SchemaProblem

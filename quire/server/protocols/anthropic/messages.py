@@ -17,8 +17,8 @@ from msgspec import UNSET, UnsetType
 from quire.core.values import FinishReason
 from quire.engine.outputs import Delta
 from quire.errors import RequestFailed
-from quire.server.active_request import InferenceRequest, Prompt
 from quire.server.errors import ApiError
+from quire.server.model_service import InferenceRequest, Prompt
 from quire.server.protocols.anthropic.editing import Edited, apply
 from quire.server.protocols.anthropic.encoding import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.parsing import (
@@ -57,8 +57,7 @@ from quire.text.messages import ChatRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import ActiveRequest
-    from quire.server.models import ModelService
+    from quire.server.model_service import ActiveRequest, ModelService
     from quire.server.request_context import RequestContext
 
 _MARK = "<text>"

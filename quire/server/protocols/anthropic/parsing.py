@@ -12,8 +12,8 @@ import msgspec
 
 from quire.engine.params import GenerationParams, check_temperature
 from quire.errors import InvalidRequest
-from quire.server.active_request import Breakpoint, InferenceRequest, ThinkingField, priority_of
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import Breakpoint, InferenceRequest, ThinkingField, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
 from quire.server.protocols.anthropic.types import (
     MAX_TEMPERATURE,

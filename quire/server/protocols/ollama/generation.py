@@ -50,7 +50,7 @@ from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Tho
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import ActiveRequest, InferenceRequest
+    from quire.server.model_service import ActiveRequest, InferenceRequest
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
 

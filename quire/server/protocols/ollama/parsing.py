@@ -15,8 +15,8 @@ import msgspec
 from quire.core.values import check_tokens
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.active_request import InferenceRequest, Prompt, priority_of
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.model_service import InferenceRequest, Prompt, priority_of
 from quire.server.protocols.ollama.types import (
     IGNORED_OPTIONS,
     THINK_LEVELS,
@@ -35,7 +35,8 @@ from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import MAX_TOOLS, ChatRequest, Message, Part, Role, Tool, ToolCall, check_call, check_messages
 
 if TYPE_CHECKING:
-    from quire.server.models import Model, Models, ModelService
+    from quire.server.model_service import ModelService
+    from quire.server.models import Model, Models
 
 
 DEFAULT_TAG = ":latest"

@@ -15,7 +15,7 @@ from quire.core.values import FinishReason
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.active_request import Breakpoint, InferenceRequest
+from quire.server.model_service import Breakpoint, InferenceRequest
 from quire.server.protocols.openai.encoding import (
     AnswerEvents,
     StreamEncoder,

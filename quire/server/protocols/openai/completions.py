@@ -13,7 +13,7 @@ from msgspec import UNSET
 from quire.core.values import check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
-from quire.server.active_request import MAX_PROMPTS, InferenceRequest, Prompt
+from quire.server.model_service import MAX_PROMPTS, InferenceRequest, Prompt
 from quire.server.protocols.openai.encoding import (
     AnswerEvents,
     StreamEncoder,

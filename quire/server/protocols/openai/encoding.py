@@ -27,7 +27,7 @@ from quire.server.protocols.support import CacheView, view
 from quire.text.answers import AnswerParser, Piece, Thought, Words
 
 if TYPE_CHECKING:
-    from quire.server.active_request import ActiveRequest
+    from quire.server.model_service import ActiveRequest
 
 
 AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]

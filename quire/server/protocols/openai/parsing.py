@@ -12,14 +12,7 @@ import msgspec
 from quire.core.values import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.active_request import (
-    MAX_BREAKPOINTS,
-    Breakpoint,
-    InferenceRequest,
-    Prompt,
-    ThinkingField,
-    priority_of,
-)
+from quire.server.model_service import MAX_BREAKPOINTS, Breakpoint, InferenceRequest, Prompt, ThinkingField, priority_of
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.types import (
     RETENTIONS_S,

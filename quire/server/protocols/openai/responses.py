@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
-from quire.server.active_request import InferenceRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.responses_parsing import (
@@ -47,7 +47,7 @@ from quire.text.answers import PlainAnswer
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import ActiveRequest
+    from quire.server.model_service import ActiveRequest
     from quire.server.request_context import RequestContext
 
 _MARK = "<text>"

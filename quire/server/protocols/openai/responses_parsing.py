@@ -20,7 +20,7 @@ from msgspec import UNSET
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.active_request import Breakpoint, InferenceRequest
+from quire.server.model_service import Breakpoint, InferenceRequest
 from quire.server.protocols.openai.parsing import (
     NAMES,
     cache_ttl_s,

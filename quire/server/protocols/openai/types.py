@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
-from quire.server.active_request import MAX_NAME_CHARS, MAX_PROMPTS
+from quire.server.model_service import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.openai.other_servers import OtherServersFields
 from quire.server.protocols.support import CacheView, Unsupported, describe_accepted, describe_refused
 from quire.text.grammar import MAX_LISTED_TOKENS
