@@ -15,8 +15,7 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from quire.batch.lines import LineParser, LineSettings, read_lines
-from quire.batch.results import Result, ResultFile, ResultScan, num_completion_tokens
-from quire.batch.resume import open_output
+from quire.batch.results import Result, ResultFile, ResultScan, num_completion_tokens, open_output
 from quire.batch.runner import BatchRunner, GaveUp, RetryPolicy
 from quire.cli import options
 from quire.cli.batch_client import BatchClient

@@ -40,7 +40,7 @@ from quire.engine.tiers.cache_folder import (
 from quire.errors import CacheFolderError, InvalidRequest
 from quire.sizes import file_size
 from quire.weights import hub
-from quire.weights.huggingface import cached_folders
+from quire.weights.hub import cached_folders
 
 T = TypeVar("T")
 MAX_THREADS = 4

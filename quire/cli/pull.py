@@ -13,10 +13,8 @@ import typer
 from quire.cli.terminal import echo, safe
 from quire.errors import DownloadFailed
 from quire.sizes import file_size
-from quire.weights.hub import DEFAULT_MODEL, cache_dir, find_known, is_path, models_dir
+from quire.weights.hub import DEFAULT_MODEL, HubName, Progress, cache_dir, find_cached, find_known, is_path, models_dir
 from quire.weights.hub import pull as pull_model
-from quire.weights.huggingface import HubName, find_cached
-from quire.weights.wheel import Progress
 
 
 def pull(

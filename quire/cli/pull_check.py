@@ -21,7 +21,7 @@ from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES
 from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family
 from quire.weights.fields import Fields, show
-from quire.weights.huggingface import ELSEWHERE, HubName, failure_reason, import_hub
+from quire.weights.hub import ELSEWHERE, HubName, failure_reason, import_hub
 from quire.weights.other import read_spec
 from quire.weights.quantization import read_quantization
 from quire.weights.spec import ModelSpec

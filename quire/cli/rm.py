@@ -14,8 +14,17 @@ from quire.cli.terminal import confirm, echo
 from quire.errors import InvalidRequest, ModelNotFound
 from quire.sizes import file_size
 from quire.weights.gguf import is_later_part
-from quire.weights.hub import KNOWN_MODELS, find_known, is_model, is_path, local_models, models_dir, resolve
-from quire.weights.huggingface import HubName, cached_folders
+from quire.weights.hub import (
+    KNOWN_MODELS,
+    HubName,
+    cached_folders,
+    find_known,
+    is_model,
+    is_path,
+    local_models,
+    models_dir,
+    resolve,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,21 @@
-"""Deploys quire on Ray Serve: runs, shows and stops the applications of a cluster (`ray_cluster.py` joins it)."""
+"""Deploys quire on Ray Serve: runs, shows and stops the applications of a cluster (`ray_cluster.py` joins it).
+
+Ray replaces replicas and the front one after the other, and does not return to the old settings if a new one cannot
+start. So everything that can be known before is checked before.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray import serve
@@ -19,14 +25,78 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from quire.errors import InvalidRequest
-from quire.scale import preflight
 from quire.scale.autoscaling import QueuePolicy
 from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
 from quire.scale.request_router import PrefixAwareRouter
+from quire.server.auth import make_keyring
 from quire.server.config import ModelConfig, ServeConfig
 from quire.version import __version__
+
+HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster
+BIND_S = 20.0  # a new process of Ray may take some seconds
+
+
+def check_server(server: ServeConfig, url: str | None) -> None:
+    """Check the settings of the front: the keys file, and the address, unless the running front at `url` has it."""
+    make_keyring(server.api_key, server.admin_api_key, server.api_keys_file, is_shared=server.share_prefix_cache)
+    if server.port == 0 or (url is not None and urlsplit(url).port == server.port):
+        return
+    check = ray.remote(num_cpus=0, resources={HEAD: 0.001})(find_problem)
+    try:
+        problem = ray.get(check.remote(server.host, server.port), timeout=BIND_S)
+    except ray.exceptions.GetTimeoutError:
+        return  # Ray is busy; the front itself reports what is wrong
+    if problem is not None:
+        raise InvalidRequest(f"host = {server.host!r}, port = {server.port}: the head cannot listen there: {problem}")
+
+
+def find_problem(host: str, port: int) -> str | None:
+    """Why this machine cannot listen at an address; None: it can."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def needs(one: ModelDeployment) -> dict[str, float]:
+    """What one replica needs of its machine, by Ray's names of resources."""
+    wanted = {"CPU": one.resources.cpus or 0.0, "GPU": one.resources.gpus, **one.resources.custom}
+    if one.resources.memory is not None:
+        wanted["memory"] = float(one.resources.memory)
+    return {kind: amount for kind, amount in wanted.items() if amount}
+
+
+def check_resources(deployments: Mapping[str, ModelDeployment]) -> None:
+    """Refuse replicas that no machine of the cluster could run, even without anything else on it."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for name, one in deployments.items():
+        wanted = needs(one)
+        if not any(all(machine.get(kind, 0) >= amount for kind, amount in wanted.items()) for machine in machines):
+            text = f"{name}: no machine of the cluster has what one replica needs: {_text(wanted)}"
+            raise InvalidRequest(f"{text}; --wait waits until such a machine joins")
+
+
+def has_room(deployments: Sequence[ModelDeployment]) -> bool:
+    """Whether the first replicas of new deployments fit beside what runs, as far as the sums of resources show."""
+    free = ray.available_resources()
+    total: dict[str, float] = {}
+    for one in deployments:
+        for kind, amount in needs(one).items():
+            total[kind] = total.get(kind, 0.0) + amount * one.min_replicas
+    return all(free.get(kind, 0.0) >= amount for kind, amount in total.items())
+
+
+def _text(wanted: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {amount:g}" for kind, amount in wanted.items())
+
 
 _ERROR = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*(?:Error|Request|Model|Extra|Failed|Died)(?:\([^)]*\))?: (.+)")
 FRONT_APPLICATION = "quire"
@@ -58,12 +128,12 @@ def deploy(
         names = ", ".join(model.names[0] for model in config.server.models)
         raise InvalidRequest(f"models: the names {names} are not different as names of applications")
     old = [name for name in _applications() if name not in (FRONT_APPLICATION, *applications)]
-    preflight.check_server(config.server, _call_front("url"))
+    check_server(config.server, _call_front("url"))
     deployments = dict(zip(applications, config.deployments, strict=True))
     if not waits_for_machines:
-        preflight.check_resources(deployments)
+        check_resources(deployments)
     new = [one for name, one in deployments.items() if name not in _applications()]
-    if old and new and not preflight.has_room(new):
+    if old and new and not has_room(new):
         on_change(f"{', '.join(old)}: removed before the others start, which need its resources")
         _delete(old)
         old = []
@@ -147,7 +217,7 @@ def _front(drain_s: float) -> Any:
         name=FRONT,
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING,
-        ray_actor_options={"num_cpus": 0, "resources": {preflight.HEAD: 0.001}},
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=drain_s + 10,
         max_constructor_retry_count=MAX_STARTS,

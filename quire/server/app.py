@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server import tokenization as tokens
 from quire.server.admin import cache
 from quire.server.admin import models as admin_models
-from quire.server.admin import requests as admin_requests
+from quire.server.admin import models as admin_requests
 from quire.server.auth import KeyRing, presented
 from quire.server.batches import endpoints as batches
 from quire.server.batches.sender import Sender
@@ -59,8 +59,8 @@ from quire.server.protocols.anthropic.encoding import ANTHROPIC
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocols.ollama import catalog
 from quire.server.protocols.ollama import generation as ollama
+from quire.server.protocols.ollama.catalog import pull_model
 from quire.server.protocols.ollama.parsing import OLLAMA
-from quire.server.protocols.ollama.pull import pull_model
 from quire.server.protocols.ollama.types import (
     ListedModels,
     LoadedModels,

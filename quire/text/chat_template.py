@@ -17,9 +17,9 @@ from quire.text.messages import ChatRequest, Message, Role, Tool, ToolMode
 from quire.text.reasoning import SWITCHES, find_reasoning
 from quire.text.rendering import Renderer, TemplateFailure, TemplateRefusal
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_detection import detect_tool_format
 from quire.text.tool_formats import Syntax, ToolFormat, named_tool_format
 from quire.text.tool_prompts import (
+    detect_tool_format,
     fitting_id,
     one_call_each,
     python_call,

@@ -11,15 +11,16 @@ import pytest
 from quire.batch.lines import BatchRequest, InvalidLine
 from quire.batch.results import (
     LineSet,
+    Output,
     Reply,
     Result,
     ResultFile,
     drop_failed,
     num_completion_tokens,
+    open_output,
     result_line,
     scan_results,
 )
-from quire.batch.resume import Output, open_output
 from quire.errors import InvalidRequest
 
 

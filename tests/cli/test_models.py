@@ -21,7 +21,7 @@ from quire.cli.suggestions import AGENT_CONTEXT, SUGGESTIONS, suggest
 from quire.engine.composition import EngineConfig
 from quire.errors import InvalidRequest
 from quire.weights.families import BY_NAME
-from quire.weights.huggingface import HubName
+from quire.weights.hub import HubName
 from tests.cli.runs import EchoLLM, Terminal
 from tests.cli.scripted import NAME, serving
 from tests.weights.makers import config, tiny_gguf, write_folder

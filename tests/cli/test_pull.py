@@ -14,7 +14,7 @@ import pytest
 
 from quire.cli.machine_fit import Memory
 from quire.cli.pull_check import Download, find_context, find_problems
-from quire.weights.huggingface import HubName
+from quire.weights.hub import HubName
 from tests.cli.fake_hub import COMMIT, FakeHub, Repository, fake_hub
 from tests.cli.runs import Terminal, quire
 from tests.weights.makers import tiny_gguf, write_folder

@@ -16,9 +16,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured import normal_time, trial
-from quire.engine.structured.grammars import Grammars
-from quire.engine.structured.normal_time import OF_ALL, OF_OWNER, PATIENCE_S, NormalTime
+from quire.engine.structured import grammars as normal_time
+from quire.engine.structured import trial
+from quire.engine.structured.grammars import OF_ALL, OF_OWNER, PATIENCE_S, Grammars, NormalTime
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.child_process import Interrupted
 from quire.text.grammar import Grammar, GrammarKind, choice_grammar, regex_grammar

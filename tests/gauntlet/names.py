@@ -15,11 +15,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from quire.errors import DownloadFailed, ModelFileError, QuireError
-from quire.weights import wheel
+from quire.weights import hub as wheel
 from quire.weights.folder import member
-from quire.weights.hub import resolve
+from quire.weights.hub import KnownModel, resolve
 from quire.weights.opening import open_checkpoint
-from quire.weights.wheel import KnownModel
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.secrets import audited
 from tests.gauntlet.watch import family, idle_base, left_over

@@ -230,7 +230,7 @@ WALL_CLOCK = {
     "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http/server.py",
     "quire/server/models.py", "quire/server/observability/metrics.py",
     "quire/server/observability/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",
-    "quire/weights/wheel.py",
+    "quire/weights/hub.py",
 }  # fmt: skip
 READINGS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 

@@ -21,7 +21,7 @@ from quire.errors import DownloadFailed, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.model_service import ActiveRequest, InferenceRequest
 from quire.server.models import Models
-from quire.server.protocols.ollama import pull
+from quire.server.protocols.ollama import catalog as pull
 from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
 from quire.server.protocols.ollama.generation import Reply, chat_answer, generate_answer
 from quire.server.protocols.ollama.parsing import NAMES, OLLAMA, find_model, keep_alive_s, parse_chat, parse_generate

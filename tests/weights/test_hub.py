@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from quire.cli.models import models
 from quire.cli.pull import pull as pull_command
 from quire.errors import DownloadFailed, ModelNotFound
-from quire.weights import hub, wheel
-from quire.weights.huggingface import HubName, is_whole
-from quire.weights.wheel import KnownModel
+from quire.weights import hub
+from quire.weights import hub as wheel
+from quire.weights.hub import HubName, KnownModel, is_whole
 from tests.weights.makers import tiny_gguf, write_folder
 
 DATA = tiny_gguf()
@@ -156,7 +156,7 @@ def test_a_folder_that_pip_removes_while_its_size_is_looked_at_is_no_error(
 KILLED = """
 import sys, time
 from quire.weights import hub
-from quire.weights.wheel import KnownModel
+from quire.weights.hub import KnownModel
 hub.KNOWN_MODELS["tiny"] = KnownModel("tiny", "quire-tiny==1.0", *sys.argv[1:4], int(sys.argv[4]), "MIT", "")
 def wait(what, done, total):
     if what == "unpacking":

@@ -28,8 +28,7 @@ from quire.engine.engine import Engine
 from quire.engine.tiers.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
 from quire.engine.tiers.cache_folder import Space, open_root, root_secret
 from quire.engine.tiers.disk_store import DiskStore, reads_per_thread
-from quire.engine.tiers.host_memory import HostStore, Slots
-from quire.engine.tiers.transfers import Transfers
+from quire.engine.tiers.transfers import HostStore, Slots, Transfers
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes
 

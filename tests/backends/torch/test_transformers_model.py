@@ -13,8 +13,8 @@ from torch import nn
 from quire.backends.support import find_transformers_problem, transformers_notice
 from quire.backends.torch import block_io
 from quire.backends.torch.models import transformers_model
+from quire.backends.torch.models.hf_loading import Siblings, merge_siblings
 from quire.backends.torch.models.hf_modules import find_window, replace_norms
-from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.backends.torch.models.transformers_model import adapt_model, load_transformers_model
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.opening import DummyCheckpoint

@@ -16,8 +16,7 @@ import pytest
 from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan
 from quire.core.values import Tier
 from quire.engine.tiers.block_file import Fault, file_bytes
-from quire.engine.tiers.host_memory import HostStore, Slots
-from quire.engine.tiers.transfers import Done, LoadDone, ReadDone, Transfers
+from quire.engine.tiers.transfers import Done, HostStore, LoadDone, ReadDone, Slots, Transfers
 from quire.errors import CacheFolderError
 from tests.engine.tiers.contents import all_files, make_content, temporary_files
 from tests.engine.tiers.transfer_rig import (
@@ -573,7 +572,7 @@ def test_close_while_copies_are_in_flight(make_rig: MakeRig) -> None:
 
 
 def test_reads_wait_for_memory_that_is_being_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.tiers.host_memory.MIN_EARLY_BYTES", 1)  # blocks of the fake runner are tiny
+    monkeypatch.setattr("quire.engine.tiers.transfers.MIN_EARLY_BYTES", 1)  # blocks of the fake runner are tiny
     rig = TransferRig(tmp_path / "kv", has_host=False)
     rig.save([1, 2], DISK)
     rig.finish()
@@ -607,7 +606,7 @@ def test_reads_wait_for_memory_that_is_being_allocated(tmp_path: Path, monkeypat
 
 
 def test_closing_ends_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.tiers.host_memory.MIN_EARLY_BYTES", 1)
+    monkeypatch.setattr("quire.engine.tiers.transfers.MIN_EARLY_BYTES", 1)
     chunks: list[int] = []
     is_allowed, has_begun = threading.Event(), threading.Event()
 

@@ -17,8 +17,7 @@ from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, St
 from quire.core.values import Tier
 from quire.engine.tiers.block_file import DamagedBlock
 from quire.engine.tiers.disk_store import DiskStore, Written
-from quire.engine.tiers.host_memory import HostStore, Slots
-from quire.engine.tiers.transfers import Done, LoadDone, Lost, ReadDone, SaveDone, Transfers
+from quire.engine.tiers.transfers import Done, HostStore, LoadDone, Lost, ReadDone, SaveDone, Slots, Transfers
 from tests.engine.tiers.contents import FACTS, make_content
 from tests.waiting import HANG_S
 

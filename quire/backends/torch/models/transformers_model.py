@@ -27,7 +27,7 @@ from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models import hf_modules as hf_attention
-from quire.backends.torch.models.hf_loading import load_hf_model, silence
+from quire.backends.torch.models.hf_loading import Siblings, load_hf_model, merge_siblings, silence
 from quire.backends.torch.models.hf_modules import (
     AttentionCall,
     PagedAttention,
@@ -36,7 +36,6 @@ from quire.backends.torch.models.hf_modules import (
     replace_norms,
     visiting,
 )
-from quire.backends.torch.models.merging import Siblings, merge_siblings
 from quire.errors import UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec

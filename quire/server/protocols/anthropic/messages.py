@@ -19,10 +19,11 @@ from quire.engine.outputs import Delta
 from quire.errors import RequestFailed
 from quire.server.errors import ApiError
 from quire.server.model_service import InferenceRequest, Prompt
-from quire.server.protocols.anthropic.editing import Edited, apply
 from quire.server.protocols.anthropic.encoding import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.parsing import (
     TTL_S,
+    Edited,
+    apply,
     conversation,
     grammar_of,
     shape_field,
