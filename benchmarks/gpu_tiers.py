@@ -86,11 +86,11 @@ def settle(engine: Engine) -> None:
 
 
 def report_tiers(machine: Machine) -> None:
-    tiers = machine.engine.scheduler.cache.tiers
-    for tier in machine.engine.scheduler.cache.stats().tiers:
+    tiers = machine.engine.scheduler.cache.levels
+    for tier in machine.engine.scheduler.cache.stats().levels:
         print(f"  {tier}", flush=True)
     if tiers is not None:
-        speeds = [f"{one.tier} {one.speed}" for one in tiers.tiers]
+        speeds = [f"{one.level} {one.speed}" for one in tiers.levels]
         print(f"  {tiers.ns_per_token} ns per prompt token; {'; '.join(speeds)}", flush=True)
 
 
@@ -169,7 +169,7 @@ def timed_loads(machine: Machine, prompts: list[list[int]]) -> list[TimedLoad]:
 
 
 def num_saves(machine: Machine) -> int:
-    return sum(tier.num_saves for tier in machine.engine.scheduler.cache.stats().tiers)
+    return sum(tier.num_saves for tier in machine.engine.scheduler.cache.stats().levels)
 
 
 def report_loads(title: str, computed_ms: float, loads: list[TimedLoad], num_blocks: int) -> None:

@@ -24,10 +24,10 @@ from random import Random
 
 from cpu import QUIET, Others, say
 
-from quire.core.values import SamplingParams, Tier
+from quire.core.values import Level, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
-from quire.engine.tiers.cache_folder import StoredFile, list_files, space_folders
+from quire.engine.levels.cache_folder import StoredFile, list_files, space_folders
 from quire.weights.hub import resolve
 
 BAR = 1 / 20
@@ -56,15 +56,15 @@ class Machine:
         config = EngineConfig(backend="native", threads=settings.threads, kv_memory=kv_memory, **disk)  # type: ignore[arg-type]
         self.engine: Engine = make_engine(settings.model, config)
         self.start_s = time.perf_counter() - start_s
-        if settings.is_quick and self.engine.scheduler.cache.tiers is not None:
-            self.engine.scheduler.cache.tiers.ns_per_token = None  # loads are made although they may not pay
+        if settings.is_quick and self.engine.scheduler.cache.levels is not None:
+            self.engine.scheduler.cache.levels.ns_per_token = None  # loads are made although they may not pay
         self._num_requests = 0
 
     @property
     def vocab_size(self) -> int:
         return self.engine.capacity.vocab_size
 
-    def first_token_s(self, prompt: Prompt, source: Tier | None) -> float:
+    def first_token_s(self, prompt: Prompt, source: Level | None) -> float:
         """Time to the first token. Checks that the prompt comes from where it should."""
         start_s = time.perf_counter()
         self._add(prompt, 1)
@@ -132,7 +132,7 @@ def measure_restart(settings: Settings, folder: Path) -> bool:
     machine.first_token_s(source.make(1, 64)[0], None)  # warm-up
     times: dict[str, list[float]] = {
         "computed": [machine.first_token_s(prompt, None) for prompt in prompts],
-        "KV cache": [machine.first_token_s(prompt, Tier.DEVICE) for prompt in prompts],
+        "KV cache": [machine.first_token_s(prompt, Level.DEVICE) for prompt in prompts],
     }
     start_s = time.perf_counter()
     if not machine.engine.save_cache(SAVE_LIMIT_S):
@@ -146,7 +146,7 @@ def measure_restart(settings: Settings, folder: Path) -> bool:
         starts_s[name] = machine.start_s
         if name == "disk, cold":
             drop_from_page_cache(folder)  # after the start, which reads the headers
-        times[name] = [machine.first_token_s(prompt, Tier.DISK) for prompt in prompts]
+        times[name] = [machine.first_token_s(prompt, Level.DISK) for prompt in prompts]
         machine.close()
     computed_s = statistics.median(times["computed"])
     say(f"\nTime to the first token of {settings.num_tokens:,} tokens, medians of {settings.rounds}\n")
@@ -188,7 +188,8 @@ def measure_cost(settings: Settings, folder: Path) -> None:
     rounds = ", ".join(f"{1 - a / b:+.1%}" for a, b in zip(found["with"], found["without"], strict=True))
     say(f"\nThe disk cache costs {cost:+.1%} (median of {settings.rounds} rounds: {rounds}).")
     say(
-        f"{stats.num_evictions:,} blocks were evicted, {stats.tiers[0].num_saves:,} saved, {stats.num_hit_tokens} hits."
+        f"{stats.num_evictions:,} blocks were evicted, {stats.levels[0].num_saves:,} saved,"
+        f" {stats.num_hit_tokens} hits."
     )
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from quire.bench.driver import Prompts
 from quire.core.cache.prefix import CacheExplanation
-from quire.core.levels import tiers
-from quire.core.levels.lower_tier import NS_PER_S
+from quire.core.levels import levels
+from quire.core.levels.lower_level import NS_PER_S
 from quire.core.step import TokenLogprobs
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
@@ -90,11 +90,11 @@ def make_cases(text: ModelText, count: int, seed: int = 0) -> list[Case]:
 @contextmanager
 def patient_loads() -> Iterator[None]:
     """No load is given up because this machine is busy."""
-    before, tiers.MIN_TIMEOUT_NS = tiers.MIN_TIMEOUT_NS, 600 * NS_PER_S
+    before, levels.MIN_TIMEOUT_NS = levels.MIN_TIMEOUT_NS, 600 * NS_PER_S
     try:
         yield
     finally:
-        tiers.MIN_TIMEOUT_NS = before
+        levels.MIN_TIMEOUT_NS = before
 
 
 def open_engine(path: Path, folder: Path | None, **settings: Any) -> Engine:
@@ -105,8 +105,8 @@ def open_engine(path: Path, folder: Path | None, **settings: Any) -> Engine:
     disk = {} if folder is None else {"disk_cache": "20G", "cache_dir": str(folder)}
     config = EngineConfig(**{"backend": "native", "kv_memory": KV_MEMORY, **disk, **settings})
     engine = make_engine(path, config)
-    if engine.scheduler.cache.tiers is not None:
-        engine.scheduler.cache.tiers.ns_per_token = None
+    if engine.scheduler.cache.levels is not None:
+        engine.scheduler.cache.levels.ns_per_token = None
     return engine
 
 

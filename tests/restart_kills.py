@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from quire.engine.levels.block_file import TEMPORARY_PREFIX, DamagedBlock, check_block
+from quire.engine.levels.cache_folder import STALE_S, Listing, list_files, space_folders
 from quire.engine.model_text import ModelText
-from quire.engine.tiers.block_file import TEMPORARY_PREFIX, DamagedBlock, check_block
-from quire.engine.tiers.cache_folder import STALE_S, Listing, list_files, space_folders
 from tests.restart import Answer, Case, ShowProgress, answer_all, make_cases, open_engine
 
 NUM_CASES = 24  # prompts, in all; several times what the folder can hold
@@ -198,7 +198,7 @@ def run_kills(
 
 def serve_child(model: Path, folder: Path, max_bytes: int, threads: int) -> None:
     engine = open_engine(model, folder, disk_cache=max_bytes, threads=threads)
-    (disk,) = engine.scheduler.cache.stats().tiers
+    (disk,) = engine.scheduler.cache.stats().levels
     print(json.dumps({"restored": disk.num_pieces}), flush=True)
     for line in iter(sys.stdin.readline, ""):
         cases = [Case(tuple(prompt), salt) for prompt, salt in json.loads(line)]

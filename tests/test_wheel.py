@@ -68,7 +68,7 @@ def test_the_wheel_is_for_any_python_3_of_a_platform(wheel: Path) -> None:
 def test_the_wheel_contains_the_libraries_and_no_c_sources(wheel: Path) -> None:
     held = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("quire/")}
     libraries = {path for path in held if path.suffix in LIBRARIES}
-    assert {path.parent.as_posix() for path in libraries} == {"quire/backends/native", "quire/engine/tiers"}
+    assert {path.parent.as_posix() for path in libraries} == {"quire/backends/native", "quire/engine/levels"}
     everything = {path.relative_to(ROOT) for path in (ROOT / "quire").rglob("*") if path.is_file()}
     assert held - libraries == {
         path for path in everything if not {"__pycache__", "csrc"} & set(path.parts) and path.suffix not in LIBRARIES

@@ -24,8 +24,8 @@ from quire.cli.tables import print_table
 from quire.cli.terminal import confirm, echo
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
-from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
-from quire.engine.tiers.cache_folder import (
+from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
+from quire.engine.levels.cache_folder import (
     SECRET_NAME,
     Listing,
     Space,

@@ -352,17 +352,17 @@ def _other_pools(ready: Ready) -> list[str]:
 def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
     """Lines about host memory and disk below the KV cache, with the number of tokens from which on they pay."""
     lines = []
-    for tier in ready.tiers:
+    for level in ready.levels:
         names = {"host": "host cache", "disk": "disk cache"}
-        limit = tier.max_bytes or 0
-        found = f", {reported_size(tier.num_bytes)} found" if tier.num_pieces else ""
+        limit = level.max_bytes or 0
+        found = f", {reported_size(level.num_bytes)} found" if level.num_pieces else ""
         pays = "not used: loads would take longer than computing"
-        if tier.break_even_tokens is not None:
+        if level.break_even_tokens is not None:
             pays = "faster than computing"
-            if tier.break_even_tokens > 1:
-                pays += f" from {tier.break_even_tokens:,} tokens on"
-        lines.append(f"             {names[tier.tier]} up to {reported_size(limit)}{found}; {pays}")
-        if tier.tier == "disk":
+            if level.break_even_tokens > 1:
+                pays += f" from {level.break_even_tokens:,} tokens on"
+        lines.append(f"             {names[level.level]} up to {reported_size(limit)}{found}; {pays}")
+        if level.level == "disk":
             lines += _disk_folder(config)
     return lines
 
@@ -371,7 +371,7 @@ def _disk_folder(config: ServeConfig) -> list[str]:
     """A line about the folder of the disk cache."""
     from quire.cli.models import short_path
     from quire.engine.composition import disk_cache_folder
-    from quire.engine.tiers.cache_folder import write_problem
+    from quire.engine.levels.cache_folder import write_problem
 
     folder = disk_cache_folder(config.models[0].engine)
     if folder is None:

@@ -1,4 +1,4 @@
-"""Admission of waiting requests: prefix sharing, loads from lower tiers, free blocks and preemption.
+"""Admission of waiting requests: prefix sharing, loads from lower levels, free blocks and preemption.
 
 `StepBuilder` is the step that the planner and the admission fill together.
 """
@@ -22,7 +22,7 @@ from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import BlockCopy, Content, SeqSlice
-from quire.core.values import Priority, Tier
+from quire.core.values import Level, Priority
 from quire.errors import InvariantViolation
 
 
@@ -184,7 +184,7 @@ MAX_LOAD_WAITS = 2
 
 
 class LoadAdmission:
-    """Lets requests wait for loads from lower tiers: they return to the queue when their load ends or is late."""
+    """Lets requests wait for loads from lower levels: they return to the queue when their load ends or is late."""
 
     def __init__(self, cache: KVCacheManager, waiting: WaitingQueue, observe: Observer) -> None:
         self._cache = cache
@@ -194,13 +194,13 @@ class LoadAdmission:
     @property
     def has_any(self) -> bool:
         """Whether loads are in flight, which hold blocks until their copies are made."""
-        return self._cache.tiers is not None and len(self._cache.tiers.loads) > 0
+        return self._cache.levels is not None and len(self._cache.levels.loads) > 0
 
     @property
     def has_work(self) -> bool:
         """Whether a load is in flight, or a read that the next step should drop if nothing needs it."""
-        tiers = self._cache.tiers
-        return tiers is not None and (self.has_any or not all(read.is_abandoned for read in tiers.reads))
+        levels = self._cache.levels
+        return levels is not None and (self.has_any or not all(read.is_abandoned for read in levels.reads))
 
     def park(self, request: Request, hit: PrefixHit, num_spare: int) -> bool:
         """Let a request that could start now wait for a read or a load that extends its hit.
@@ -209,27 +209,27 @@ class LoadAdmission:
         Returns False if there is nothing to load, if computing is faster, or if less than `num_spare` blocks would be
         left, and room for the first waiting request of a higher tier.
         """
-        tiers = self._cache.tiers
-        if tiers is None:
+        levels = self._cache.levels
+        if levels is None:
             return False
         reach = self._cache.worthwhile_reach(request, hit, may_read=request.num_load_waits < MAX_LOAD_WAITS)
-        if reach is None or tiers.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
+        if reach is None or levels.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
             return False
-        unread = tiers.unread(reach)
+        unread = levels.unread(reach)
         is_first = not request.num_missing_copies
         if not self._is_nearer(request, len(reach.pieces) + len(unread)):
             return False
         if is_first:
             request.num_unloaded_tokens = hit.start
-        awaited: PrefixLoad | PrefixRead | None = tiers.loads.find(reach)
+        awaited: PrefixLoad | PrefixRead | None = levels.loads.find(reach)
         if awaited is None:
-            part = tiers.ready_part(hit, reach)
-            tiers.read(unread, request)
+            part = levels.ready_part(hit, reach)
+            levels.read(unread, request)
             if part is None:
-                awaited = tiers.reads.find(reach.pieces[0].content)
+                awaited = levels.reads.find(reach.pieces[0].content)
                 assert awaited is not None, "its first piece is not in host memory, so it is read"
             else:
-                awaited = tiers.begin(hit, part, is_part=part is not reach)
+                awaited = levels.begin(hit, part, is_part=part is not reach)
         self._waiting.park_for_load(request, awaited.load_id)
         return True
 
@@ -250,34 +250,34 @@ class LoadAdmission:
 
     def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
         """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
-        tiers = self._cache.tiers
-        read = None if tiers is None else tiers.reads.get(read_id)
-        if tiers is None or read is None:
+        levels = self._cache.levels
+        read = None if levels is None else levels.reads.get(read_id)
+        if levels is None or read is None:
             return
-        tiers.finish_read(read, failures, read_ns)
+        levels.finish_read(read, failures, read_ns)
         self._waiting.unpark_load(read_id)
         for request in read.users if failures and not read.is_void else ():
             self._give_up(request)
 
     def finish(self, load_id: int, failures: Collection[Content]) -> None:
         """End a load, and send its waiters back to the queue."""
-        tiers = self._cache.tiers
-        load = None if tiers is None else tiers.loads.get(load_id)
-        if tiers is None or load is None:
+        levels = self._cache.levels
+        load = None if levels is None else levels.loads.get(load_id)
+        if levels is None or load is None:
             return
-        loaded = tiers.finish(load, failures)
+        loaded = levels.finish(load, failures)
         for request in self._waiting.unpark_load(load_id):
             if loaded.num_tokens:
                 request.num_loaded_tokens += loaded.num_tokens
-                request.loaded_from = Tier.DISK if Tier.DISK in (request.loaded_from, load.source) else Tier.HOST
+                request.loaded_from = Level.DISK if Level.DISK in (request.loaded_from, load.source) else Level.HOST
             if not loaded.is_whole and not load.is_void:
                 self._give_up(request)
         self._observe(PrefixLoaded(load.source, loaded.num_tokens, loaded.is_whole))
 
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
-        tiers = self._cache.tiers
-        for load_id, is_late in () if tiers is None else tiers.expire(now_ns):
+        levels = self._cache.levels
+        for load_id, is_late in () if levels is None else levels.expire(now_ns):
             for request in self._waiting.unpark_load(load_id):
                 if is_late:
                     self._give_up(request)
@@ -289,20 +289,20 @@ class LoadAdmission:
         request.has_failed_load = True
 
     def note_start(self, request: Request, hit: PrefixHit) -> None:
-        """Tell the saves if a request that starts would have used content that was evicted and is in no lower tier."""
-        tiers = self._cache.tiers
-        if tiers is None or request.num_preemptions or not self._cache.was_evicted(request, hit):
+        """Tell the saves if a request that starts would have used content that was evicted and is in no lower level."""
+        levels = self._cache.levels
+        if levels is None or request.num_preemptions or not self._cache.was_evicted(request, hit):
             return
         if self._cache.reach(request, hit) is None:
-            tiers.saves.note_regret()
+            levels.saves.note_regret()
 
     # Explanations
 
     def describe(self, request: Request, hit: PrefixHit, found: CacheExplanation) -> CacheExplanation:
-        """Add the tiers to the explanation of a hit from which a request starts."""
+        """Add the levels to the explanation of a hit from which a request starts."""
         if found.num_tokens:
             num_loaded = max(min(request.num_loaded_tokens, found.num_tokens - request.num_unloaded_tokens), 0)
-            source = request.loaded_from if num_loaded and request.loaded_from is not None else Tier.DEVICE
+            source = request.loaded_from if num_loaded and request.loaded_from is not None else Level.DEVICE
             found = replace(found, source=source, num_loaded_tokens=num_loaded)
         if found.reason in _FINAL:
             return found
@@ -313,7 +313,7 @@ class LoadAdmission:
     def foresee(self, request: Request, hit: PrefixHit, found: CacheExplanation) -> CacheExplanation:
         """Explain what a request would reuse if it arrived now, with the loads that it would wait for."""
         if found.num_tokens:
-            found = replace(found, source=Tier.DEVICE)
+            found = replace(found, source=Level.DEVICE)
         reach = self._cache.worthwhile_reach(request, hit)
         if reach is None:
             is_stored = self._cache.reach(request, hit) is not None
@@ -327,7 +327,7 @@ class LoadAdmission:
         )
 
 
-# Reasons that do not depend on lower tiers: nothing more could be reused, or a running request computes the rest.
+# Reasons that do not depend on lower levels: nothing more could be reused, or a running request computes the rest.
 _FINAL = (StopReason.COMPLETE, StopReason.IN_FLIGHT, StopReason.OFF)
 
 
@@ -335,7 +335,7 @@ class Outcome(Enum):
     """What became of a waiting request that was next."""
 
     ADMITTED = auto()
-    PARKED = auto()  # it waits for a load from a lower tier
+    PARKED = auto()  # it waits for a load from a lower level
     BLOCKED = auto()  # it does not fit
     UNCOVERED = auto()  # the credit of its tier does not cover what it has to compute again
 
@@ -421,7 +421,7 @@ class Admission:
         """Explain where a hit ends and why.
 
         Blocks that other requests are computing now count as in flight. `is_started`: the request starts with this hit;
-        otherwise it would first wait for loads from lower tiers.
+        otherwise it would first wait for loads from lower levels.
         """
         chain, size = self._cache.chain(request), self._cache.block_size
 

@@ -16,9 +16,9 @@ from typing import NoReturn, TypeVar
 from quire.core.cache.block import EMPTY_SLOT, NULL_BLOCK_ID, KVCacheBlock
 from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.lower_tier import LowerTier
+from quire.core.levels.levels import Levels
+from quire.core.levels.lower_level import LowerLevel
 from quire.core.levels.reads import PrefixRead, ReadState
-from quire.core.levels.tiers import Tiers
 from quire.core.memory.hybrid import HybridMemory
 from quire.core.memory.pins import PinBoard
 from quire.core.memory.states import StateMemory
@@ -62,14 +62,14 @@ def audit(
     yield from _check_waiting(scheduler, max_blocks)
     for plan in scheduler.in_flight:
         _count(holders, [copy.source for copy in plan.copies])
-    if cache.tiers is not None:
-        _count(holders, [block.block_id for load in cache.tiers.loads for block in load.nodes])
+    if cache.levels is not None:
+        _count(holders, [block.block_id for load in cache.levels.loads for block in load.nodes])
     yield from _check_cache(cache, holders, roots, max_blocks)
     if cache.hybrid is not None:
         check_hybrid(scheduler, cache.hybrid)
         yield
-    if cache.tiers is not None:
-        yield from check_tiers(scheduler, cache.tiers, max_blocks)
+    if cache.levels is not None:
+        yield from check_levels(scheduler, cache.levels, max_blocks)
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
@@ -347,8 +347,8 @@ def _check_windows(scheduler: Scheduler, windows: WindowMemory) -> None:
         holders.update(copy.source for copy in plan.window_copies)
     for pin in scheduler.cache.pins:
         holders.update(block.block_id for block in pin.windows)
-    if scheduler.cache.tiers is not None:
-        for load in scheduler.cache.tiers.loads:
+    if scheduler.cache.levels is not None:
+        for load in scheduler.cache.levels.loads:
             holders.update(block.block_id for block in load.held_windows)
     free = list(pool.free())
     free_ids = {block.block_id for block in free}
@@ -409,8 +409,8 @@ def _check_states(scheduler: Scheduler, states: StateMemory) -> None:
             _fail(f"{request!r} continues from {slot!r}")
     for pin in scheduler.cache.pins:
         holders.update([] if pin.state is None else [pin.state.slot_id])
-    if scheduler.cache.tiers is not None:
-        holders.update(slot.slot_id for load in scheduler.cache.tiers.loads for slot in load.held_states)
+    if scheduler.cache.levels is not None:
+        holders.update(slot.slot_id for load in scheduler.cache.levels.loads for slot in load.held_states)
     num_cached = num_published = 0
     for slot in pool.slots[EMPTY_SLOT + 1 :]:
         if slot.ref_count != holders[slot.slot_id]:
@@ -428,54 +428,55 @@ def _check_states(scheduler: Scheduler, states: StateMemory) -> None:
         _fail("the empty state was allocated")
 
 
-def check_tiers(scheduler: Scheduler, tiers: Tiers, size: int) -> Iterator[None]:
+def check_levels(scheduler: Scheduler, levels: Levels, size: int) -> Iterator[None]:
     """Raise `InvariantViolation` if an invariant is broken. Yields after every `size` stored pieces."""
     loading: Counter[int] = Counter()  # by identity: content may be lost and saved again while it is loaded
     buffers: Counter[MemoryKind] = Counter()
-    for load in tiers.loads:
+    for load in levels.loads:
         if load.state is not None and load.state.ref_count < 1:
             _fail(f"{load!r} does not hold its state")
         if not load.is_void:
             loading.update(map(id, load.reach.pieces))
         for stored, read_id in zip(load.reach.pieces, load.read_ids, strict=True):
             buffers[stored.content.kind] += read_id > 0
-    for read in tiers.reads:
+    for read in levels.reads:
         if read.state is ReadState.READY:
             buffers.update(content.kind for content in read.pieces)
         elif read.state is ReadState.READING:
             buffers.update(read.kinds)
-    if [buffers[kind] for kind in MemoryKind] != tiers.reads.num_buffers:
-        _fail(f"{tiers.reads.num_buffers} buffers are counted for reads of {buffers}")
-    if any(number > limit for number, limit in zip(tiers.reads.num_buffers, tiers.reads.limits, strict=True)):
-        _fail(f"reads use {tiers.reads.num_buffers} buffers, of {tiers.reads.limits}")
-    for tier in tiers.tiers:
-        yield from _check_tier(tier, loading, size)
-        num_pending = Counter(content.kind for content, to in tiers.saves.pending.items() if tier.tier in to)
-        if [num_pending[kind] for kind in MemoryKind] != tier.num_reserved:
-            _fail(f"{tier.tier} reserves {tier.num_reserved} slots for saves of {num_pending}")
+    if [buffers[kind] for kind in MemoryKind] != levels.reads.num_buffers:
+        _fail(f"{levels.reads.num_buffers} buffers are counted for reads of {buffers}")
+    if any(number > limit for number, limit in zip(levels.reads.num_buffers, levels.reads.limits, strict=True)):
+        _fail(f"reads use {levels.reads.num_buffers} buffers, of {levels.reads.limits}")
+    for level in levels.levels:
+        yield from _check_level(level, loading, size)
+        num_pending = Counter(content.kind for content, to in levels.saves.pending.items() if level.level in to)
+        if [num_pending[kind] for kind in MemoryKind] != level.num_reserved:
+            _fail(f"{level.level} reserves {level.num_reserved} slots for saves of {num_pending}")
     for request in scheduler.waiting.load_waiters:
         load_id = scheduler.waiting.load_waiters.load_of(request)
-        awaited = tiers.loads.get(load_id) or tiers.reads.get(load_id)
+        awaited = levels.loads.get(load_id) or levels.reads.get(load_id)
         is_ready = isinstance(awaited, PrefixRead) and awaited.state is ReadState.READY
         if awaited is None or awaited.is_abandoned or is_ready:
             _fail(f"{request!r} waits for {awaited!r}, whose end it will not be told")
     yield
 
 
-def _check_tier(tier: LowerTier, loading: Mapping[int, int], size: int) -> Iterator[None]:
-    """Check the bytes of a tier, and the loads that its pieces count. `loading`: loads in flight by id of a piece."""
+def _check_level(level: LowerLevel, loading: Mapping[int, int], size: int) -> Iterator[None]:
+    """Check the bytes of a level, and the loads that its pieces count. `loading`: loads in flight by id of a piece."""
     num_bytes = 0
-    for number, stored in enumerate(tier, 1):
-        num_bytes += tier.sizes[stored.content.kind]
+    for number, stored in enumerate(level, 1):
+        num_bytes += level.sizes[stored.content.kind]
         if stored.num_loads != loading.get(id(stored), 0):
             _fail(f"{stored!r} counts {stored.num_loads} loads")
         if number % size == 0:
             yield
-    if num_bytes != tier.num_bytes:
-        _fail(f"{tier.tier} counts {tier.num_bytes} bytes, and stores {num_bytes}")
+    if num_bytes != level.num_bytes:
+        _fail(f"{level.level} counts {level.num_bytes} bytes, and stores {num_bytes}")
     for kind in MemoryKind:
-        if tier.limits is not None and tier.count(kind) + tier.num_reserved[kind] > tier.limits[kind]:
-            _fail(f"{tier.tier} has {tier.count(kind)} {kind.name} and {tier.num_reserved} reserved, of {tier.limits}")
+        if level.limits is not None and level.count(kind) + level.num_reserved[kind] > level.limits[kind]:
+            count, reserved = level.count(kind), level.num_reserved
+            _fail(f"{level.level} has {count} {kind.name} and {reserved} reserved, of {level.limits}")
 
 
 def _fail(message: str) -> NoReturn:

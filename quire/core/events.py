@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.values import FinishReason, Priority, Tier
+from quire.core.values import FinishReason, Level, Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class PrefixWaited:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoaded:
-    """A load from a lower tier has ended."""
+    """A load from a lower level has ended."""
 
-    source: Tier  # the slowest tier that it read
+    source: Level  # the slowest level that it read
     num_tokens: int
     is_whole: bool  # everything was loaded and published
 

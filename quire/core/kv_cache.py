@@ -14,10 +14,10 @@ from quire.core.cache.block_pool import BlockPool, PoolStats
 from quire.core.cache.context import Context, Digest, TokenChain, hash_block_tokens
 from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
-from quire.core.levels.lower_tier import LowerTier
+from quire.core.levels.level_search import Reach
+from quire.core.levels.levels import Levels, LevelStats
+from quire.core.levels.lower_level import LowerLevel
 from quire.core.levels.saves import NO_SAVES, SaveLimits
-from quire.core.levels.tier_search import Reach
-from quire.core.levels.tiers import LowerTierStats, Tiers
 from quire.core.memory.hybrid import ALL_PLACES, HybridMemory, Place
 from quire.core.memory.pins import PinBoard
 from quire.core.memory.states import StateStats
@@ -44,7 +44,7 @@ class CacheStats(PoolStats):
     num_recomputed_tokens: int = 0  # computed again although their keys and values were found: no state or window
     windows: WindowStats | None = None  # None: the model has no window blocks
     states: StateStats | None = None  # None: the model has no recurrent states
-    tiers: tuple[LowerTierStats, ...] = ()  # below the device, the fastest first
+    levels: tuple[LevelStats, ...] = ()  # below the device, the fastest first
 
     @classmethod
     def none(cls) -> CacheStats:
@@ -74,10 +74,10 @@ class KVCacheManager:
         num_states: int = 0,
         num_live_states: int = 2,
         places: Collection[Place] = ALL_PLACES,
-        tiers: Sequence[LowerTier] = (),
+        levels: Sequence[LowerLevel] = (),
         save_limits: SaveLimits = NO_SAVES,
     ) -> None:
-        """`tiers`: below the device, the fastest first."""
+        """`levels`: below the device, the fastest first."""
         self.block_size = check_block_size(block_size)
         self.is_caching = is_caching
         self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
@@ -95,9 +95,9 @@ class KVCacheManager:
                 places=places,
             )
         self.pins = PinBoard(self.pool, observe, self.hybrid)
-        self.tiers: Tiers | None = None
-        if tiers and is_caching:
-            self.tiers = Tiers(self.tree, self.pool, self.hybrid, tiers, save_limits)
+        self.levels: Levels | None = None
+        if levels and is_caching:
+            self.levels = Levels(self.tree, self.pool, self.hybrid, levels, save_limits)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -133,16 +133,16 @@ class KVCacheManager:
         return hit if self.hybrid is None else self.hybrid.continue_hit(self.chain(request), hit)
 
     def reach(self, request: Request, hit: PrefixHit) -> Reach | None:
-        """How far lower tiers extend a hit; None if not at all."""
-        if self.tiers is None or not self._is_searched(request):
+        """How far lower levels extend a hit; None if not at all."""
+        if self.levels is None or not self._is_searched(request):
             return None
-        return self.tiers.find(self.chain(request), len(request.tokens) - 1, hit)
+        return self.levels.find(self.chain(request), len(request.tokens) - 1, hit)
 
     def worthwhile_reach(self, request: Request, hit: PrefixHit, *, may_read: bool = True) -> Reach | None:
-        """How far lower tiers extend a hit with loads that save time, without reads of the disk unless `may_read`."""
-        if self.tiers is None or not self._is_searched(request):
+        """How far lower levels extend a hit with loads that save time, without reads of the disk unless `may_read`."""
+        if self.levels is None or not self._is_searched(request):
             return None
-        return self.tiers.choose(self.chain(request), len(request.tokens) - 1, hit, may_read=may_read)
+        return self.levels.choose(self.chain(request), len(request.tokens) - 1, hit, may_read=may_read)
 
     def was_evicted(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the full block after a hit was evicted recently."""
@@ -231,7 +231,7 @@ class KVCacheManager:
             num_recomputed_tokens=self._num_recomputed_tokens,
             windows=None if self.hybrid is None or self.hybrid.windows is None else self.hybrid.windows.pool.stats(),
             states=None if self.hybrid is None or self.hybrid.states is None else self.hybrid.states.pool.stats(),
-            tiers=() if self.tiers is None else self.tiers.stats(),
+            levels=() if self.levels is None else self.levels.stats(),
         )
 
     def _can_cache(self, context: Context, index: int) -> bool:
@@ -258,8 +258,8 @@ class KVCacheManager:
     def _start(self, request: Request, hit: PrefixHit) -> list[BlockCopy]:
         pool = self.pool
         pool.share(hit.blocks)
-        if self.tiers is not None and not request.num_preemptions:  # a resumed request uses its own content
-            self.tiers.saves.note_use(hit.blocks)
+        if self.levels is not None and not request.num_preemptions:  # a resumed request uses its own content
+            self.levels.saves.note_use(hit.blocks)
         table = [block.block_id for block in hit.blocks]
         num_existing = hit.num_tokens  # tokens whose KV exists now; a copied tail exists only after its step has run
         copies: list[BlockCopy] = []
@@ -353,15 +353,15 @@ class KVCacheManager:
         hit = self.tree.match(chain, num_tokens)
         if self.hybrid is not None:
             hit = self.hybrid.continue_hit(chain, hit.without_tail())
-        if self.tiers is not None:
-            self.tiers.saves.note_use(hit.blocks)
+        if self.levels is not None:
+            self.levels.saves.note_use(hit.blocks)
         return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size
 
     def clear(self) -> None:
-        """Drop all cached content, in all tiers, and all pins. Running requests keep their blocks."""
+        """Drop all cached content, in all levels, and all pins. Running requests keep their blocks."""
         self.pins.clear()
-        if self.tiers is not None:
-            self.tiers.clear()
+        if self.levels is not None:
+            self.levels.clear()
         self.pool.clear()
         if self.hybrid is not None and self.hybrid.states is not None:
             self.hybrid.states.pool.clear()

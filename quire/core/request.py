@@ -10,10 +10,10 @@ from quire.core.cache.context import Context
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.values import (
     FinishReason,
+    Level,
     PackedPrompt,
     Priority,
     SamplingParams,
-    Tier,
     check_salt,
     check_tenant,
     check_tokens,
@@ -101,10 +101,10 @@ class Request(Context):
         self.earlier_waits_ns = 0  # total time of the waits before it, so that a preemption does not reset the age
         self.waited_ns = 0  # total time of all completed waits
         self.is_prefix_waiting = False
-        self.num_load_waits = 0  # waits for loads from lower tiers that brought it no further
+        self.num_load_waits = 0  # waits for loads from lower levels that brought it no further
         self.num_missing_copies = 0  # when it last began to wait for a load: reads and copies; 0: it has not waited
         self.num_unloaded_tokens = self.num_loaded_tokens = 0  # on the device before the first of them; brought by them
-        self.loaded_from: Tier | None = None  # the slowest tier of these loads
+        self.loaded_from: Level | None = None  # the slowest level of these loads
         self.has_failed_load = False  # one of these loads failed or was late
         self.num_preemptions, self.num_preempted_at = 0, -1  # the largest number of computed tokens at one of them
         self.num_caught_up_at = 0  # after a preemption it catches up until it has computed this many tokens

@@ -18,7 +18,7 @@ from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import NO_TRANSFERS, Content, SeqSlice, StepPlan, StepResult, TokenUpdate
-from quire.core.values import FinishReason, Tier
+from quire.core.values import FinishReason, Level
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
 MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made
@@ -163,8 +163,8 @@ class Scheduler:
         self._now_ns = now_ns = max(self._now_ns, now_ns)
         self.cache.pins.expire(now_ns)
         step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
-        tiers = self.cache.tiers
-        transfers = NO_TRANSFERS if tiers is None else tiers.pop_plan()
+        levels = self.cache.levels
+        transfers = NO_TRANSFERS if levels is None else levels.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
         released = self._running.pop_released()
@@ -172,15 +172,15 @@ class Scheduler:
         self._in_flight.append(plan)
         return plan
 
-    # Lower tiers
+    # Lower levels
 
     def schedule_idle(self) -> StepPlan:
         """Plan saves of cached content while nothing runs. The plan has no slices."""
-        tiers = self.cache.tiers
-        if tiers is None:
+        levels = self.cache.levels
+        if levels is None:
             return StepPlan((), (), ())
-        tiers.saves.choose_idle(block for pin in self.cache.pins for block in pin.blocks)
-        return StepPlan((), (), (), (), *tiers.pop_plan())
+        levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.blocks)
+        return StepPlan((), (), (), (), *levels.pop_plan())
 
     def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
         """Apply the end of a read: all its pieces are in buffers, except those of `failures`.
@@ -193,15 +193,15 @@ class Scheduler:
         """Apply the end of a load: all its copies are made, except those of `failures`."""
         self.planner.loads.finish(load_id, failures)
 
-    def finish_save(self, content: Content, tier: Tier, *, is_saved: bool) -> None:
-        """Apply the end of a save to one tier."""
-        if self.cache.tiers is not None:
-            self.cache.tiers.finish_save(content, tier, is_saved=is_saved)
+    def finish_save(self, content: Content, level: Level, *, is_saved: bool) -> None:
+        """Apply the end of a save to one level."""
+        if self.cache.levels is not None:
+            self.cache.levels.finish_save(content, level, is_saved=is_saved)
 
-    def lose_stored(self, tier: Tier, contents: Collection[Content]) -> None:
-        """Forget content that is no longer stored in a lower tier."""
-        if self.cache.tiers is not None:
-            self.cache.tiers.lose(tier, contents)
+    def lose_stored(self, level: Level, contents: Collection[Content]) -> None:
+        """Forget content that is no longer stored in a lower level."""
+        if self.cache.levels is not None:
+            self.cache.levels.lose(level, contents)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.core.values import FinishReason, SamplingParams, Tier
+from quire.core.values import FinishReason, Level, SamplingParams
 
 
 class StateSnapshot(NamedTuple):
@@ -96,7 +96,7 @@ class MemoryRef(NamedTuple):
 
 
 class Content(NamedTuple):
-    """Names cached content by its tokens, in every tier and every process with the same root secret."""
+    """Names cached content by its tokens, in every level and every process with the same root secret."""
 
     kind: MemoryKind
     key: bytes  # digest of the parent key and the tokens
@@ -105,11 +105,11 @@ class Content(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Content to copy to lower tiers."""
+    """Content to copy to lower levels."""
 
     content: Content
     source: MemoryRef | None  # in the runner's memory; None: from host memory to disk
-    tiers: tuple[Tier, ...]
+    levels: tuple[Level, ...]
 
 
 class Read(NamedTuple):
@@ -117,7 +117,7 @@ class Read(NamedTuple):
 
     read_id: int
     content: Content
-    tier: Tier
+    level: Level
 
 
 class Load(NamedTuple):
@@ -125,9 +125,9 @@ class Load(NamedTuple):
 
     load_id: int
     content: Content
-    tier: Tier
+    level: Level
     target: MemoryRef
-    read_id: int = 0  # that brought the content to a buffer; 0: it is in the host tier
+    read_id: int = 0  # that brought the content to a buffer; 0: it is in the host level
 
 
 # Saves, loads, drops, reads and dropped reads of a plan

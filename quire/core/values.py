@@ -23,7 +23,7 @@ MIN_PENALTY = 1e-2
 
 
 class Priority(IntEnum):
-    """Tier of a request.
+    """Level of a request.
 
     Smaller is more urgent, so that `Aging` can multiply it by the patience.
     """
@@ -36,7 +36,7 @@ class Priority(IntEnum):
 TIERS = tuple(Priority)  # most urgent first; iterating over the class itself is slow
 
 
-class Tier(StrEnum):
+class Level(StrEnum):
     """Where content is cached."""
 
     DEVICE = "device"  # the runner's own memory, which steps read and write

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from quire.backends.base import RunnerFacts
-from quire.engine.tiers.weights_digest import weights_digest
+from quire.engine.levels.weights_digest import weights_digest
 from quire.engine.tuning import lower_thread_priority
 from quire.version import __version__
 

@@ -29,9 +29,9 @@ from quire.core.policy import make_policy
 from quire.core.scheduler import Scheduler
 from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.engine import Engine
-from quire.engine.tiers.cache_folder import root_secret
-from quire.engine.tiers.opening import OpenedTiers, TierSettings, measure_prefill
-from quire.engine.tiers.weights_digest import DIGESTS, weights_digest
+from quire.engine.levels.cache_folder import root_secret
+from quire.engine.levels.opening import LevelSettings, OpenedLevels, measure_prefill
+from quire.engine.levels.weights_digest import DIGESTS, weights_digest
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import memory_size, parse_size
 from quire.weights.checkpoint import Checkpoint
@@ -226,25 +226,27 @@ def make_engine(
     finally:
         checkpoint.close()
     try:
-        tiers = open_tiers(path, config, runner)
-        scheduler = make_scheduler(runner, config, observe, is_server=is_server, tiers=tiers, chain_secret=chain_secret)
-        if tiers is None or scheduler.cache.tiers is None:
+        levels = open_levels(path, config, runner)
+        scheduler = make_scheduler(
+            runner, config, observe, is_server=is_server, levels=levels, chain_secret=chain_secret
+        )
+        if levels is None or scheduler.cache.levels is None:
             return Engine(runner, scheduler, has_drafts=config.enable_drafts)
         if config.backend != "fake":  # which computes nothing, so that no load would ever pay
-            scheduler.cache.tiers.ns_per_token = measure_prefill(
+            scheduler.cache.levels.ns_per_token = measure_prefill(
                 lambda num_tokens: make_bare_engine(runner, num_tokens + 1), runner.capacity().max_model_len - 1
             )
-        tiers.start(scheduler.cache.tiers)
+        levels.start(scheduler.cache.levels)
     except BaseException:
         runner.close()
         raise
-    return Engine(runner, scheduler, transfers=tiers.transfers, has_drafts=config.enable_drafts)
+    return Engine(runner, scheduler, transfers=levels.transfers, has_drafts=config.enable_drafts)
 
 
-def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers | None:
-    """Open the tiers below the runner's memory. None: there are none."""
+def open_levels(path: Path, config: EngineConfig, runner: Runner) -> OpenedLevels | None:
+    """Open the levels below the runner's memory. None: there are none."""
     block_io = runner.block_io() if config.host_cache or config.disk_cache else None
-    settings = TierSettings(config.host_cache or 0, config.disk_cache or 0, disk_cache_folder(config))
+    settings = LevelSettings(config.host_cache or 0, config.disk_cache or 0, disk_cache_folder(config))
     if not settings.is_any:
         return None
     if block_io is None:
@@ -266,7 +268,7 @@ def open_tiers(path: Path, config: EngineConfig, runner: Runner) -> OpenedTiers 
         digest = weights_digest(weight_files(path, config.load_format), _digest_memo(config))
         return describe(digest, config.load_format, runner.facts())
 
-    return OpenedTiers(settings, block_io, pool_sizes, name, arithmetic)
+    return OpenedLevels(settings, block_io, pool_sizes, name, arithmetic)
 
 
 def _digest_memo(config: EngineConfig) -> Path:
@@ -415,7 +417,7 @@ def make_scheduler(
     *,
     num_blocks: int | None = None,
     is_server: bool = False,
-    tiers: OpenedTiers | None = None,
+    levels: OpenedLevels | None = None,
     chain_secret: bytes = b"",
 ) -> Scheduler:
     """Make a scheduler for a runner. `num_blocks`: use at most this many blocks, as the warm-up does.
@@ -431,15 +433,15 @@ def make_scheduler(
     cache = KVCacheManager(
         given.num_blocks,
         given.block_size,
-        secret=(tiers.secret if tiers is not None else b"") or chain_secret or secrets.token_bytes(16),
+        secret=(levels.secret if levels is not None else b"") or chain_secret or secrets.token_bytes(16),
         is_caching=given.enable_prefix_caching,
         observe=observe,
         window=given.window,
         num_window_blocks=given.num_window_blocks,
         num_states=given.num_states,
         num_live_states=given.num_live_states,
-        tiers=() if tiers is None else tiers.tiers,
-        save_limits=NO_SAVES if tiers is None else tiers.save_limits,
+        levels=() if levels is None else levels.levels,
+        save_limits=NO_SAVES if levels is None else levels.save_limits,
     )
     return Scheduler(
         cache,

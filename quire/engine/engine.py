@@ -17,11 +17,11 @@ from quire.core.memory.hybrid import choose_boundaries
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams, Tier
+from quire.core.values import FinishReason, Level, PackedPrompt, Priority, SamplingParams
 from quire.engine.guesses import Predicted, Speculation, awaits_tokens
+from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.engine.params import PinPrefix
 from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
-from quire.engine.tiers.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
 
 MAX_REPEAT_S = 8.0
@@ -200,7 +200,7 @@ class Engine:
         transfers: Transfers | None = None,
         has_drafts: bool = False,
     ) -> None:
-        """`transfers`: makes saves and loads, if the scheduler's cache has tiers below the device.
+        """`transfers`: makes saves and loads, if the scheduler's cache has levels below the device.
 
         `has_drafts`: guess tokens and verify several of them in one step, where that pays. It changes no answer.
         """
@@ -217,8 +217,8 @@ class Engine:
         self.has_progressed = False  # in the last step: something was computed, read or loaded, or was begun
         self._num_failed_steps = 0
         self.transfers = transfers
-        if scheduler.cache.tiers is not None:
-            scheduler.cache.tiers.on_loads = self._start_loads_early
+        if scheduler.cache.levels is not None:
+            scheduler.cache.levels.on_loads = self._start_loads_early
 
     @property
     def has_work(self) -> bool:
@@ -227,10 +227,10 @@ class Engine:
     @property
     def has_idle_work(self) -> bool:
         """Whether cached content should be saved while nothing runs, or saves are in flight."""
-        tiers = self.scheduler.cache.tiers
-        if self.transfers is None or tiers is None:
+        levels = self.scheduler.cache.levels
+        if self.transfers is None or levels is None:
             return False
-        return self.transfers.has_copies or tiers.saves.has_unsaved
+        return self.transfers.has_copies or levels.saves.has_unsaved
 
     def add(
         self,
@@ -333,8 +333,8 @@ class Engine:
     @property
     def read_limit_s(self) -> float:
         """Time until the reads for which requests wait are late. They compute then."""
-        tiers = self.scheduler.cache.tiers
-        deadline_ns = 0 if tiers is None else tiers.reads.last_deadline_ns
+        levels = self.scheduler.cache.levels
+        deadline_ns = 0 if levels is None else levels.reads.last_deadline_ns
         return max(deadline_ns - self.clock(), 0) / 1e9
 
     @property
@@ -346,7 +346,7 @@ class Engine:
             and awaits_tokens(self.scheduler.running.requests)
         )
 
-    # Tiers below the device
+    # Levels below the device
 
     def _settle_transfers(self, transfers: Transfers) -> None:
         """Apply the transfers that have ended."""
@@ -357,10 +357,10 @@ class Engine:
                     self.scheduler.finish_read(read_id, failures, read_ns)
                 case LoadDone(load_id, failures):
                     self.scheduler.finish_load(load_id, failures)
-                case SaveDone(content, tier, is_saved):
-                    self.scheduler.finish_save(content, tier, is_saved=is_saved)
+                case SaveDone(content, level, is_saved):
+                    self.scheduler.finish_save(content, level, is_saved=is_saved)
                 case Lost(contents):
-                    self.scheduler.lose_stored(Tier.DISK, contents)
+                    self.scheduler.lose_stored(Level.DISK, contents)
 
     def _start_loads_early(self, loads: Sequence[Load]) -> None:
         """Start copies while the rest of the plan is made."""
@@ -403,7 +403,7 @@ class Engine:
         return deletion.cleared_ns is not None
 
     def clear_cache(self) -> None:
-        """Delete all cached content, in all tiers.
+        """Delete all cached content, in all levels.
 
         Raises CacheFolderError if files cannot be deleted. This process does not use them any more even then.
         """

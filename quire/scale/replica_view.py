@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from quire.core.kv_cache import CacheStats
-from quire.core.levels.tiers import LowerTierStats
+from quire.core.levels.levels import LevelStats
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.worker.client import Generation, WorkerConnection
 from quire.engine.worker.protocol import (
@@ -65,10 +65,10 @@ def add_stats(found: Sequence[Stats]) -> Stats:
 
 
 def add_cache_stats(found: Sequence[CacheStats]) -> CacheStats:
-    tiers: dict[str, list[LowerTierStats]] = {}
-    for tier in (tier for one in found for tier in one.tiers):
-        tiers.setdefault(tier.tier, []).append(tier)
-    return replace(_add(found), tiers=tuple(map(_add, tiers.values())))
+    levels: dict[str, list[LevelStats]] = {}
+    for level in (level for one in found for level in one.levels):
+        levels.setdefault(level.level, []).append(level)
+    return replace(_add(found), levels=tuple(map(_add, levels.values())))
 
 
 def counters_of(stats: Stats) -> Stats:

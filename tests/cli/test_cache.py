@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from quire.cli.cache import _ago
 from quire.cli.main import app
 from quire.core.step import MemoryKind
-from quire.engine.tiers.block_file import check_block, file_bytes
-from quire.engine.tiers.cache_folder import STALE_S, root_secret
-from quire.engine.tiers.disk_store import DiskStore
+from quire.engine.levels.block_file import check_block, file_bytes
+from quire.engine.levels.cache_folder import STALE_S, root_secret
+from quire.engine.levels.disk_store import DiskStore
 from tests.cli.runs import Terminal, quire
-from tests.engine.tiers.contents import FACTS, PAYLOAD_BYTES, all_files, make_content, make_payload, read_back
+from tests.engine.levels.contents import FACTS, PAYLOAD_BYTES, all_files, make_content, make_payload, read_back
 
 FILE_BYTES = file_bytes(128, PAYLOAD_BYTES)
 OTHER = {"weights": "1", "backend": "torch 2.11", "dtype": "bfloat16"}

@@ -22,7 +22,7 @@ from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli.options import MemoryOption
 from quire.cli.serve import _lan_address, announce
 from quire.cli.serve_models import read_file
-from quire.core.levels.tiers import LowerTierStats
+from quire.core.levels.levels import LevelStats
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
 from quire.server.config import ModelConfig, ServeConfig
@@ -203,13 +203,13 @@ def test_the_start_prints_the_folder_of_the_disk_cache(
     engine = EngineConfig(disk_cache=1 << 30, cache_dir=str(tmp_path))
     config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=engine),))
     facts = RunnerFacts("native", "cpu", "int8", 2, kv_bytes=3 << 30)
-    tier = LowerTierStats("disk", 0, 0, 1 << 30, 0, 0, 0, 0, 0, 0, 0, 5)
-    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}, tiers=(tier,))
+    level = LevelStats("disk", 0, 0, 1 << 30, 0, 0, 0, 0, 0, 0, 0, 5)
+    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}, levels=(level,))
     announce(Startup(config, "model", ready, {"all": 1.0}, None))
     assert f"disk cache up to 1.0 GiB; faster than computing from 5 tokens on\n             in {tmp_path}\n" in (
         capsys.readouterr().out
     )
-    monkeypatch.setattr("quire.engine.tiers.cache_folder.write_problem", lambda _: "Read-only file system")
+    monkeypatch.setattr("quire.engine.levels.cache_folder.write_problem", lambda _: "Read-only file system")
     announce(Startup(config, "model", ready, {"all": 1.0}, None))
     assert f"             in {tmp_path}; NOTHING CAN BE SAVED there: Read-only file system\n" in capsys.readouterr().out
 

@@ -13,10 +13,10 @@ from quire.core.check import audit, check_scheduler
 from quire.core.levels.loads import PrefixLoad
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
-from quire.core.values import SamplingParams, Tier
+from quire.core.values import Level, SamplingParams
 from quire.errors import InvariantViolation
 from tests.core.helpers import Rig
-from tests.core.tier_rig import TieredRig
+from tests.core.level_rig import TieredRig
 
 NUM_BLOCKS = 400
 SLICE = 8
@@ -313,11 +313,11 @@ def test_an_empty_scheduler_passes() -> None:
     check_scheduler(rig.scheduler)
 
 
-# Tiers below the device
+# Levels below the device
 
 
 def tiered() -> TieredRig:
-    """A rig with content in two tiers, a load with a waiter, and saves in flight."""
+    """A rig with content in two levels, a load with a waiter, and saves in flight."""
     rig = TieredRig(host_bytes=10_000, has_disk=True, window=6, num_window_blocks=80, num_states=40)
     for first in range(0, 500, 100):
         rig.compute(range(first, first + 17))
@@ -331,7 +331,7 @@ def tiered() -> TieredRig:
 
 
 def first_load(rig: TieredRig) -> PrefixLoad:
-    return next(iter(rig.tiers.loads))
+    return next(iter(rig.levels.loads))
 
 
 def release_state(rig: TieredRig) -> None:
@@ -345,7 +345,7 @@ def release_window(rig: TieredRig) -> None:
 
 
 def count_load(rig: TieredRig) -> None:
-    next(iter(rig.tier(Tier.DISK))).num_loads += 1
+    next(iter(rig.level(Level.DISK))).num_loads += 1
 
 
 def abandon_load(rig: TieredRig) -> None:
@@ -355,7 +355,7 @@ def abandon_load(rig: TieredRig) -> None:
 def forget_load(rig: TieredRig) -> None:
     """End a load without its waiters."""
     load = first_load(rig)
-    rig.tiers.finish(load, ())
+    rig.levels.finish(load, ())
 
 
 TIER_VIOLATIONS: dict[str, Callable[[TieredRig], None]] = {
@@ -363,10 +363,10 @@ TIER_VIOLATIONS: dict[str, Callable[[TieredRig], None]] = {
     "a window block of a load is not held": release_window,
     "the state of a load is not held": release_state,
     "a piece counts a load too many": count_load,
-    "bytes of a tier": lambda rig: setattr(rig.tier(Tier.DISK), "num_bytes", 7),
-    "reserved slots": lambda rig: rig.tier(Tier.HOST).num_reserved.__setitem__(0, 10),
-    "a budget is exceeded": lambda rig: setattr(rig.tier(Tier.HOST), "limits", (2, 2, 2)),
-    "buffers of reads": lambda rig: rig.tiers.reads.num_buffers.__setitem__(0, 1),
+    "bytes of a tier": lambda rig: setattr(rig.level(Level.DISK), "num_bytes", 7),
+    "reserved slots": lambda rig: rig.level(Level.HOST).num_reserved.__setitem__(0, 10),
+    "a budget is exceeded": lambda rig: setattr(rig.level(Level.HOST), "limits", (2, 2, 2)),
+    "buffers of reads": lambda rig: rig.levels.reads.num_buffers.__setitem__(0, 1),
     "a request waits for an abandoned load": abandon_load,
     "a request waits for a load that has ended": forget_load,
 }
@@ -385,6 +385,6 @@ def test_a_violation_in_tiers_is_found(violation: str) -> None:
 
 def test_an_audit_of_tiers_is_sliced_by_stored_pieces() -> None:
     rig = tiered()
-    num_pieces = sum(map(len, rig.tiers.tiers))
+    num_pieces = sum(map(len, rig.levels.levels))
     assert num_pieces > 50
     assert in_slices(rig.scheduler, size=1) - in_slices(rig.scheduler, size=10**6) > num_pieces

@@ -1,4 +1,4 @@
-"""Saves to tiers below the device: what is chosen, when, in which order, and what has to make room."""
+"""Saves to levels below the device: what is chosen, when, in which order, and what has to make room."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from quire.core.admission import MAX_LOAD_WAITS
 from quire.core.levels.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind, StepPlan
-from quire.core.values import Priority, SamplingParams, Tier
-from tests.core.tier_rig import PLENTY, SIZES, UNLIMITED, TieredRig
+from quire.core.values import Level, Priority, SamplingParams
+from tests.core.level_rig import PLENTY, SIZES, UNLIMITED, TieredRig
 
 PROMPT = range(100, 117)  # with an answer of 4 tokens: five full blocks
 OTHER = range(300, 317)
@@ -17,8 +17,8 @@ THIRD = range(500, 517)
 BLOCK, WINDOW, STATE = MemoryKind.BLOCK, MemoryKind.WINDOW, MemoryKind.STATE
 
 
-def saved(plan: StepPlan, tier: Tier) -> list[Content]:
-    return [save.content for save in plan.saves if tier in save.tiers]
+def saved(plan: StepPlan, level: Level) -> list[Content]:
+    return [save.content for save in plan.saves if level in save.levels]
 
 
 def all_tokens(request: Request) -> list[int]:
@@ -26,7 +26,7 @@ def all_tokens(request: Request) -> list[int]:
 
 
 def has_unsaved(rig: TieredRig) -> bool:
-    return rig.tiers.saves.has_unsaved
+    return rig.levels.saves.has_unsaved
 
 
 # To disk, while requests run
@@ -51,18 +51,18 @@ def test_nothing_is_written_to_disk_while_busy_at_a_hit_rate_of_zero(window: int
     rig.run()
     stats = rig.cache.stats()
     assert stats.num_evictions > 20
-    assert stats.tiers[0].num_saves == 0
+    assert stats.levels[0].num_saves == 0
 
 
 def test_content_that_is_used_a_second_time_is_written_to_disk_a_few_blocks_per_step() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
     rig.arrive(PROMPT)
-    assert saved(rig.step(), Tier.DISK) == rig.contents(PROMPT, range(USED_PER_STEP)), "the first blocks first"
-    assert saved(rig.step(), Tier.DISK) == rig.contents(PROMPT, range(USED_PER_STEP, 2 * USED_PER_STEP))
+    assert saved(rig.step(), Level.DISK) == rig.contents(PROMPT, range(USED_PER_STEP)), "the first blocks first"
+    assert saved(rig.step(), Level.DISK) == rig.contents(PROMPT, range(USED_PER_STEP, 2 * USED_PER_STEP))
     rig.run()
     rig.compute(PROMPT)
-    assert rig.tiers.stats()[0].num_saves == 4, "it is written once"
+    assert rig.levels.stats()[0].num_saves == 4, "it is written once"
 
 
 def test_pinned_content_is_written_to_disk() -> None:
@@ -70,7 +70,7 @@ def test_pinned_content_is_written_to_disk() -> None:
     rig.compute(PROMPT)
     assert rig.cache.pin("pin", PROMPT, "", 10**18) == 16
     rig.arrive(OTHER)
-    assert saved(rig.step(), Tier.DISK) == rig.contents(PROMPT, range(USED_PER_STEP))
+    assert saved(rig.step(), Level.DISK) == rig.contents(PROMPT, range(USED_PER_STEP))
 
 
 def test_a_resumed_request_does_not_use_its_content_a_second_time() -> None:
@@ -85,7 +85,7 @@ def test_a_resumed_request_does_not_use_its_content_a_second_time() -> None:
     rig.run()
     assert low.num_preemptions == 1
     assert rig.cache.stats().num_recovered_tokens > 0
-    assert rig.tiers.stats()[0].num_saves == 0
+    assert rig.levels.stats()[0].num_saves == 0
 
 
 def test_evicted_content_that_was_used_twice_is_written_to_disk() -> None:
@@ -93,9 +93,9 @@ def test_evicted_content_that_was_used_twice_is_written_to_disk() -> None:
     rig.compute(PROMPT)
     rig.compute(PROMPT)  # nothing can be saved now
     rig.compute(OTHER)
-    rig.tiers.saves._max_pending = 100
+    rig.levels.saves._max_pending = 100
     rig.cache.evict_unused()
-    assert saved(rig.step(), Tier.DISK) == rig.contents(PROMPT, (3, 2, 1, 0))
+    assert saved(rig.step(), Level.DISK) == rig.contents(PROMPT, (3, 2, 1, 0))
 
 
 def test_after_a_regret_evicted_content_is_written_to_disk() -> None:
@@ -107,7 +107,7 @@ def test_after_a_regret_evicted_content_is_written_to_disk() -> None:
     plan = rig.step()
     assert not plan.saves
     rig.cache.evict_unused()
-    assert len(saved(rig.step(), Tier.DISK)) == 5
+    assert len(saved(rig.step(), Level.DISK)) == 5
     rig.finish_saves()
     credit = CREDIT_PER_REGRET - 5
     for number in range(20):
@@ -124,14 +124,14 @@ def test_content_that_is_on_disk_uses_no_credit() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
     rig.idle()
-    rig.tiers.saves.note_regret()
+    rig.levels.saves.note_regret()
     rig.evict()  # all of it is saved already
     rig.compute(OTHER)
     rig.evict()
     for number in range(20):
         rig.compute(range(1000 + 20 * number, 1017 + 20 * number))
         rig.evict()
-    assert rig.tiers.stats()[0].num_saves == 5 + CREDIT_PER_REGRET
+    assert rig.levels.stats()[0].num_saves == 5 + CREDIT_PER_REGRET
 
 
 def test_a_request_that_preempts_regrets_too() -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_preempts_regrets_too() -> None:
     rig.run()
     assert low.num_preemptions == 1
     rig.evict()
-    assert rig.tiers.stats()[0].num_saves > 0
+    assert rig.levels.stats()[0].num_saves > 0
 
 
 def test_a_request_that_cannot_use_the_cache_regrets_nothing() -> None:
@@ -160,7 +160,7 @@ def test_a_request_that_cannot_use_the_cache_regrets_nothing() -> None:
     rig.scheduler.add(request, 0)
     rig.run()
     rig.evict()
-    assert rig.tiers.stats()[0].num_saves == 0
+    assert rig.levels.stats()[0].num_saves == 0
 
 
 def test_content_that_could_be_loaded_is_not_regretted() -> None:
@@ -172,7 +172,7 @@ def test_content_that_could_be_loaded_is_not_regretted() -> None:
     rig.run()
     rig.compute(OTHER)
     rig.evict()
-    assert rig.tiers.stats()[1].num_saves == 0
+    assert rig.levels.stats()[1].num_saves == 0
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -181,7 +181,7 @@ def test_window_blocks_and_states_go_to_disk_where_their_block_is(is_saved: bool
     rig.compute(PROMPT)
     if is_saved:
         rig.idle()
-    disk = rig.tier(Tier.DISK)
+    disk = rig.level(Level.DISK)
     for stored in [stored for stored in disk if stored.content.kind is not BLOCK]:
         disk.remove(stored.content)
     assert rig.cache.hybrid is not None
@@ -201,7 +201,7 @@ def test_idle_saves_start_with_the_first_blocks_of_the_most_recently_used_conten
     rig = TieredRig(has_disk=True, limits=SaveLimits(max_bytes=1000, idle_bytes=30, max_pending=100, max_writes=100))
     older, newer = all_tokens(rig.compute(PROMPT)), all_tokens(rig.compute(OTHER))
     plans = [rig.idle() for _ in range(4)]
-    found = [content for plan in plans for content in saved(plan, Tier.DISK)]
+    found = [content for plan in plans for content in saved(plan, Level.DISK)]
     assert [len(plan.saves) for plan in plans] == [3, 3, 3, 1]
     assert found == [*rig.contents(newer, range(5)), *rig.contents(older, range(5))]
 
@@ -225,19 +225,19 @@ def test_what_only_host_memory_has_is_saved_to_disk_while_idle() -> None:
     rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
     rig.compute(PROMPT)
     rig.evict()
-    assert len(rig.tier(Tier.HOST)) == 5
+    assert len(rig.level(Level.HOST)) == 5
     rig.compute(range(300, 317))
     plan = rig.idle()
     from_device = [save for save in plan.saves if save.source is not None]
     from_host = [save for save in plan.saves if save.source is None]
     assert len(from_device) == 5
-    assert [save.content for save in from_host] == [stored.content for stored in reversed([*rig.tier(Tier.HOST)])]
+    assert [save.content for save in from_host] == [stored.content for stored in reversed([*rig.level(Level.HOST)])]
     assert plan.saves[:5] == tuple(from_device), "the device has what was used last"
-    assert {save.tiers for save in plan.saves} == {(Tier.DISK,)}
-    assert len(rig.tier(Tier.DISK)) == 10
+    assert {save.levels for save in plan.saves} == {(Level.DISK,)}
+    assert len(rig.level(Level.DISK)) == 10
     assert not rig.idle().saves
     rig.evict()  # the other content reaches host memory too, and the disk has it
-    assert len(rig.tier(Tier.HOST)) == 10
+    assert len(rig.level(Level.HOST)) == 10
     assert not rig.idle().saves
 
 
@@ -247,7 +247,7 @@ def test_content_that_reaches_host_memory_while_idle_is_saved_to_disk_too() -> N
     rig.cache.evict_unused()
     plan = rig.scheduler.schedule_idle()
     rig.store.start(plan)
-    assert {save.tiers for save in plan.saves} == {(Tier.HOST,)}
+    assert {save.levels for save in plan.saves} == {(Level.HOST,)}
     assert not rig.scheduler.schedule_idle().saves, "the copies are not made yet"
     rig.finish_saves()
     assert [save.source for save in rig.idle().saves] == [None] * 5
@@ -267,10 +267,10 @@ def test_content_in_both_memories_counts_once_against_the_limit_of_the_disk() ->
         rig.compute(prompt)
         rig.evict()
     rig.compute(other)  # loads it again
-    assert len(rig.tier(Tier.HOST)) == 10
+    assert len(rig.level(Level.HOST)) == 10
     while rig.idle().saves:
         pass
-    assert {stored.content for stored in rig.tier(Tier.DISK)} == {stored.content for stored in rig.tier(Tier.HOST)}
+    assert {stored.content for stored in rig.level(Level.DISK)} == {stored.content for stored in rig.level(Level.HOST)}
 
 
 def test_idle_saves_continue_after_a_pin() -> None:
@@ -282,7 +282,7 @@ def test_idle_saves_continue_after_a_pin() -> None:
     assert rig.cache.pin("pin", THIRD, "", 10**18) == 16
     while has_unsaved(rig):
         rig.idle()
-    assert len(rig.tier(Tier.DISK)) == 15
+    assert len(rig.level(Level.DISK)) == 15
 
 
 def test_pinned_content_is_saved_first_while_idle() -> None:
@@ -290,7 +290,7 @@ def test_pinned_content_is_saved_first_while_idle() -> None:
     rig.compute(PROMPT)
     rig.compute(OTHER)
     rig.cache.pin("pin", PROMPT, "", 10**18)
-    assert saved(rig.idle(), Tier.DISK)[:2] == rig.contents(PROMPT, (0, 1))
+    assert saved(rig.idle(), Level.DISK)[:2] == rig.contents(PROMPT, (0, 1))
 
 
 def test_idle_saves_skip_no_piece_when_a_plan_is_full() -> None:
@@ -304,18 +304,18 @@ def test_idle_saves_skip_no_piece_when_a_plan_is_full() -> None:
     expected.idle()
     while has_unsaved(rig):
         plan = rig.idle()
-        sizes = [rig.tier(Tier.DISK).sizes[save.content.kind] for save in plan.saves]
+        sizes = [rig.level(Level.DISK).sizes[save.content.kind] for save in plan.saves]
         assert len(sizes) <= 3
         assert sum(sizes) <= 40
-    assert set(rig.store.stored[Tier.DISK]) == set(expected.store.stored[Tier.DISK])
-    assert {content.kind for content in rig.store.stored[Tier.DISK]} == {BLOCK, WINDOW, STATE}
+    assert set(rig.store.stored[Level.DISK]) == set(expected.store.stored[Level.DISK])
+    assert {content.kind for content in rig.store.stored[Level.DISK]} == {BLOCK, WINDOW, STATE}
 
 
 def test_idle_saves_wait_for_those_in_flight() -> None:
     rig = TieredRig(has_disk=True, limits=SaveLimits(max_bytes=1000, idle_bytes=1000, max_pending=2, max_writes=100))
     rig.compute(PROMPT)
     rig.store.start(rig.scheduler.schedule_idle())
-    assert rig.tiers.saves.num_pending == 2
+    assert rig.levels.saves.num_pending == 2
     assert not rig.scheduler.schedule_idle().saves
     assert has_unsaved(rig)
     rig.finish_saves()
@@ -327,7 +327,7 @@ def test_a_failed_idle_save_is_not_repeated_until_something_changes() -> None:
     rig.compute(PROMPT)
     rig.store.start(rig.scheduler.schedule_idle())
     rig.finish_saves(is_saved=False)
-    assert rig.tiers.stats()[0].num_failed_saves == 5
+    assert rig.levels.stats()[0].num_failed_saves == 5
     assert not has_unsaved(rig), "the disk is full: it would fail for ever"
     rig.compute(OTHER)
     assert len(rig.idle().saves) == 10
@@ -338,7 +338,7 @@ def test_idle_saves_are_limited_to_what_the_disk_can_hold() -> None:
     rig = TieredRig(has_disk=True, store_bytes=70)
     rig.compute(PROMPT)
     recent = all_tokens(rig.compute(OTHER))
-    found = saved(rig.idle(), Tier.DISK)
+    found = saved(rig.idle(), Level.DISK)
     assert len(found) == 7
     assert found[:5] == rig.contents(recent, range(5))
     assert not has_unsaved(rig)
@@ -365,7 +365,7 @@ def test_host_memory_evicts_the_least_recently_used_content_first() -> None:
     rig.finish_saves()
     assert rig.store.dropped == rig.contents(oldest, (4, 3, 2)), "each is reported once"
     assert not rig.step().drops
-    host = rig.tiers.stats()[0]
+    host = rig.levels.stats()[0]
     assert (host.num_bytes, host.num_evictions, host.num_pieces) == (70, 3, 7)
 
 
@@ -410,7 +410,7 @@ def test_content_that_is_being_loaded_is_not_dropped() -> None:
     plan = rig.step()
     assert not plan.drops
     assert not plan.saves, "all of host memory is being loaded"
-    assert rig.tiers.saves.num_skipped == 5
+    assert rig.levels.saves.num_skipped == 5
     rig.run()
     rig.check_answer(request)
     rig.cache.evict_unused()
@@ -424,10 +424,10 @@ def test_the_first_blocks_of_a_prefix_are_saved_if_there_is_no_room_for_all(what
     rig = TieredRig(host_bytes=30 if what == "tier" else UNLIMITED, limits=limits)
     rig.compute(PROMPT)
     rig.cache.evict_unused()
-    assert saved(rig.step(), Tier.HOST) == rig.contents(PROMPT, (2, 1, 0))
+    assert saved(rig.step(), Level.HOST) == rig.contents(PROMPT, (2, 1, 0))
     rig.finish_saves()
-    assert rig.tiers.saves.num_skipped == 2
-    assert rig.tiers.saves.num_pending == 0
+    assert rig.levels.saves.num_skipped == 2
+    assert rig.levels.saves.num_pending == 0
     assert rig.compute(PROMPT).num_cached_tokens == 12
 
 
@@ -438,29 +438,29 @@ def test_the_number_of_saves_in_flight_is_limited() -> None:
     assert len(rig.step().saves) == 5
     rig.compute_without_saves(OTHER)
     rig.cache.evict_unused()
-    assert saved(rig.step(), Tier.HOST) == rig.contents(OTHER, (0,))
+    assert saved(rig.step(), Level.HOST) == rig.contents(OTHER, (0,))
     rig.finish_saves()
-    assert rig.tiers.saves.num_pending == 0
+    assert rig.levels.saves.num_pending == 0
 
 
 def test_a_piece_that_never_fits_displaces_nothing() -> None:
     rig = TieredRig(host_bytes=20, num_states=40)  # a state has 25 bytes
     rig.compute(PROMPT)
     rig.cache.evict_unused()
-    assert saved(rig.step(), Tier.HOST) == rig.contents(PROMPT, (1, 0))
+    assert saved(rig.step(), Level.HOST) == rig.contents(PROMPT, (1, 0))
 
 
 def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted() -> None:
     rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
     rig.compute(PROMPT)
     rig.compute_without_saves(PROMPT)  # to disk, which takes long
-    assert {one.tier for one in rig.store.saving} == {Tier.DISK}
+    assert {one.level for one in rig.store.saving} == {Level.DISK}
     rig.cache.evict_unused()
     plan = rig.step()
-    assert len(saved(plan, Tier.HOST)) == 5
-    assert all(save.tiers == (Tier.HOST,) for save in plan.saves if save.content in rig.contents(PROMPT, range(4)))
+    assert len(saved(plan, Level.HOST)) == 5
+    assert all(save.levels == (Level.HOST,) for save in plan.saves if save.content in rig.contents(PROMPT, range(4)))
     rig.finish_saves()
-    assert [len(tier) for tier in rig.tiers.tiers] == [5, 4]
+    assert [len(level) for level in rig.levels.levels] == [5, 4]
 
 
 def test_a_failed_save_is_not_recorded_and_its_room_is_free_again() -> None:
@@ -468,11 +468,11 @@ def test_a_failed_save_is_not_recorded_and_its_room_is_free_again() -> None:
     rig.compute(PROMPT)
     rig.cache.evict_unused()
     rig.step()
-    assert sum(rig.tier(Tier.HOST).num_reserved) == 5
+    assert sum(rig.level(Level.HOST).num_reserved) == 5
     rig.finish_saves(is_saved=False)
-    host = rig.tier(Tier.HOST)
+    host = rig.level(Level.HOST)
     assert (len(host), host.num_bytes, sum(host.num_reserved)) == (0, 0, 0)
-    assert rig.tiers.stats()[0].num_failed_saves == 5
+    assert rig.levels.stats()[0].num_failed_saves == 5
     rig.compute(PROMPT)
     rig.evict()
     assert len(host) == 5
@@ -481,13 +481,13 @@ def test_a_failed_save_is_not_recorded_and_its_room_is_free_again() -> None:
 def test_a_save_that_nothing_awaits_is_ignored() -> None:
     rig = TieredRig(host_bytes=50, has_disk=True)
     content = rig.content(PROMPT, 0)
-    rig.scheduler.finish_save(content, Tier.HOST, is_saved=True)
-    assert content not in rig.tier(Tier.HOST)
+    rig.scheduler.finish_save(content, Level.HOST, is_saved=True)
+    assert content not in rig.level(Level.HOST)
     rig.compute(PROMPT)
     rig.cache.evict_unused()
     rig.step()
-    rig.scheduler.finish_save(content, Tier.DISK, is_saved=True)  # it goes to host memory only
-    assert content not in rig.tier(Tier.DISK)
+    rig.scheduler.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
+    assert content not in rig.level(Level.DISK)
 
 
 def test_saves_read_what_the_device_has_before_the_step_overwrites_it() -> None:
@@ -497,6 +497,6 @@ def test_saves_read_what_the_device_has_before_the_step_overwrites_it() -> None:
     for _ in range(3):
         for prompt in prompts:
             rig.compute(prompt)  # compares every answer
-    host = rig.tiers.stats()[0]
+    host = rig.levels.stats()[0]
     assert host.num_loads >= 10
     assert host.num_failed_loads == 0

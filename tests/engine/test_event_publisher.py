@@ -22,7 +22,7 @@ from quire.backends.fake import FakeRunner
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.values import PackedPrompt, Priority, SamplingParams, Tier
+from quire.core.values import Level, PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker import event_publisher
@@ -68,7 +68,7 @@ def announce(publisher: EventPublisher, cache: KVCacheManager, first: int) -> No
     """Announce one block in a batch of its own."""
     assert publisher.events is not None
     tokens, root = pack_tokens(range(first, first + SIZE)), cache.tree.root("")
-    publisher.events.stored(Tier.DEVICE, hash_block_tokens(root, tokens), root, tokens)
+    publisher.events.stored(Level.DEVICE, hash_block_tokens(root, tokens), root, tokens)
     publisher.flush()
 
 

@@ -19,7 +19,7 @@ from quire.backends.native.library import choose_kernels, kernels_available
 from quire.engine import arithmetic
 from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
 from quire.engine.composition import EngineConfig, begin_fingerprint, make_engine
-from quire.engine.tiers.cache_folder import find_spaces
+from quire.engine.levels.cache_folder import find_spaces
 from quire.engine.worker import client as process
 from quire.engine.worker.client import WorkerConnection
 from quire.engine.worker.protocol import Fingerprinted, Ready

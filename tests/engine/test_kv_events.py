@@ -1,4 +1,4 @@
-"""KV events: their bytes are vLLM's, tiers and salts are kept apart, settings are checked. No sockets."""
+"""KV events: their bytes are vLLM's, levels and salts are kept apart, settings are checked. No sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
 from quire.core.events import Cleared, Published, Removed
-from quire.core.values import Tier
+from quire.core.values import Level
 from quire.engine.worker.kv_events import Endpoint, KvEventQueue, KvEventsConfig, parse_endpoint, start_payload
 from quire.errors import InvalidRequest, MissingExtra
 from quire.server.config import ModelConfig, ServeConfig
@@ -125,34 +125,34 @@ def test_each_tier_announces_its_own_content() -> None:
         return {medium: [*known] for medium, known in router.media.items() if known}
 
     queue.take(first)
-    queue.stored(Tier.HOST, *first)
-    queue.stored(Tier.HOST, *second)  # only there, after content of another tier
-    queue.stored(Tier.DISK, *third)
+    queue.stored(Level.HOST, *first)
+    queue.stored(Level.HOST, *second)  # only there, after content of another level
+    queue.stored(Level.DISK, *third)
     names = [name(block) for block in (first, second, third)]
     assert media() == {"GPU": names[:1], "CPU": names[:2], "STORAGE": names[2:]}
-    queue.stored(Tier.HOST, *second)  # again: no event
-    queue.removed(Tier.DISK, [second.key])  # never announced there
+    queue.stored(Level.HOST, *second)  # again: no event
+    queue.removed(Level.DISK, [second.key])  # never announced there
     assert queue.pop(1.0) is None
-    queue.removed(Tier.DEVICE, [first.key])
+    queue.removed(Level.DEVICE, [first.key])
     assert media() == {"CPU": names[:2], "STORAGE": names[2:]}
     queue.take(first)
-    queue.take(Cleared())  # the device tier alone: AllBlocksCleared would clear the others as well
+    queue.take(Cleared())  # the device level alone: AllBlocksCleared would clear the others as well
     assert media() == {"CPU": names[:2], "STORAGE": names[2:]}
-    queue.removed(Tier.HOST, [second.key, first.key])
-    queue.removed(Tier.DISK, [third.key])
+    queue.removed(Level.HOST, [second.key, first.key])
+    queue.removed(Level.DISK, [third.key])
     assert media() == {}
     assert len(queue) == 0
 
 
 def test_no_tier_announces_salted_orphaned_or_partial_content() -> None:
     queue = started()
-    for tier in Tier:
+    for level in Level:
         for block in chain(3, root=SALTED):
-            queue.stored(tier, *block)
-        queue.stored(tier, *chain(2)[1])  # its parent is not announced
+            queue.stored(level, *block)
+        queue.stored(level, *chain(2)[1])  # its parent is not announced
         tail = pack_tokens(range(SIZE - 1))
-        queue.stored(tier, hash_block_tokens(ROOT, tail), ROOT, tail)
-        queue.removed(tier, [block.key for block in chain(3, root=SALTED)])
+        queue.stored(level, hash_block_tokens(ROOT, tail), ROOT, tail)
+        queue.removed(level, [block.key for block in chain(3, root=SALTED)])
     assert queue.pop(1.0) is None
     assert len(queue) == 0
 
@@ -162,25 +162,25 @@ def test_any_order_of_tier_changes_can_be_applied_by_a_router() -> None:
     queue, router = started(), Router(SIZE)
     public = [block for first in (0, 100, 200) for block in chain(6, first=first)]
     salted = chain(6, root=SALTED)
-    held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    held: dict[Level, set[int]] = {level: set() for level in Level}
     for _ in range(3000):
-        tier, block = random.choice(list(Tier)), random.choice(public + salted)
+        level, block = random.choice(list(Level)), random.choice(public + salted)
         known = {one for names in held.values() for one in names}
         if random.random() < 0.6:
-            queue.stored(tier, *block)
+            queue.stored(level, *block)
             parent = int.from_bytes(block.parent_key[:8], "big")
             if block not in salted and (block.parent_key == ROOT or parent in known or name(block) in known):
-                held[tier].add(name(block))
+                held[level].add(name(block))
         else:
-            queue.removed(tier, [block.key])
-            held[tier].discard(name(block))
+            queue.removed(level, [block.key])
+            held[level].discard(name(block))
         if random.random() < 0.01:
             queue.take(Cleared())
-            held[Tier.DEVICE].clear()
+            held[Level.DEVICE].clear()
         if random.random() < 0.2 and (payload := queue.pop(1.0)) is not None:
-            # An orphan keeps its place in a tier while its parent is in none, as files on disk do.
+            # An orphan keeps its place in a level while its parent is in none, as files on disk do.
             _apply(router, payload)
-            assert {"GPU": held[Tier.DEVICE], "CPU": held[Tier.HOST], "STORAGE": held[Tier.DISK]} == {
+            assert {"GPU": held[Level.DEVICE], "CPU": held[Level.HOST], "STORAGE": held[Level.DISK]} == {
                 medium: set(router.media.get(medium, ())) for medium in ("GPU", "CPU", "STORAGE")
             }
     assert router.num_stored > 500

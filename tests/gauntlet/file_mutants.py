@@ -27,13 +27,13 @@ import numpy as np
 from quire.backends.base import BackendOptions
 from quire.backends.native.build import make_runner
 from quire.backends.native.runner import NativeRunner
-from quire.engine.tiers.block_file import DamagedBlock
-from quire.engine.tiers.disk_store import DiskStore
+from quire.engine.levels.block_file import DamagedBlock
+from quire.engine.levels.disk_store import DiskStore
 from quire.errors import InvalidRequest, LoadFailed, ModelFileError, ModelNotFound, TemplateError
 from quire.text.rendering import COMPILE_LIMIT_S, Renderer
 from quire.weights.opening import open_checkpoint
-from tests.engine.tiers.contents import FACTS, make_content, make_payload, new_buffer
-from tests.engine.tiers.test_damage import Damager
+from tests.engine.levels.contents import FACTS, make_content, make_payload, new_buffer
+from tests.engine.levels.test_damage import Damager
 from tests.gauntlet import hand_made
 from tests.text import family_templates, tool_templates
 from tests.weights.fuzz_child import (

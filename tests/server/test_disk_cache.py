@@ -1,4 +1,4 @@
-"""Tiers below the KV cache as clients and operators see them: a real server, restarted on the same folder."""
+"""Levels below the KV cache as clients and operators see them: a real server, restarted on the same folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.tiers.cache_folder import find_spaces
+from quire.engine.levels.cache_folder import find_spaces
 from tests.cli.runs import quire
-from tests.engine.tiers.contents import all_files
+from tests.engine.levels.contents import all_files
 from tests.server.rig import Server, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import eventually
@@ -37,13 +37,13 @@ def cached(answer: Any) -> int:
     return found
 
 
-def tiers(server: Server, model: str | None = None) -> Any:
+def levels(server: Server, model: str | None = None) -> Any:
     return (server.stats() if model is None else server.stats_of(model))["tiers"]
 
 
 def wait_saved(server: Server, num_pieces: int, model: str | None = None) -> None:
     """Wait until the server, which is idle, has saved this much. At its end, it saves for a limited time only."""
-    eventually(lambda: tiers(server, model)[-1]["num_pieces"] >= num_pieces, f"{num_pieces} pieces are saved")
+    eventually(lambda: levels(server, model)[-1]["num_pieces"] >= num_pieces, f"{num_pieces} pieces are saved")
 
 
 def banner(server: Server) -> str:
@@ -51,7 +51,7 @@ def banner(server: Server) -> str:
 
 
 def metrics(server: Server) -> dict[str, float]:
-    """Metrics of lower tiers, by name and storage."""
+    """Metrics of lower levels, by name and storage."""
     pattern = r'^quire:(lower_cache_\w+)\{.*storage="(\w+)".*\} (\S+)$'
     found = re.findall(pattern, server.get("/metrics").body.decode(), re.MULTILINE)
     return {f"{name} {storage}": float(value) for name, storage, value in found}
@@ -68,7 +68,7 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         again = ask(server)
         assert (cached(again), again["cache"]["source"], again["cache"]["loaded_tokens"]) == (156, "device", 0)
         wait_saved(server, 5)
-        (disk,) = tiers(server)
+        (disk,) = levels(server)
         assert (disk["tier"], disk["num_pieces"], disk["num_saves"], disk["num_loads"]) == ("disk", 5, 5, 0)
         assert (disk["num_bytes"], disk["max_bytes"], disk["num_failed_saves"]) == (5 * 32 * 8, 10 << 20, 0)
         assert metrics(server) == {
@@ -91,19 +91,19 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert explained["message"].startswith(
             "156 of 157 prompt tokens come from the cache, 156 of them loaded from disk"
         )
-        assert tiers(server)[0]["num_loads"] == 0  # explaining loads nothing
+        assert levels(server)[0]["num_loads"] == 0  # explaining loads nothing
         loaded = ask(server)
         assert loaded["choices"] == first["choices"]
         assert (cached(loaded), loaded["cache"]["source"], loaded["cache"]["loaded_tokens"]) == (156, "disk", 156)
         assert loaded["cache"] == explained
         server.wait_for("cached_tokens=156 completion_tokens=1 cache=complete cache_source=disk ")
         assert ask(server)["cache"]["source"] == "device"
-        (disk,) = tiers(server)
+        (disk,) = levels(server)
         assert (disk["num_loads"], disk["num_loaded_tokens"], disk["num_loaded_bytes"]) == (1, 156, 1280)
         assert metrics(server)["lower_cache_loaded_tokens_total disk"] == 156
         assert server.post("/v1/cache/clear").json == {"cleared": True}
         assert all_files(folder) == []
-        assert tiers(server)[0]["num_pieces"] == 0
+        assert levels(server)[0]["num_pieces"] == 0
         assert cached(ask(server)) == 0
 
 
@@ -115,7 +115,7 @@ def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> Non
         ask(server)
         wait_saved(server, 5)
         assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
-        eventually(lambda: tiers(server)[0]["num_pieces"] == 0, "the server has noticed")
+        eventually(lambda: levels(server)[0]["num_pieces"] == 0, "the server has noticed")
         assert server.stats()["num_cached"] == 0
         assert all_files(folder) == []
         assert cached(ask(server)) == 0
@@ -148,11 +148,11 @@ def test_a_damaged_file_in_the_log(tiny_model: Path, tmp_path: Path, log_format:
     )
     if log_format == "json":
         found = json.loads(line)
-        assert (found["level"], found["logger"]) == ("warning", "quire.engine.tiers.transfers")
+        assert (found["level"], found["logger"]) == ("warning", "quire.engine.levels.transfers")
         assert found["message"] == message
     else:
         assert re.fullmatch(
-            rf"\d{{4}}-[-:.T\d]+Z WARNING quire\.engine\.tiers\.transfers: {re.escape(message)}\n", line
+            rf"\d{{4}}-[-:.T\d]+Z WARNING quire\.engine\.levels\.transfers: {re.escape(message)}\n", line
         )
 
 
@@ -201,7 +201,7 @@ models:
             assert cached(ask(server, model=name)) == 0
         for name in "ab":
             wait_saved(server, 5, name)
-        assert tiers(server, "c") == []
+        assert levels(server, "c") == []
         assert sorted(space.name for space in find_spaces(tmp_path / "kv")) == ["a", "b"]
         assert len(all_files(tmp_path / "kv")) == 10
         assert server.post("/v1/models/unload", {"model": "a"}).json["state"] == "unloaded"
@@ -223,7 +223,7 @@ def test_content_that_is_evicted_goes_to_host_memory(tiny_model: Path) -> None:
         assert cached(answer) == 156
         assert answer["cache"]["message"].startswith("156 of 157 prompt tokens come from the cache, ")
         assert "of them loaded from host memory" in answer["cache"]["message"]
-        (host,) = tiers(server)
+        (host,) = levels(server)
         assert (host["tier"], host["max_bytes"], host["num_loads"]) == ("host", 1 << 16, 1)
         assert host["num_saves"] == host["num_pieces"] > 5
         assert metrics(server)["lower_cache_loads_total host"] == 1
@@ -304,7 +304,7 @@ def test_the_folder_in_the_environment(tiny_model: Path, tmp_path: Path) -> None
         assert server.stats()["tiers"] == []
         assert not folder.exists()
     with serving(str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": str(folder)}) as server:
-        assert len(tiers(server)) == 1
+        assert len(levels(server)) == 1
         assert find_spaces(folder)
     outcome = quire("serve", str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": ""})
     assert outcome.returncode == 2

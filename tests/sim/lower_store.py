@@ -1,4 +1,4 @@
-"""The tiers of a simulated world: what the engine's transfers do with real memory and files.
+"""The levels of a simulated world: what the engine's transfers do with real memory and files.
 
 Copies take a random time. Some fail: the disk is full, a file is torn or missing. The disk has a limit of its own.
 Reads of the disk may hang: they end late, or never. Copies between host memory and the device end within `COPY_STEPS`.
@@ -13,7 +13,7 @@ from random import Random
 from quire.backends.fake import FakeRunner
 from quire.core.scheduler import Scheduler
 from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan
-from quire.core.values import Tier
+from quire.core.values import Level
 
 Payload = list[int]
 COPY_STEPS = 3  # a copy to the device ends at most so many steps after the steps before it
@@ -22,7 +22,7 @@ COPY_STEPS = 3  # a copy to the device ends at most so many steps after the step
 @dataclass(slots=True)
 class _Saving:
     content: Content
-    tier: Tier
+    level: Level
     payload: Payload
 
 
@@ -66,7 +66,7 @@ class LowerStore:
         self.runner = runner
         self._host_pieces = host_pieces
         self._disk_pieces = disk_pieces
-        self.stored: dict[Tier, OrderedDict[Content, Payload]] = {Tier.HOST: OrderedDict(), Tier.DISK: OrderedDict()}
+        self.stored: dict[Level, OrderedDict[Content, Payload]] = {Level.HOST: OrderedDict(), Level.DISK: OrderedDict()}
         self._saving: list[_Saving] = []
         self._loading: list[_Loading] = []
         self._early: dict[int, _Loading] = {}  # loads whose plan is being made
@@ -99,13 +99,13 @@ class LowerStore:
     def start(self, plan: StepPlan, num_launched: int) -> None:
         """Start the transfers of a plan, before its step is launched."""
         for content in plan.drops:
-            del self.stored[Tier.HOST][content]
+            del self.stored[Level.HOST][content]
         for save in plan.saves:
             payload = self._read(save)
-            self._saving += [_Saving(save.content, tier, payload) for tier in save.tiers]
-        to_host = [one.content for one in self._saving if one.tier is Tier.HOST]
+            self._saving += [_Saving(save.content, level, payload) for level in save.levels]
+        to_host = [one.content for one in self._saving if one.level is Level.HOST]
         for kind in MemoryKind:
-            count = sum(content.kind is kind for content in (*self.stored[Tier.HOST], *to_host))
+            count = sum(content.kind is kind for content in (*self.stored[Level.HOST], *to_host))
             assert count <= self._host_pieces[kind], f"{count} {kind.name} in host memory, of {self._host_pieces}"
         self._start_reads(plan)
         loads: dict[int, list[Load]] = {}
@@ -180,9 +180,9 @@ class LowerStore:
 
     def damage(self) -> None:
         """Lose a stored piece without telling anyone, as if a file was torn."""
-        tier = self._random.choice((Tier.HOST, Tier.DISK, Tier.DISK))
-        if self.stored[tier] and tier is Tier.DISK:
-            self.stored[tier][self._random.choice(list(self.stored[tier]))] = []
+        level = self._random.choice((Level.HOST, Level.DISK, Level.DISK))
+        if self.stored[level] and level is Level.DISK:
+            self.stored[level][self._random.choice(list(self.stored[level]))] = []
 
     def clear(self) -> None:
         """Drop everything; saves in flight are forgotten. Loads in flight still end."""
@@ -197,20 +197,20 @@ class LowerStore:
         self._loading.clear()
         self._reading.clear()
         self._buffers.clear()
-        self.stored[Tier.HOST].clear()
-        return list(self.stored[Tier.DISK])
+        self.stored[Level.HOST].clear()
+        return list(self.stored[Level.DISK])
 
     def _save(self, scheduler: Scheduler, saving: _Saving) -> None:
         is_saved = self._random.random() < 0.95
         self.num_failures += not is_saved
         if is_saved:
-            self.stored[saving.tier][saving.content] = saving.payload
-        scheduler.finish_save(saving.content, saving.tier, is_saved=is_saved)
-        disk = self.stored[Tier.DISK]
+            self.stored[saving.level][saving.content] = saving.payload
+        scheduler.finish_save(saving.content, saving.level, is_saved=is_saved)
+        disk = self.stored[Level.DISK]
         while len(disk) > self._disk_pieces:
             content, _ = disk.popitem(last=False)
             self.num_evictions += 1
-            scheduler.lose_stored(Tier.DISK, [content])
+            scheduler.lose_stored(Level.DISK, [content])
 
     def _read_files(self, scheduler: Scheduler, reading: _Reading) -> None:
         """End a read. Buffers of one that was dropped are given back."""
@@ -218,10 +218,10 @@ class LowerStore:
         self.num_advances += 1
         failures = set()
         for content in reading.contents:
-            payload = self.stored[Tier.DISK].get(content)
+            payload = self.stored[Level.DISK].get(content)
             if not payload or self._random.random() < 0.02:
                 failures.add(content)
-                self.stored[Tier.DISK].pop(content, None)
+                self.stored[Level.DISK].pop(content, None)
             elif not reading.is_dropped:
                 self._buffers[reading.read_id, content] = payload
         self.num_failures += bool(failures)
@@ -239,7 +239,7 @@ class LowerStore:
         if piece.read_id:
             payload: Payload | None = self._buffers.pop((piece.read_id, piece.content))
         else:
-            payload = self.stored[piece.tier].get(piece.content)
+            payload = self.stored[piece.level].get(piece.content)
         if not payload or self._random.random() < 0.02:
             loading.failures.add(piece.content)
         else:
@@ -248,7 +248,7 @@ class LowerStore:
     def _read(self, save: Save) -> Payload:
         if save.source is None:
             self.num_from_host += 1
-            return self.stored[Tier.HOST][save.content]
+            return self.stored[Level.HOST][save.content]
         kind, index = save.source
         if kind is MemoryKind.STATE:
             return [self.runner.states[index]]

@@ -30,15 +30,15 @@ from quire.core.events import (
 )
 from quire.core.fairness import StepCost
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.lower_tier import LowerTier, TierSpeed
+from quire.core.levels.levels import MIN_TIMEOUT_NS
+from quire.core.levels.lower_level import LevelSpeed, LowerLevel
 from quire.core.levels.reads import ReadState
 from quire.core.levels.saves import SaveLimits
-from quire.core.levels.tiers import MIN_TIMEOUT_NS
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, TokenUpdate
-from quire.core.values import FinishReason, Priority, SamplingParams, Tier
+from quire.core.values import FinishReason, Level, Priority, SamplingParams
 from quire.errors import ContextTooLong, QueueFull
 from tests.sim.lower_store import COPY_STEPS, LowerStore
 
@@ -46,13 +46,13 @@ SALTS = ("", "tenant-a", "tenant-b")
 TENANTS = ("", "ann", "bob")
 FAIR = "fair"
 FIRST_HYBRID = 1_000_000  # worlds from this seed on have windows, recurrent states, or both
-FIRST_TIERED = 2_000_000  # worlds from this seed on have tiers below the device, and every other one is hybrid
-FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hybrid, some have tiers
+FIRST_TIERED = 2_000_000  # worlds from this seed on have levels below the device, and every other one is hybrid
+FIRST_DRAFTING = 3_000_000  # worlds from this seed on have drafts; some are hybrid, some have levels
 # Worlds from this seed on are short of memory: long LOW requests fill the pool, short ones of higher tiers preempt them
-# again and again, and their cached blocks are evicted. Some are hybrid, some have tiers, some have drafts.
+# again and again, and their cached blocks are evicted. Some are hybrid, some have levels, some have drafts.
 FIRST_PRESSED = 4_000_000
 HOST_PIECES = ((1, 1, 1), (4, 2, 2), (20, 20, 6), (200, 90, 50))  # slots for blocks, window blocks and states
-PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower tiers
+PIECE_SIZES = (10, 5, 15)  # bytes of a block, a window block and a state in lower levels
 NUM_BUFFERS = ((40, 40, 10), (40, 40, 10), (2, 2, 1), (9, 9, 2))  # of each kind, for reads of the disk
 HUNG_SHARES = (0.0, 0.0, 0.0, 0.3, 1.0, 0.0)  # of the reads of a world
 
@@ -127,7 +127,7 @@ class Setup:
     is_pressed: bool = False
 
     @property
-    def has_tiers(self) -> bool:
+    def has_levels(self) -> bool:
         return any(self.host_pieces) or self.disk_pieces > 0
 
     @staticmethod
@@ -136,7 +136,7 @@ class Setup:
         if FIRST_HYBRID <= seed < FIRST_TIERED or (seed >= FIRST_TIERED and seed % 2):
             setup = setup._with_hybrid_memory(random)
         if FIRST_TIERED <= seed < FIRST_DRAFTING or (seed >= FIRST_DRAFTING and seed % 3 == 0):
-            setup = setup._with_tiers(random)
+            setup = setup._with_levels(random)
             hung_share = HUNG_SHARES[seed // 2 % len(HUNG_SHARES)]
             setup = replace(setup, num_buffers=NUM_BUFFERS[seed // 3 % len(NUM_BUFFERS)], hung_share=hung_share)
             if hung_share and seed // 12 % 2:
@@ -168,12 +168,12 @@ class Setup:
             is_pressed=True,
         )
 
-    def _with_tiers(self, random: Random) -> Setup:
+    def _with_levels(self, random: Random) -> Setup:
         kind = random.choice(("host", "disk", "both", "both"))
         return replace(
             self,
             is_caching=True,
-            is_colliding=False,  # lower tiers know the tokens of a block, but rely on keys for those before it
+            is_colliding=False,  # lower levels know the tokens of a block, but rely on keys for those before it
             host_pieces=(0, 0, 0) if kind == "disk" else random.choice(HOST_PIECES),
             disk_pieces=0 if kind == "host" else random.choice((2, 20, 1_000, 1_000)),
             max_save_bytes=random.choice((10, 40, 400)),
@@ -285,14 +285,14 @@ class World:
             num_window_blocks=setup.num_window_blocks,
             num_states=setup.num_states,
             num_live_states=setup.num_live_states,
-            tiers=self._make_tiers(),
+            levels=self._make_levels(),
             save_limits=SaveLimits(setup.max_save_bytes, setup.max_save_bytes // 2, 256, setup.max_writes),
         )
-        if cache.tiers is not None and setup.is_slow_below:
-            cache.tiers.ns_per_token = 1_000
-        if cache.tiers is not None and seed % 3:
-            cache.tiers.on_loads = self._start_early
-            cache.tiers.loads.groups = (1, 2)
+        if cache.levels is not None and setup.is_slow_below:
+            cache.levels.ns_per_token = 1_000
+        if cache.levels is not None and seed % 3:
+            cache.levels.on_loads = self._start_early
+            cache.levels.loads.groups = (1, 2)
         self.scheduler = Scheduler(
             cache,
             self.policy,
@@ -325,16 +325,16 @@ class World:
         self._advanced_ns = 0  # when a read or a copy last began or ended
         self._num_idle_steps = 0  # in a row, in which nothing ran although a request could start
 
-    def _make_tiers(self) -> list[LowerTier]:
-        tiers = []
+    def _make_levels(self) -> list[LowerLevel]:
+        levels = []
         if any(self.setup.host_pieces):
-            tiers.append(LowerTier(Tier.HOST, PIECE_SIZES, self.setup.host_pieces))
+            levels.append(LowerLevel(Level.HOST, PIECE_SIZES, self.setup.host_pieces))
         if self.setup.disk_pieces:
             store_bytes, buffers = self.setup.disk_pieces * PIECE_SIZES[0], self.setup.num_buffers
-            tiers.append(LowerTier(Tier.DISK, PIECE_SIZES, store_bytes=store_bytes, buffers=buffers))
-        for tier in tiers if self.setup.is_slow_below else ():
-            tier.speed = TierSpeed(latency_ns=9_000, bytes_per_s=10**9)
-        return tiers
+            levels.append(LowerLevel(Level.DISK, PIECE_SIZES, store_bytes=store_bytes, buffers=buffers))
+        for level in levels if self.setup.is_slow_below else ():
+            level.speed = LevelSpeed(latency_ns=9_000, bytes_per_s=10**9)
+        return levels
 
     # Running
 
@@ -356,7 +356,7 @@ class World:
         ]
         if self.setup.is_pressed:
             operations += [(60, self._press)]
-        if self.setup.has_tiers:
+        if self.setup.has_levels:
             operations += [(300, self._transfer), (30, self._idle), (4, self._damage), (3, self._restart)]
             operations += [(25, self._delay)]
         if self.setup.hung_share:
@@ -371,7 +371,7 @@ class World:
         while self.scheduler.has_work:
             self._tick(1_000_000)
             self._event(self._step)
-            if self.setup.has_tiers:
+            if self.setup.has_levels:
                 self._event(self._transfer)
             if self.store.has_hung:  # which do not end before the requests
                 self._tick(100_000_000)
@@ -408,18 +408,18 @@ class World:
         self.counts["events"] = self.num_events
         self.counts["twins"] = stats.num_twins
         self.counts["evictions"] = stats.num_evictions
-        self._count_tiers()
+        self._count_levels()
 
-    def _count_tiers(self) -> None:
-        """Count what the tiers have counted since the last restart."""
-        tiers = self.scheduler.cache.tiers
-        if tiers is None:
+    def _count_levels(self) -> None:
+        """Count what the levels have counted since the last restart."""
+        levels = self.scheduler.cache.levels
+        if levels is None:
             return
-        self.counts["pieces that were not saved"] += tiers.saves.num_skipped
-        for tier in tiers.stats():
-            self.counts[f"saves to {tier.tier}"] += tier.num_saves
-            self.counts[f"failed saves to {tier.tier}"] += tier.num_failed_saves
-            self.counts[f"evictions from {tier.tier}"] += tier.num_evictions
+        self.counts["pieces that were not saved"] += levels.saves.num_skipped
+        for level in levels.stats():
+            self.counts[f"saves to {level.level}"] += level.num_saves
+            self.counts[f"failed saves to {level.level}"] += level.num_failed_saves
+            self.counts[f"evictions from {level.level}"] += level.num_evictions
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:
@@ -614,9 +614,9 @@ class World:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
 
     def _clear(self) -> None:
-        tiers = self.scheduler.cache.tiers
+        levels = self.scheduler.cache.levels
         self.counts["clears during loads"] += self._is_loading
-        self.counts["clears during reads"] += tiers is not None and len(tiers.reads) > 0
+        self.counts["clears during reads"] += levels is not None and len(levels.reads) > 0
         self.counts["clears during saves"] += self.store.is_saving
         self.scheduler.cache.clear()
         self.store.clear()
@@ -631,8 +631,8 @@ class World:
 
     def _delay(self) -> None:
         """Let reads and loads take longer than their deadline."""
-        tiers = self.scheduler.cache.tiers
-        if tiers is not None and len(tiers.loads) + len(tiers.reads):
+        levels = self.scheduler.cache.levels
+        if levels is not None and len(levels.loads) + len(levels.reads):
             self._tick(3 * NS_PER_S)
 
     def _answer(self) -> None:
@@ -652,13 +652,13 @@ class World:
         """End the process at once, and start a new one with the same disk."""
         for book in self.books.values():
             self.retired.append([*book.prompt, *book.delivered])
-        self._count_tiers()
+        self._count_levels()
         self._begin_process()
         self.now_ns = 0
         found = self.store.restart(self.runner)
-        tiers = self.scheduler.cache.tiers
-        if tiers is not None and self.setup.disk_pieces:
-            self._require(tiers.restore(Tier.DISK, found) == len(found), "content of the disk was not restored")
+        levels = self.scheduler.cache.levels
+        if levels is not None and self.setup.disk_pieces:
+            self._require(levels.restore(Level.DISK, found) == len(found), "content of the disk was not restored")
         self.counts["restarts"] += 1
 
     def _evict_unused(self) -> None:
@@ -905,7 +905,7 @@ class World:
         self._require(found.num_tokens == request.num_cached_tokens, "the explanation counts other tokens")
         self._require(0 <= found.num_loaded_tokens <= found.num_tokens, f"more was loaded than used: {found}")
         self._require((found.source is None) == (found.num_tokens == 0), f"tokens without a source: {found}")
-        is_loaded = found.source in (Tier.HOST, Tier.DISK)
+        is_loaded = found.source in (Level.HOST, Level.DISK)
         self._require(is_loaded == (found.num_loaded_tokens > 0), f"loaded tokens of another tier: {found}")
         self.counts["starts from loaded tokens"] += is_loaded
         if found.reason in (StopReason.LOAD_FAILED, StopReason.NOT_LOADED):
@@ -1047,16 +1047,16 @@ class World:
 
     @property
     def _is_loading(self) -> bool:
-        tiers = self.scheduler.cache.tiers
-        return tiers is not None and len(tiers.loads) > 0
+        levels = self.scheduler.cache.levels
+        return levels is not None and len(levels.loads) > 0
 
     def _check_loads(self, plan: StepPlan) -> None:
         """Check that nothing waits for a load that is late, and count what is loaded."""
-        tiers, waiters = self.scheduler.cache.tiers, self.scheduler.waiting.load_waiters
-        if tiers is None:
+        levels, waiters = self.scheduler.cache.levels, self.scheduler.waiting.load_waiters
+        if levels is None:
             return
         awaited = Counter(waiters.load_of(request) for request in waiters)
-        for load in (*tiers.loads, *(read for read in tiers.reads if read.state is ReadState.READING)):
+        for load in (*levels.loads, *(read for read in levels.reads if read.state is ReadState.READING)):
             is_late = load.deadline_ns <= self.now_ns
             self._require(not (is_late and awaited[load.load_id]), f"a request waits for a late load: {load!r}")
             self.counts["late loads"] += is_late and load.load_id not in self._late
@@ -1066,12 +1066,12 @@ class World:
             self._num_advances, self._advanced_ns = self.store.num_advances, self.now_ns
         is_quiet = self.now_ns - self._advanced_ns > MIN_TIMEOUT_NS and not self.store.is_copying
         self._require(not (is_quiet and awaited), f"nothing is read or copied for long, and {awaited} are waited for")
-        self._check_idle_step(plan, [one.priority for one in waiters if tiers.loads.get(waiters.load_of(one))])
+        self._check_idle_step(plan, [one.priority for one in waiters if levels.loads.get(waiters.load_of(one))])
         self.counts["reads that hung"] = self.store.num_hung
         self.counts["reads that ended late"] = self.store.num_late_answers
-        self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in tiers.reads)
+        self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in levels.reads)
         self.counts["loads with several waiters"] += sum(count > 1 for count in awaited.values())
-        self.counts["steps with two loads in flight"] += len(tiers.loads) > 1
+        self.counts["steps with two loads in flight"] += len(levels.loads) > 1
         self.counts["pieces copied early"] = self.store.num_early
         self.counts["saves from host to disk"] = self.store.num_from_host
         for piece in plan.loads:
@@ -1194,7 +1194,7 @@ class World:
         return sum(1 + one.num_drafts // self.setup.block_size + (one.num_drafts > 0) for one in later)
 
     def _check_wait(self, fair: Fair, plan: StepPlan) -> None:
-        """Check how long the first HIGH request waits for memory that could be taken from lower tiers."""
+        """Check how long the first HIGH request waits for memory that could be taken from lower levels."""
         head = self.scheduler.waiting.head((Priority.HIGH,))
         if head is None or head[1] is not self._first_high:
             self._high_wait = None  # another request was first; this one may not overtake it
@@ -1283,13 +1283,13 @@ class World:
 
     def _check_buffer_leaks(self) -> None:
         """Check that reads that hung hold buffers until they end, and nothing afterwards."""
-        tiers = self.scheduler.cache.tiers
-        if tiers is None:
+        levels = self.scheduler.cache.levels
+        if levels is None:
             return
         self.counts["worlds that end with a hung read"] += self.store.has_hung
         self.store.answer(self.scheduler, is_all=True)
         self._require(not self.store.has_buffers, "buffers of reads leaked")
-        self._require(tiers.reads.num_buffers == [0, 0, 0] and not len(tiers.reads), "reads leaked")
+        self._require(levels.reads.num_buffers == [0, 0, 0] and not len(levels.reads), "reads leaked")
 
     def _check_hybrid_leaks(self) -> None:
         hybrid = self.scheduler.cache.hybrid

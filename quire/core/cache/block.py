@@ -55,7 +55,7 @@ class KVCacheBlock(Linked):
         # match then reads this instead of the tables of the tree.
         self.last_child: KVCacheBlock | None = None
         self.window: WindowBlock | None = None  # the same tokens in the layers with a window, while they are cached
-        self.is_reused = False  # a second request used the content, and a lower tier was told
+        self.is_reused = False  # a second request used the content, and a lower level was told
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
 from quire.core.cache.context import Digest, TokenChain, hash_block_tokens, root_key
 from quire.core.events import Cleared, Published, Removed, TreeChange
-from quire.core.values import TOKEN_BYTES, Tier
+from quire.core.values import TOKEN_BYTES, Level
 
 _tokens = attrgetter("tokens")
 _MAX_BUCKET = 256
@@ -173,8 +173,8 @@ class StopReason(StrEnum):
     IN_FLIGHT = "in_flight"  # a running request is computing the next block
     NOT_FOUND = "not_found"  # no cached content follows this prefix
     NO_STATE = "no_state"  # keys and values are cached further, but the last recurrent state is here
-    LOAD_FAILED = "load_failed"  # the rest is stored in a lower tier, but could not be loaded, or not in time
-    NOT_LOADED = "not_loaded"  # the rest is stored in a lower tier, but computing it is faster, or memory is short
+    LOAD_FAILED = "load_failed"  # the rest is stored in a lower level, but could not be loaded, or not in time
+    NOT_LOADED = "not_loaded"  # the rest is stored in a lower level, but computing it is faster, or memory is short
     NO_WINDOW = "no_window"  # keys and values are cached further, but not those of the layers with a window
     OFF = "off"  # the cache is disabled, or the request needs every prompt position computed
 
@@ -186,8 +186,8 @@ class CacheExplanation:
     stopped_at: int  # position of the first token that is not reused
     reason: StopReason
     num_kv_tokens: int = 0  # tokens whose keys and values were found, if more than `num_tokens`
-    source: Tier | None = None  # the slowest tier that the matched tokens come from; None: none were matched
-    num_loaded_tokens: int = 0  # of the matched ones, those loaded from a lower tier
+    source: Level | None = None  # the slowest level that the matched tokens come from; None: none were matched
+    num_loaded_tokens: int = 0  # of the matched ones, those loaded from a lower level
 
 
 class Inserted(NamedTuple):

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
 from quire.core.cache.block_pool import BlockPool
 from quire.core.cache.prefix import PrefixHit, PrefixTree
-from quire.core.levels.tier_search import Reach
+from quire.core.levels.level_search import Reach
 from quire.core.memory.hybrid import HybridMemory
 from quire.core.step import Content, Load, MemoryKind, MemoryRef
-from quire.core.values import TOKEN_BYTES, Tier
+from quire.core.values import TOKEN_BYTES, Level
 
 GROUPS = (16, 64)  # blocks of a load that are taken at a time: first, and later
 
@@ -36,8 +36,8 @@ class PrefixLoad:
     blocks: list[KVCacheBlock]
     windows: list[WindowBlock]
     state: StateSlot | None
-    source: Tier  # the slowest tier that its content comes from
-    read_ids: tuple[int, ...]  # of each piece: the read that brought it to a buffer; 0: it is in the host tier
+    source: Level  # the slowest level that its content comes from
+    read_ids: tuple[int, ...]  # of each piece: the read that brought it to a buffer; 0: it is in the host level
     is_abandoned: bool = False  # nothing waits for it any more
     is_late: bool = False  # it was abandoned because of its deadline
     is_void: bool = False  # the cache was cleared: its content must not be published
@@ -60,7 +60,7 @@ class PrefixLoad:
         load_id, block_kind = self.load_id, MemoryKind.BLOCK
         pieces = zip(self.reach.blocks[first:], self.blocks[first:], self.read_ids[first:], strict=False)
         for stored, block, read_id in pieces:
-            yield Load(load_id, stored.content, stored.tier, MemoryRef(block_kind, block.block_id), read_id)
+            yield Load(load_id, stored.content, stored.level, MemoryRef(block_kind, block.block_id), read_id)
 
     def loads_of_others(self) -> Iterator[Load]:
         """The copies of window blocks and of a state."""
@@ -70,7 +70,7 @@ class PrefixLoad:
         first = len(self.reach.blocks)
         pieces = zip(self.reach.pieces[first:], targets, self.read_ids[first:], strict=True)
         for stored, target, read_id in pieces:
-            yield Load(self.load_id, stored.content, stored.tier, target, read_id)
+            yield Load(self.load_id, stored.content, stored.level, target, read_id)
 
 
 class Loaded(NamedTuple):

@@ -4,7 +4,7 @@
     reading    holds buffers, until its deadline has passed and the store reports its end
     ready      holds buffers, until they are copied to the device (`PrefixLoads`) or nothing needs them
 
-A read that never ends holds its buffers for ever, and nothing else. Their number is limited (`LowerTier.buffers`).
+A read that never ends holds its buffers for ever, and nothing else. Their number is limited (`LowerLevel.buffers`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
 
-from quire.core.levels.lower_tier import PieceCounts, Stored
+from quire.core.levels.lower_level import PieceCounts, Stored
 from quire.core.request import Request, RequestState
 from quire.core.step import Content, MemoryKind, Read
-from quire.core.values import Tier
+from quire.core.values import Level
 
 PARTS = 4  # a read takes at most this part of the buffers, so that others are read while it is copied
 READY_NS = 1_000_000_000  # content that was read is dropped after this, if it could not be copied to the device
@@ -195,4 +195,4 @@ class PrefixReads:
 
 def reads_of(reads: Sequence[PrefixRead]) -> tuple[Read, ...]:
     """The reads as a plan has them."""
-    return tuple(Read(read.load_id, content, Tier.DISK) for read in reads for content in read.pieces)
+    return tuple(Read(read.load_id, content, Level.DISK) for read in reads for content in read.pieces)

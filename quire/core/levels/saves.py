@@ -1,4 +1,4 @@
-"""Chooses the content that is saved to lower tiers.
+"""Chooses the content that is saved to lower levels.
 
     evicted from the device     to host memory; to disk if it was used twice, or after regrets (`Saves.note_regret`)
     used a second time, pinned  to disk, a few blocks per step
@@ -17,10 +17,10 @@ from typing import NamedTuple
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
 from quire.core.cache.block_pool import BlockPool
 from quire.core.cache.prefix import PrefixTree
-from quire.core.levels.lower_tier import LowerTier
+from quire.core.levels.lower_level import LowerLevel
 from quire.core.memory.hybrid import HybridMemory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save
-from quire.core.values import Tier
+from quire.core.values import Level
 
 USED_PER_STEP = 2  # blocks that were used again, saved in one step
 MAX_USED = 4096  # of them that wait
@@ -54,7 +54,7 @@ class Saves:
         tree: PrefixTree,
         pool: BlockPool,
         hybrid: HybridMemory | None,
-        tiers: Sequence[LowerTier],
+        levels: Sequence[LowerLevel],
         *,
         limits: SaveLimits,
     ) -> None:
@@ -62,13 +62,13 @@ class Saves:
         self._pool = pool
         self._windows = None if hybrid is None else hybrid.windows
         self._states = None if hybrid is None else hybrid.states
-        self._tiers = {tier.tier: tier for tier in tiers}
+        self._levels = {level.level: level for level in levels}
         self._is_plain = hybrid is None
         self._max_bytes, self._idle_bytes, self._max_pending, self._max_writes = limits
         self._chosen: deque[Save] = deque()
         self._num_chosen_bytes = 0
         self._drops: list[Content] = []
-        self._pending: dict[Content, set[Tier]] = {}
+        self._pending: dict[Content, set[Level]] = {}
         self._used: deque[tuple[KVCacheBlock, bytes]] = deque()
         self._credit = 0  # evicted blocks that may be written to disk
         self._walk: Iterator[Sequence[_Piece]] | None = None  # over cached content, while idle
@@ -76,7 +76,7 @@ class Saves:
         self._num_walked_bytes = 0
         self._unvisited: deque[_Piece] = deque()  # pieces that the walk has reached
         self._done_state: tuple[int, ...] = ()  # no cached content is unsaved since then
-        self.num_skipped = 0  # evicted pieces that were not saved because a plan or the tier was full
+        self.num_skipped = 0  # evicted pieces that were not saved because a plan or the level was full
         pool.on_eviction = self._note_eviction
         if self._windows is not None:
             self._windows.pool.on_eviction = self._note_window_eviction
@@ -93,13 +93,13 @@ class Saves:
         return len(self._pending)
 
     @property
-    def pending(self) -> Mapping[Content, Collection[Tier]]:
-        """Saves in flight, with the tiers that they have not reached yet."""
+    def pending(self) -> Mapping[Content, Collection[Level]]:
+        """Saves in flight, with the levels that they have not reached yet."""
         return self._pending
 
     @property
     def _is_disk_filled(self) -> bool:
-        disk = self._tiers.get(Tier.DISK)
+        disk = self._levels.get(Level.DISK)
         return disk is not None and disk.is_filled
 
     # What happened
@@ -126,7 +126,7 @@ class Saves:
 
     def _is_stored(self, block: KVCacheBlock, key: bytes) -> bool:
         """Whether a full block needs no save. A short cut for the usual case: a prompt may evict hundreds of blocks."""
-        host, disk = self._tiers.get(Tier.HOST), self._tiers.get(Tier.DISK)
+        host, disk = self._levels.get(Level.HOST), self._levels.get(Level.DISK)
         if host is not None and host.is_filled and not host.touch_block(key, block.tokens):
             return False
         return (
@@ -146,17 +146,19 @@ class Saves:
         assert slot.parent_key is not None
         self._choose(self._state_piece(slot), self._wanted(self._tree.find(slot.parent_key)), is_evicted=True)
 
-    def _wanted(self, node: KVCacheBlock | None) -> tuple[Tier, ...]:
-        """The tiers to which evicted content of a node is saved. None: the root.
+    def _wanted(self, node: KVCacheBlock | None) -> tuple[Level, ...]:
+        """The levels to which evicted content of a node is saved. None: the root.
 
         A window block or a state is of no use on a disk that does not have the block. So both go there if the block
         does: because it was used again, because evicted content was wanted again, or while nothing ran.
         """
-        disk = self._tiers.get(Tier.DISK)
+        disk = self._levels.get(Level.DISK)
         is_to_disk = disk is not None and self._credit > 0
         if disk is not None and node is not None and not is_to_disk:
             is_to_disk = node.is_reused or disk.has_key(self._content(MemoryKind.BLOCK, node))
-        return tuple(name for name, tier in self._tiers.items() if tier.is_filled and (name is Tier.HOST or is_to_disk))
+        return tuple(
+            name for name, level in self._levels.items() if level.is_filled and (name is Level.HOST or is_to_disk)
+        )
 
     # Choosing
 
@@ -182,49 +184,49 @@ class Saves:
             pieces += map(self._state_piece, (self._states.pool.at(block.key) or {}).values())
         return pieces
 
-    def _save_node(self, block: KVCacheBlock, tiers: tuple[Tier, ...], *, is_evicted: bool = False) -> bool:
+    def _save_node(self, block: KVCacheBlock, levels: tuple[Level, ...], *, is_evicted: bool = False) -> bool:
         """Choose everything that a node has. Returns whether its block was chosen."""
-        chosen = [self._choose(piece, tiers, is_evicted=is_evicted) for piece in self._pieces(block)]
+        chosen = [self._choose(piece, levels, is_evicted=is_evicted) for piece in self._pieces(block)]
         return bool(chosen) and chosen[0]
 
-    def _choose(self, piece: _Piece, wanted: Iterable[Tier], *, is_evicted: bool = False) -> bool:
-        """Add a save to the next plan, to those tiers that do not have the content. Returns False if there are none.
+    def _choose(self, piece: _Piece, wanted: Iterable[Level], *, is_evicted: bool = False) -> bool:
+        """Add a save to the next plan, to those levels that do not have the content. Returns False if there are none.
 
-        `is_evicted`: the content is lost otherwise. If the plan or the tier is full, it displaces what was evicted
+        `is_evicted`: the content is lost otherwise. If the plan or the level is full, it displaces what was evicted
         before it in this plan. The pool evicts the least valuable content first, and the last block of a prefix before
         the first one, without which the others cannot be found.
         """
         content, index = piece
-        tiers: list[Tier] = []
-        for tier in wanted:
-            self._tiers[tier].touch(content)
-            is_known = tier in self._pending.get(content, ()) or self._tiers[tier].has_key(content)
-            if not is_known and not (tier is Tier.DISK and self._has_backlog()):
-                tiers.append(tier)
-        if not tiers:
+        levels: list[Level] = []
+        for level in wanted:
+            self._levels[level].touch(content)
+            is_known = level in self._pending.get(content, ()) or self._levels[level].has_key(content)
+            if not is_known and not (level is Level.DISK and self._has_backlog()):
+                levels.append(level)
+        if not levels:
             return False
-        num_bytes = self._tiers[tiers[0]].sizes[content.kind]
+        num_bytes = self._levels[levels[0]].sizes[content.kind]
         while self._is_full(num_bytes, self._max_bytes):
             if not is_evicted or not self._chosen:
                 self.num_skipped += 1
                 return False
             self._cancel(self._chosen.popleft())
-        tiers = [tier for tier in tiers if self._reserve(self._tiers[tier], content.kind, is_evicted=is_evicted)]
-        if not tiers:
+        levels = [level for level in levels if self._reserve(self._levels[level], content.kind, is_evicted=is_evicted)]
+        if not levels:
             self.num_skipped += 1
             return False
         self._num_chosen_bytes += num_bytes
-        self._pending.setdefault(content, set()).update(tiers)
+        self._pending.setdefault(content, set()).update(levels)
         source = None if index is None else MemoryRef(content.kind, index)
-        self._chosen.append(Save(content, source, tuple(tiers)))
+        self._chosen.append(Save(content, source, tuple(levels)))
         return True
 
-    def _reserve(self, tier: LowerTier, kind: MemoryKind, *, is_evicted: bool) -> bool:
-        """Make room in a tier. Returns False if it is full of content that is being loaded or saved."""
-        has_room, dropped = tier.reserve(kind)
-        while not has_room and is_evicted and self._chosen and (tier.limits is None or tier.limits[kind]):
+    def _reserve(self, level: LowerLevel, kind: MemoryKind, *, is_evicted: bool) -> bool:
+        """Make room in a level. Returns False if it is full of content that is being loaded or saved."""
+        has_room, dropped = level.reserve(kind)
+        while not has_room and is_evicted and self._chosen and (level.limits is None or level.limits[kind]):
             self._cancel(self._chosen.popleft())
-            has_room, dropped = tier.reserve(kind)
+            has_room, dropped = level.reserve(kind)
         if dropped is not None:
             self._drops.append(dropped)
         return has_room
@@ -236,22 +238,22 @@ class Saves:
 
     def _has_backlog(self) -> bool:
         """Whether so much waits to be written to disk that more is not chosen."""
-        return sum(self._tiers[Tier.DISK].num_reserved) >= self._max_writes
+        return sum(self._levels[Level.DISK].num_reserved) >= self._max_writes
 
     def _cancel(self, save: Save) -> None:
         """Take a save out of the next plan."""
-        for tier in save.tiers:
-            self._end(save.content, tier)
-        self._num_chosen_bytes -= self._tiers[save.tiers[0]].sizes[save.content.kind]
+        for level in save.levels:
+            self._end(save.content, level)
+        self._num_chosen_bytes -= self._levels[save.levels[0]].sizes[save.content.kind]
         self.num_skipped += 1
 
-    def _end(self, content: Content, tier: Tier) -> None:
+    def _end(self, content: Content, level: Level) -> None:
         """Remove a save that is pending, and the room that is reserved for it."""
-        tiers = self._pending[content]
-        tiers.remove(tier)
-        if not tiers:
+        levels = self._pending[content]
+        levels.remove(level)
+        if not levels:
             del self._pending[content]
-        self._tiers[tier].num_reserved[content.kind] -= 1
+        self._levels[level].num_reserved[content.kind] -= 1
 
     def drop(self, content: Content) -> None:
         """Tell host memory that content is not used any more."""
@@ -266,7 +268,7 @@ class Saves:
                 break
             block, key = self._used.popleft()
             if block.key == key:
-                self._save_node(block, (Tier.DISK,))
+                self._save_node(block, (Level.DISK,))
         saves, drops = tuple(self._chosen), tuple(self._drops)
         if saves or drops:
             self._chosen.clear()
@@ -285,13 +287,13 @@ class Saves:
         if self._walk is None or self._walk_state != self._state():
             self._walk, self._walk_state, self._num_walked_bytes = self._cached(pinned), self._state(), 0
             self._unvisited.clear()
-        disk = self._tiers[Tier.DISK]
+        disk = self._levels[Level.DISK]
         max_bytes = min(self._idle_bytes, self._max_bytes)
         for _ in range(MAX_VISITED):
             if self._unvisited:
                 if self._has_backlog() or self._is_full(disk.sizes[self._unvisited[0].content.kind], max_bytes):
                     return
-                self._choose(self._unvisited.popleft(), (Tier.DISK,))
+                self._choose(self._unvisited.popleft(), (Level.DISK,))
                 continue
             pieces = next(self._walk, None)
             if pieces is not None:
@@ -308,8 +310,8 @@ class Saves:
         if self._windows is not None:
             windows = self._windows.pool
             counts += [windows.num_releases, windows.num_evictions, windows.num_free]
-        if Tier.HOST in self._tiers:
-            counts.append(self._tiers[Tier.HOST].num_added)
+        if Level.HOST in self._levels:
+            counts.append(self._levels[Level.HOST].num_added)
         return (*counts, 0 if self._states is None else self._states.pool.num_evictions)
 
     @property
@@ -321,20 +323,20 @@ class Saves:
         """All cached content, the most valuable first."""
         yield from map(self._pieces, [*pinned])
         yield from map(self._pieces, self._pool.free.backwards())
-        disk, host = self._tiers[Tier.DISK], self._tiers.get(Tier.HOST)
+        disk, host = self._levels[Level.DISK], self._levels.get(Level.HOST)
         if host is None:
             return
         for stored in [one for kind in MemoryKind for one in reversed(host.pieces(kind).values())]:
             is_known = disk.has_key(stored.content) or stored.content in self._pending
             yield () if is_known or stored.content not in host else (_Piece(stored.content, None),)
 
-    def finish(self, content: Content, tier: Tier, is_saved: bool) -> bool:
+    def finish(self, content: Content, level: Level, is_saved: bool) -> bool:
         """Record the end of a save. Returns False if it is not awaited: the cache was cleared in the meantime."""
-        if tier not in self._pending.get(content, ()):
+        if level not in self._pending.get(content, ()):
             return False
-        self._end(content, tier)
+        self._end(content, level)
         if is_saved:
-            self._tiers[tier].add(content)
+            self._levels[level].add(content)
         return True
 
     def clear(self) -> None:
@@ -345,5 +347,5 @@ class Saves:
         self._used.clear()
         self._unvisited.clear()
         self._walk, self._credit = None, 0
-        for tier in self._tiers.values():
-            tier.num_reserved = [0, 0, 0]
+        for level in self._levels.values():
+            level.num_reserved = [0, 0, 0]

@@ -11,7 +11,7 @@ import time
 from quire.core.events import Published, Removed, TreeChange
 from quire.core.kv_cache import KVCacheManager
 from quire.core.step import Content, MemoryKind
-from quire.core.values import Tier
+from quire.core.values import Level
 from quire.engine.worker.protocol import ENTRY_KEY_BYTES, CacheReport
 
 INTERVAL_S = 0.05  # between reports while steps run
@@ -19,25 +19,25 @@ DEVICE_BIT = 1
 
 
 class CacheReporter:
-    """Collects changes until the next report. Content of lower tiers counts as cached."""
+    """Collects changes until the next report. Content of lower levels counts as cached."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._pool = cache.pool
         self._changes: dict[bytes, bool] = {}  # first bytes of a chain key -> whether it was added
         self._is_cleared = False
-        self._bits: dict[bytes, int] = {}  # the same -> the tiers that have it, if there are several
-        self._tier_bits: dict[Tier, int] = {}
+        self._bits: dict[bytes, int] = {}  # the same -> the levels that have it, if there are several
+        self._level_bits: dict[Level, int] = {}
         self._last_s = 0.0
         self._num_free = -1
         if not cache.is_caching:
             return
         cache.tree.reports_salts = True
         cache.tree.on_change = self._take
-        for number, tier in enumerate(() if cache.tiers is None else cache.tiers.tiers):
-            bit = self._tier_bits[tier.tier] = 2 << number
-            for key in tier.pieces(MemoryKind.BLOCK):
+        for number, level in enumerate(() if cache.levels is None else cache.levels.levels):
+            bit = self._level_bits[level.level] = 2 << number
+            for key in level.pieces(MemoryKind.BLOCK):
                 self._store(key, bit)
-            tier.on_change = self._take_tier
+            level.on_change = self._take_level
 
     def pop(self, *, is_idle: bool) -> CacheReport | None:
         """The report that is due. While steps run, one is due after an interval."""
@@ -60,19 +60,19 @@ class CacheReporter:
         elif isinstance(change, Removed):
             for key in change.keys:
                 self._remove(key, DEVICE_BIT)
-        elif self._tier_bits:
+        elif self._level_bits:
             for key in [key for key, bits in self._bits.items() if bits & DEVICE_BIT]:
                 self._remove(key, DEVICE_BIT)
         else:
             self._changes, self._is_cleared = {}, True
 
-    def _take_tier(self, tier: Tier, content: Content, is_stored: bool) -> None:
+    def _take_level(self, level: Level, content: Content, is_stored: bool) -> None:
         if content.kind is MemoryKind.BLOCK:
-            (self._store if is_stored else self._remove)(content.key, self._tier_bits[tier])
+            (self._store if is_stored else self._remove)(content.key, self._level_bits[level])
 
     def _store(self, key: bytes, bit: int) -> None:
         entry = key[:ENTRY_KEY_BYTES]
-        if self._tier_bits:
+        if self._level_bits:
             bits = self._bits.get(entry, 0)
             self._bits[entry] = bits | bit
             if bits:
@@ -81,7 +81,7 @@ class CacheReporter:
 
     def _remove(self, key: bytes, bit: int) -> None:
         entry = key[:ENTRY_KEY_BYTES]
-        if self._tier_bits:
+        if self._level_bits:
             bits = self._bits.get(entry, 0) & ~bit
             if bits:
                 self._bits[entry] = bits

@@ -19,7 +19,7 @@ from quire.engine.worker.kv_events import (
     KvEventQueue,
     KvEventsConfig,
     KvEventsStatus,
-    TierEvents,
+    LevelEvents,
     cannot_listen,
     parse_endpoint,
     start_payload,
@@ -92,8 +92,8 @@ class EventPublisher:
         else:
             self.events = KvEventQueue(cache.tree.root(""), cache.block_size)
             cache.tree.on_change = self.events.take
-            if cache.tiers is not None:
-                TierEvents(cache.tiers, self.events).start(cache.tree.root(""))
+            if cache.levels is not None:
+                LevelEvents(cache.levels, self.events).start(cache.tree.root(""))
         self._publish(start_payload(time.time()))
         return KvEventsStatus(self.endpoint, self.replay_endpoint, self._topic.decode(), silent_because)
 

@@ -1,4 +1,4 @@
-"""KV cache events in vLLM's wire format: settings, and the encoding of changes of the prefix cache on all tiers.
+"""KV cache events in vLLM's wire format: settings, and the encoding of changes of the prefix cache on all levels.
 
 Knows no sockets (`event_publisher.py`) and does not import pyzmq.
 """
@@ -16,9 +16,9 @@ import msgspec
 
 from quire.core.cache.context import unpack_tokens
 from quire.core.events import Published, Removed, TreeChange
-from quire.core.levels.tiers import Tiers
+from quire.core.levels.levels import Levels
 from quire.core.step import Content, MemoryKind
-from quire.core.values import TOKEN_BYTES, Tier
+from quire.core.values import TOKEN_BYTES, Level
 from quire.errors import InvalidRequest, MissingExtra
 
 HASH_BYTES = 8
@@ -129,7 +129,7 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All blocks of all tiers."""
+    """All blocks of all levels."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -151,18 +151,18 @@ def block_hash(key: bytes) -> int:
 
 
 class Medium(NamedTuple):
-    """A tier in events."""
+    """A level in events."""
 
-    name: str  # vLLM's word; the device tier is "GPU" with every backend
+    name: str  # vLLM's word; the device level is "GPU" with every backend
     bit: int  # in `KvEventQueue._tiers`
 
 
-MEDIA = {Tier.DEVICE: Medium("GPU", 1), Tier.HOST: Medium("CPU", 2), Tier.DISK: Medium("STORAGE", 4)}
-DEVICE = MEDIA[Tier.DEVICE]
+MEDIA = {Level.DEVICE: Medium("GPU", 1), Level.HOST: Medium("CPU", 2), Level.DISK: Medium("STORAGE", 4)}
+DEVICE = MEDIA[Level.DEVICE]
 
 
 class _Stored(NamedTuple):
-    """Blocks that a tier stored, each after the one before it."""
+    """Blocks that a level stored, each after the one before it."""
 
     medium: Medium
     parent_key: bytes
@@ -178,9 +178,9 @@ class _Removed(NamedTuple):
 class KvEventQueue:
     """Collects changes of the cache until they are sent as one batch.
 
-    The cache has tiers. Every tier announces its own content: `take` for the prefix tree, which is the device tier,
-    `stored` and `removed` for the tiers below it. Content is announced only if it follows the root of the empty salt
-    or content that is announced in some tier, so no prefix with a salt is ever announced, and each parent before its
+    The cache has levels. Every level announces its own content: `take` for the prefix tree, which is the device level,
+    `stored` and `removed` for the levels below it. Content is announced only if it follows the root of the empty salt
+    or content that is announced in some level, so no prefix with a salt is ever announced, and each parent before its
     children.
     """
 
@@ -188,17 +188,17 @@ class KvEventQueue:
         """`root`: the root key of the empty salt."""
         self._root = root
         self._block_size = block_size
-        self._tiers: dict[bytes, int] = {}  # key of announced content -> bits of the tiers that hold it
+        self._levels: dict[bytes, int] = {}  # key of announced content -> bits of the levels that hold it
         self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch
         self._encoder = msgspec.msgpack.Encoder()
         self._is_first = True
 
     def __len__(self) -> int:
         """The number of announced contents."""
-        return len(self._tiers)
+        return len(self._levels)
 
     def is_announced(self, key: bytes) -> bool:
-        return key in self._tiers
+        return key in self._levels
 
     def take(self, change: TreeChange) -> None:
         """Announce a change of the prefix tree. This is its `on_change`."""
@@ -209,30 +209,30 @@ class KvEventQueue:
         else:
             self.cleared()
 
-    def stored(self, tier: Tier, key: bytes, parent_key: bytes, tokens: bytes) -> None:
-        """Announce content that a tier holds now. `tokens` are packed (`pack_tokens`). Partial blocks are left out."""
+    def stored(self, level: Level, key: bytes, parent_key: bytes, tokens: bytes) -> None:
+        """Announce content that a level holds now. `tokens` are packed (`pack_tokens`). Partial blocks are left out."""
         if len(tokens) == self._block_size * TOKEN_BYTES:
-            self._store(MEDIA[tier], key, parent_key, tokens)
+            self._store(MEDIA[level], key, parent_key, tokens)
 
-    def removed(self, tier: Tier, keys: Iterable[bytes]) -> None:
-        """Announce that a tier no longer holds this content. Content that was not announced is left out."""
-        self._remove(MEDIA[tier], keys)
+    def removed(self, level: Level, keys: Iterable[bytes]) -> None:
+        """Announce that a level no longer holds this content. Content that was not announced is left out."""
+        self._remove(MEDIA[level], keys)
 
     def cleared(self) -> None:
-        """Announce that the device tier is empty. The event for that clears all tiers, so others need single events."""
-        if all(tiers == DEVICE.bit for tiers in self._tiers.values()):
-            self._tiers.clear()
+        """Announce that the device level is empty. The event for that clears all levels: others need single events."""
+        if all(levels == DEVICE.bit for levels in self._levels.values()):
+            self._levels.clear()
             self._changes = [AllBlocksCleared()]
         else:
-            self._remove(DEVICE, [*reversed(self._tiers)])  # children before their parents
+            self._remove(DEVICE, [*reversed(self._levels)])  # children before their parents
 
     def _store(self, medium: Medium, key: bytes, parent_key: bytes, tokens: bytes) -> None:
-        known = self._tiers
-        tiers = known.get(key, 0)
-        is_public = parent_key in known or parent_key == self._root or tiers
-        if tiers & medium.bit or not is_public:
+        known = self._levels
+        levels = known.get(key, 0)
+        is_public = parent_key in known or parent_key == self._root or levels
+        if levels & medium.bit or not is_public:
             return
-        known[key] = tiers | medium.bit
+        known[key] = levels | medium.bit
         last = self._changes[-1] if self._changes else None
         if isinstance(last, _Stored) and last.keys[-1] == parent_key and last.medium is medium:
             last.keys.append(key)
@@ -241,16 +241,16 @@ class KvEventQueue:
             self._changes.append(_Stored(medium, parent_key, [key], [tokens]))
 
     def _remove(self, medium: Medium, keys: Iterable[bytes]) -> None:
-        known, gone = self._tiers, list[bytes]()
+        known, gone = self._levels, list[bytes]()
         for key in keys:
-            tiers = known.get(key, 0)
-            if not tiers & medium.bit:
+            levels = known.get(key, 0)
+            if not levels & medium.bit:
                 continue
             gone.append(key)
-            if tiers == medium.bit:
+            if levels == medium.bit:
                 del known[key]
             else:
-                known[key] = tiers & ~medium.bit
+                known[key] = levels & ~medium.bit
         last = self._changes[-1] if self._changes else None
         if isinstance(last, _Removed) and last.medium is medium:
             last.keys.extend(gone)
@@ -289,41 +289,41 @@ def start_payload(now_s: float) -> bytes:
     return msgspec.msgpack.encode(Batch(now_s, [AllBlocksCleared()]))
 
 
-class TierEvents:
-    """Passes changes of lower tiers to the queue of events.
+class LevelEvents:
+    """Passes changes of lower levels to the queue of events.
 
-    Routers learn each block after its parent. Tiers are not filled in this order: the end of a prefix is evicted, and
+    Routers learn each block after its parent. Levels are not filled in this order: the end of a prefix is evicted, and
     saved, before its beginning. So blocks that are already stored are announced together with their parent.
     """
 
-    def __init__(self, tiers: Tiers, events: KvEventQueue) -> None:
-        self._tiers = tiers
+    def __init__(self, levels: Levels, events: KvEventQueue) -> None:
+        self._levels = levels
         self._events = events
-        for tier in tiers.tiers:
-            tier.on_change = self._take
+        for level in levels.levels:
+            level.on_change = self._take
 
     def start(self, root: bytes) -> None:
         """Announce what is stored already, from the root of the empty salt on."""
         self._announce_after(root)
 
-    def _take(self, tier: Tier, content: Content, is_stored: bool) -> None:
+    def _take(self, level: Level, content: Content, is_stored: bool) -> None:
         if content.kind is not MemoryKind.BLOCK:
             return
         if is_stored:
-            self._events.stored(tier, content.key, content.parent_key, content.tokens)
+            self._events.stored(level, content.key, content.parent_key, content.tokens)
             if self._events.is_announced(content.key):
                 self._announce_after(content.key)
         else:
-            self._events.removed(tier, (content.key,))
+            self._events.removed(level, (content.key,))
 
     def _announce_after(self, key: bytes) -> None:
         keys = [key]
         while keys:
             parent_key = keys.pop()
-            for tier in self._tiers.tiers:
-                for stored in tier.blocks_after(parent_key) or ():
+            for level in self._levels.levels:
+                for stored in level.blocks_after(parent_key) or ():
                     content = stored.content
                     is_new = not self._events.is_announced(content.key)
-                    self._events.stored(tier.tier, content.key, content.parent_key, content.tokens)
+                    self._events.stored(level.level, content.key, content.parent_key, content.tokens)
                     if is_new:
                         keys.append(content.key)

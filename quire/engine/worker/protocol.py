@@ -20,7 +20,7 @@ import msgspec
 from quire.backends.base import Capacity, RunnerFacts
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.kv_cache import CacheStats
-from quire.core.levels.tiers import LowerTierStats
+from quire.core.levels.levels import LevelStats
 from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
@@ -143,7 +143,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     facts: RunnerFacts
     timings_s: dict[str, float]  # durations of the start: "import" (the backend's libraries), "weights", "warm_up"
     step_s: float = 0.0  # predicted duration of a full step, from the warm-up
-    tiers: tuple[LowerTierStats, ...] = ()  # below the device
+    levels: tuple[LevelStats, ...] = ()  # of the cache, below the device
     kv_events: KvEventsStatus | None = None  # the sockets that were bound
     chain_secret: bytes = b""  # only for a client that asked for reports of the cache
     fingerprint: str = ""  # of the model and its settings, from a replica

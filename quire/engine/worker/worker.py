@@ -555,10 +555,10 @@ def _load_and_run(channel: Channel) -> int:
         facts = engine.runner.facts()
         step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_num_batched_tokens)
         events = None if publisher is None else publisher.start(cache)
-        tiers = cache.stats().tiers
+        levels = cache.stats().levels
         secret = cache.tree.secret if first.reports_cache else b""
         max_model_len = engine.scheduler.max_model_len
-        ready = Ready(engine.capacity, max_model_len, facts, timings_s, step_s, tiers, events, secret)
+        ready = Ready(engine.capacity, max_model_len, facts, timings_s, step_s, levels, events, secret)
         fingerprint = fingerprinting.wait()
         channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprint))
         try:

@@ -88,7 +88,7 @@ class StateStatsView(msgspec.Struct, frozen=True):
 
 
 class LowerTierView(msgspec.Struct, frozen=True):
-    """A tier below the device. `LowerTierStats` in `quire/core/levels/tiers.py` documents each count."""
+    """A level of the cache below the device. `LevelStats` in `quire/core/levels/levels.py` documents each count."""
 
     tier: Annotated[str, Meta(extra_json_schema={"enum": ["host", "disk"]})]
     num_pieces: Annotated[int, Meta(description="Stored blocks, window blocks and states.")]
@@ -171,6 +171,9 @@ async def stats(context: RequestContext) -> Response:
         raise _not_loaded(service.model)
     cache = found.cache
     windows, states = cache.windows, cache.states
+    figures = asdict(cache)
+    levels = [asdict(level) for level in cache.levels]
+    del figures["levels"]
     answer = CacheStatsView(
         model=service.model,
         block_size=_capacity(service).block_size,
@@ -178,11 +181,11 @@ async def stats(context: RequestContext) -> Response:
         num_running=found.num_running,
         num_waiting=found.num_waiting,
         **(
-            asdict(cache)
+            figures
             | {
                 "windows": None if windows is None else WindowStatsView(**asdict(windows)),
                 "states": None if states is None else StateStatsView(**asdict(states)),
-                "tiers": tuple(LowerTierView(**asdict(tier)) for tier in cache.tiers),
+                "tiers": tuple(LowerTierView(tier=level.pop("level"), **level) for level in levels),
             }
         ),
     )

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.core.levels.tiers import LowerTierStats
+from quire.core.levels.levels import LevelStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
@@ -50,7 +50,7 @@ class RequestRecord:
     e2e_s: float  # from arrival to the end
     finish: str  # stop, length, cancelled (also by disconnecting), error, or the reason of a refusal
     error: str | None = None  # the kind of error, never its text
-    cache_source: str | None = None  # slowest tier that cached tokens of the first prompt came from: device, host, disk
+    cache_source: str | None = None  # slowest level that cached tokens of the first prompt came from
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -549,19 +549,19 @@ class Metrics:
         before = _totals(last) if last is not None else {}
         for name, value in _totals(stats).items():
             self._plain[name].inc(max(0, value - before.get(name, 0)))
-        earlier = {} if last is None else {tier.tier: tier for tier in last.cache.tiers}
-        for tier in stats.cache.tiers:
-            self._take_tier(tier, earlier.get(tier.tier))
+        earlier = {} if last is None else {level.level: level for level in last.cache.levels}
+        for level in stats.cache.levels:
+            self._take_level(level, earlier.get(level.level))
         self._last, self._worker = stats, num_restarts
 
-    def _take_tier(self, tier: LowerTierStats, last: LowerTierStats | None) -> None:
-        self._set("lower_cache_bytes", tier.num_bytes, tier.tier)
-        if tier.max_bytes is not None:
-            self._set("lower_cache_max_bytes", tier.max_bytes, tier.tier)
-        self._set("lower_cache_pieces", tier.num_pieces, tier.tier)
+    def _take_level(self, level: LevelStats, last: LevelStats | None) -> None:
+        self._set("lower_cache_bytes", level.num_bytes, level.level)
+        if level.max_bytes is not None:
+            self._set("lower_cache_max_bytes", level.max_bytes, level.level)
+        self._set("lower_cache_pieces", level.num_pieces, level.level)
         for name, field in TIER_COUNTERS.items():
             before = 0 if last is None else getattr(last, field)
-            self._count(name, tier.tier).inc(max(0, getattr(tier, field) - before))
+            self._count(name, level.level).inc(max(0, getattr(level, field) - before))
 
     def _take_gauges(self, stats: Stats) -> None:
         cache = stats.cache
@@ -606,7 +606,7 @@ class Metrics:
         self._set("cache_config_info", 1, *labels)
 
 
-TIER_COUNTERS = {  # name of a counter -> field of LowerTierStats
+TIER_COUNTERS = {  # name of a counter -> field of LevelStats
     "lower_cache_loads": "num_loads",
     "lower_cache_loaded_tokens": "num_loaded_tokens",
     "lower_cache_load_failures": "num_failed_loads",

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.values import Tier
+from quire.core.values import Level
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.model_service import InferenceRequest
@@ -222,7 +222,7 @@ _WHY = {
 }
 
 
-_LOADED = {Tier.DEVICE: "in memory", Tier.HOST: "loaded from host memory", Tier.DISK: "loaded from disk"}
+_LOADED = {Level.DEVICE: "in memory", Level.HOST: "loaded from host memory", Level.DISK: "loaded from disk"}
 
 
 class StoppedText(msgspec.Struct):
@@ -261,7 +261,7 @@ class CacheView(msgspec.Struct):
         Meta(
             description="The slowest tier that matched tokens came from: device (the KV cache), host (host memory) or"
             " disk; null if none matched.",
-            extra_json_schema={"enum": [*(tier.value for tier in Tier), None]},
+            extra_json_schema={"enum": [*(tier.value for tier in Level), None]},
         ),
     ] = None
     loaded_tokens: Annotated[int, Meta(description="Matched tokens that were loaded from host memory or disk.")] = 0

@@ -217,8 +217,8 @@ def test_a_cache_on_disk_is_not_read_in_another_type(tiny_model: Path, tmp_path:
             cache_dir=str(tmp_path / "kv"),
             kv_cache_dtype=kv_cache_dtype,
         ) as llm:
-            assert llm.engine.scheduler.cache.tiers is not None
-            llm.engine.scheduler.cache.tiers.ns_per_token = 10**9  # so that every load pays
+            assert llm.engine.scheduler.cache.levels is not None
+            llm.engine.scheduler.cache.levels.ns_per_token = 10**9  # so that every load pays
             (output,) = llm.generate([tokens], given)
             num_cached.append(output.usage.cached_tokens)
     assert num_cached == [0, 0, 199, 199]

@@ -1,0 +1,506 @@
+"""Files of cached content: one file holds one block, window block or recurrent state.
+
+    head      fixed fields: magic, version, kind, lengths, space, key, parent key
+    tokens    packed, as in `Content.tokens`
+    SHA-256   of everything before it, so that a scan can check a header without reading the payload
+    payload   the bytes of the runner's memory
+    SHA-256   of the header and of the checksum of the payload
+
+The space is a digest of everything that determines the payload besides the tokens: weights, backend, layout. A file is
+used only if every field is what the reader expects and both digests match. This module knows single files; folders and
+budgets are in `quire.engine.levels.disk_store`.
+
+The checksum of the payload finds damage, not forgery: anyone who can write to the folder can also write a matching
+digest. SHA-256 of the payload would not change that, and takes 10 to 60 times as long. The payload is a sequence of
+32-bit words in 8 lanes: word `i` is in lane `i % 8`. Bytes that are missing from the last row of lanes are zero. Each
+lane has two sums modulo 2^64, as in Fletcher's checksum: of its words, and of all values that the first sum had, so
+that the order matters. Damage of one or two words of a lane is always found. Damage of more is missed only if both sums
+of all lanes happen to stay the same. The C library adds 19 GB/s on one core of a Xeon, numpy 0.5. CRC-32 of zlib
+reaches 3 GB/s, and SHA-256 0.3.
+
+Intact files are read by the C library (csrc/block_files.c), several in one call and without the GIL. Whatever it does
+not accept is read again here, which finds out what is wrong with the file. Without the library everything works, but
+slower: an install on a Mac without a compiler has none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import secrets
+import stat
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from functools import cache
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.core.cache.context import KEY_BYTES
+from quire.core.step import Content, MemoryKind
+from quire.errors import QuireError
+
+LANES = 8
+ROW_BYTES = 4 * LANES
+CHECKSUM_BYTES = 16 * LANES
+
+_MODULUS = 1 << 64
+_PACKED = struct.Struct(f"<{2 * LANES}Q")
+_PYTHON_BYTES = 1 << 18  # that numpy or Python add at a time: their copies should be small
+
+
+class Checksum:
+    """Adds content in parts. Only the last part may have a length that is not a multiple of `ROW_BYTES`."""
+
+    def __init__(self, library: FileLibrary | None = None) -> None:
+        """`library` replaces the installed one."""
+        self._library = library or load_library()
+        self._sums = Sums()
+
+    def add(self, part: memoryview) -> None:
+        if self._library is not None:
+            self._library.add_bytes(self._sums, part)
+            return
+        add_rows = _find_adder()
+        for first in range(0, len(part), _PYTHON_BYTES):
+            some = part[first : first + _PYTHON_BYTES]
+            if missing := -len(some) % ROW_BYTES:
+                some = memoryview(bytes(some) + bytes(missing))
+            add_rows(self._sums, some)
+
+    def packed(self) -> bytes:
+        return pack(self._sums)
+
+
+def checksum(content: memoryview) -> bytes:
+    total = Checksum()
+    total.add(content)
+    return total.packed()
+
+
+def pack(sums: Sums) -> bytes:
+    """The sums as they are hashed."""
+    return bytes(sums) if sys.byteorder == "little" else _PACKED.pack(*sums.words, *sums.totals)
+
+
+def _find_adder() -> Callable[[Sums, memoryview], None]:
+    try:
+        import numpy  # noqa: F401
+    except ModuleNotFoundError:  # `quire cache verify` in an install without a backend
+        return _add_with_python
+    return _add_with_numpy
+
+
+def _add_with_numpy(sums: Sums, rows: memoryview) -> None:
+    import numpy as np
+
+    words = np.frombuffer(rows, "<u4").reshape(-1, LANES).astype(np.uint64)
+    num_rows = len(words)
+    weights = np.arange(num_rows, 0, -1, dtype=np.uint64)  # the first row is in all values that the sum has
+    added, weighted = words.sum(0), weights @ words
+    for lane in range(LANES):
+        sums.totals[lane] = (sums.totals[lane] + num_rows * sums.words[lane] + int(weighted[lane])) % _MODULUS
+        sums.words[lane] = (sums.words[lane] + int(added[lane])) % _MODULUS
+
+
+def _add_with_python(sums: Sums, rows: memoryview) -> None:
+    words = struct.unpack(f"<{len(rows) // 4}I", rows)
+    for lane in range(LANES):
+        values = list(accumulate(words[lane::LANES], initial=sums.words[lane]))
+        sums.words[lane] = values[-1] % _MODULUS
+        sums.totals[lane] = (sums.totals[lane] + sum(values[1:])) % _MODULUS
+
+
+ABI = 1
+DIGEST_BYTES = 32
+
+_NAME = "libquire_files.dylib" if sys.platform == "darwin" else "libquire_files.so"
+
+log = logging.getLogger(__name__)
+
+
+class Sums(ctypes.Structure):
+    """The sums of a checksum, for each lane."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 8), ("totals", ctypes.c_uint64 * 8))
+
+
+class _File(ctypes.Structure):
+    _fields_ = (
+        ("path", ctypes.c_char_p),
+        ("header", ctypes.c_char_p),
+        ("header_bytes", ctypes.c_uint64),
+        ("payload", ctypes.c_void_p),
+        ("payload_bytes", ctypes.c_uint64),
+        ("sums", Sums),
+        ("digest", ctypes.c_uint8 * DIGEST_BYTES),
+        ("is_read", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class FileRead(NamedTuple):
+    """A file to read: the header that it must have, and the buffer for its payload."""
+
+    path: str
+    header: bytes
+    payload: memoryview
+
+
+class FileFound(NamedTuple):
+    """What was read besides the payload: its sums, and the digest that is stored in the file."""
+
+    sums: Sums
+    digest: bytes
+
+
+class FileLibrary:
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the library cannot be loaded, or is of another version."""
+        library = ctypes.CDLL(str(path))
+        if not hasattr(library, "quire_files_abi") or library.quire_files_abi() != ABI:
+            raise OSError(f"{path} is of another version of quire")
+        self._add_bytes, self._read_files = library.quire_add_bytes, library.quire_read_files
+        self._add_bytes.argtypes = (ctypes.POINTER(Sums), ctypes.c_void_p, ctypes.c_uint64)
+        self._read_files.argtypes = (ctypes.POINTER(_File), ctypes.c_uint64, ctypes.c_int64)
+        self._add_bytes.restype = self._read_files.restype = None
+
+    def add_bytes(self, sums: Sums, part: memoryview) -> None:
+        """Add content to the sums."""
+        address, holder = _address(part)
+        self._add_bytes(sums, address, part.nbytes)
+        del holder
+
+    def read_files(self, reads: Sequence[FileRead], now_ns: int) -> list[FileFound | None]:
+        """Read files that are used at this time. None: the file is missing, or not as expected."""
+        files = (_File * len(reads))()
+        holders = []  # of the memory that C uses
+        for file, read in zip(files, reads, strict=True):
+            address, holder = _address(read.payload)
+            holders.append(holder)
+            file.path, file.header, file.header_bytes = read.path.encode(), read.header, len(read.header)
+            file.payload, file.payload_bytes = address, read.payload.nbytes
+        self._read_files(files, len(reads), now_ns)
+        return [FileFound(file.sums, bytes(file.digest)) if file.is_read else None for file in files]
+
+
+def _address(buffer: memoryview) -> tuple[int, object]:
+    """The address of a buffer, and what keeps it valid."""
+    if not buffer.nbytes:
+        return 0, None
+    if buffer.readonly:
+        copy = ctypes.create_string_buffer(bytes(buffer), buffer.nbytes)
+        return ctypes.addressof(copy), copy
+    shared = ctypes.c_char.from_buffer(buffer)
+    return ctypes.addressof(shared), shared
+
+
+@cache
+def load_library() -> FileLibrary | None:
+    """The installed library; None if there is none."""
+    path = Path(__file__).with_name(_NAME)
+    if not path.exists():
+        return None
+    try:
+        return FileLibrary(path)
+    except OSError as error:
+        log.warning("files of cached content are read in Python, which is slower: %s", error)
+        return None
+
+
+MAGIC = b"quireKV\n"
+VERSION = 1
+SPACE_BYTES = 32
+MAX_TOKEN_BYTES = 1 << 16  # a damaged length must not make a reader allocate memory
+TEMPORARY_PREFIX = ".tmp-"
+
+_HEAD = struct.Struct(f"<8sHBxIQ{SPACE_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
+_FIRST_READ = 512  # bytes; the whole header of a block of up to 98 tokens
+_CHECK_PIECE = 1 << 20  # bytes that `check_block` reads at a time
+
+
+class Fault(StrEnum):
+    """Why a file is not used."""
+
+    MISSING = "missing"
+    NOT_A_FILE = "not_a_file"  # a directory, a symbolic link, a device
+    UNREADABLE = "unreadable"  # the system refuses: permissions, a damaged disk, too many open files
+    TRUNCATED = "truncated"
+    TOO_LONG = "too_long"
+    MAGIC = "magic"
+    OLDER_VERSION = "older_version"
+    NEWER_VERSION = "newer_version"
+    HEADER = "header"  # the digest of the header does not match
+    SPACE = "space"
+    KIND = "kind"
+    KEY = "key"
+    PARENT_KEY = "parent_key"
+    TOKENS = "tokens"
+    SIZE = "size"  # intact, and the payload has another length than the reader expects
+    DIGEST = "digest"  # the payload does not have the checksum that was stored with it
+
+
+FAULT_WORDS = {
+    Fault.MISSING: "the file is missing",
+    Fault.NOT_A_FILE: "not a file, but a folder, a link or a device",
+    Fault.UNREADABLE: "the system refuses to read it",
+    Fault.TRUNCATED: "the end of the file is missing",
+    Fault.TOO_LONG: "the file is longer than its header says",
+    Fault.MAGIC: "the file does not begin like a file of quire",
+    Fault.OLDER_VERSION: "written by an older version of quire, in another format",
+    Fault.NEWER_VERSION: "written by a newer version of quire, in another format",
+    Fault.HEADER: "the header does not match its checksum",
+    Fault.SPACE: "content of other weights or settings",
+    Fault.KIND: "content of another kind than the name says",
+    Fault.KEY: "content that belongs to another name",
+    Fault.PARENT_KEY: "content after another prefix",
+    Fault.TOKENS: "content of other tokens",
+    Fault.SIZE: "content of another size than the model's",
+    Fault.DIGEST: "the content does not match its checksum",
+}
+
+
+class DamagedBlock(QuireError):
+    """A file of cached content that must not be used."""
+
+    def __init__(self, fault: Fault, path: Path | str, detail: str = "") -> None:
+        super().__init__(f"{path}: {fault}{': ' if detail else ''}{detail}")
+        self.fault = fault
+        self.path = path
+
+
+class Header(NamedTuple):
+    """The part of a file before the payload."""
+
+    space: bytes
+    content: Content
+    payload_bytes: int
+
+
+def file_bytes(num_token_bytes: int, payload_bytes: int) -> int:
+    """Size of a file."""
+    return _HEAD.size + num_token_bytes + DIGEST_BYTES + payload_bytes + DIGEST_BYTES
+
+
+def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> int:
+    """Write a file, readable by its owner only. Returns its size.
+
+    The file appears under its name when all of it is on disk: it is written to a temporary name in the same folder,
+    synced and renamed. The folder is not synced: after a power failure the file may be missing, which costs no more
+    than computing the content again.
+    """
+    payload = payload.cast("B")
+    header = _pack_header(space, content, payload.nbytes)
+    digest = sha256(header + checksum(payload)).digest()
+    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            os.fchmod(descriptor, 0o600)  # whatever the umask is
+            _write_all(descriptor, [memoryview(header), payload, memoryview(digest)])
+            now_ns = time.time_ns()  # the time of the last use, finer than the clock of the file system
+            os.utime(descriptor, ns=(now_ns, now_ns))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return file_bytes(len(content.tokens), payload.nbytes)
+
+
+def read_block(path: Path | str, space: bytes, content: Content, out: memoryview) -> None:
+    """Read the payload of `content` into `out`. Raises DamagedBlock; then `out` has no defined content.
+
+    Reads are buffered: the page cache makes a second read faster, and neither the file nor `out` needs the alignment
+    of O_DIRECT.
+    """
+    out = out.cast("B")
+    with _opened(path) as (descriptor, size):
+        header, raw = _read_header(path, descriptor, size, file_bytes(len(content.tokens), 0) - DIGEST_BYTES)
+        _compare(path, header, space, content)
+        if header.payload_bytes != out.nbytes:
+            raise DamagedBlock(Fault.SIZE, path, f"the payload has {header.payload_bytes} bytes, not {out.nbytes}")
+        stored = bytearray(DIGEST_BYTES)
+        os.lseek(descriptor, len(raw), os.SEEK_SET)
+        _read_all(path, descriptor, [out, memoryview(stored)])
+        if sha256(raw + checksum(out)).digest() != stored:
+            raise DamagedBlock(Fault.DIGEST, path)
+
+
+class BlockRead(NamedTuple):
+    """A payload to read, and the buffer for it."""
+
+    path: str
+    content: Content
+    out: memoryview
+
+
+def read_blocks(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[DamagedBlock | None]:
+    """Read payloads, and set the time of their last use. Returns what is wrong with each file."""
+    is_intact = _read_intact(reads, space, now_ns)
+    return [
+        None if is_read else _read_alone(read, space, now_ns) for read, is_read in zip(reads, is_intact, strict=True)
+    ]
+
+
+def _read_alone(read: BlockRead, space: bytes, now_ns: int) -> DamagedBlock | None:
+    try:
+        read_block(read.path, space, read.content, read.out)
+    except DamagedBlock as damage:
+        return damage
+    with suppress(OSError):  # the file was evicted meanwhile, or the folder is read-only
+        os.utime(read.path, ns=(now_ns, now_ns), follow_symlinks=False)
+    return None
+
+
+def _read_intact(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
+    """Read payloads with the C library. Returns False for files that are not as expected."""
+    library = load_library()
+    if library is None:
+        return [False] * len(reads)
+    outs = [read.out.cast("B") for read in reads]
+    headers = [_pack_header(space, read.content, out.nbytes) for read, out in zip(reads, outs, strict=True)]
+    files = [FileRead(read.path, header, out) for read, header, out in zip(reads, headers, outs, strict=True)]
+    found = library.read_files(files, now_ns)
+    return [
+        one is not None and sha256(header + pack(one.sums)).digest() == one.digest
+        for one, header in zip(found, headers, strict=True)
+    ]
+
+
+def read_header(path: Path | str) -> Header:
+    """Read and check everything but the payload and its digest. Raises DamagedBlock."""
+    with _opened(path) as (descriptor, size):
+        return _read_header(path, descriptor, size, _FIRST_READ)[0]
+
+
+def check_block(path: Path | str) -> Header:
+    """Check a whole file by itself, with little memory. Raises DamagedBlock."""
+    with _opened(path) as (descriptor, size):
+        header, raw = _read_header(path, descriptor, size, _FIRST_READ)
+        total = Checksum()
+        os.lseek(descriptor, len(raw), os.SEEK_SET)
+        piece = memoryview(bytearray(min(_CHECK_PIECE, header.payload_bytes)))
+        left = header.payload_bytes
+        while left:
+            part = piece[: min(left, len(piece))]
+            _read_all(path, descriptor, [part])
+            total.add(part)
+            left -= len(part)
+        stored = bytearray(DIGEST_BYTES)
+        _read_all(path, descriptor, [memoryview(stored)])
+        if sha256(raw + total.packed()).digest() != stored:
+            raise DamagedBlock(Fault.DIGEST, path)
+        return header
+
+
+def _pack_header(space: bytes, content: Content, payload_bytes: int) -> bytes:
+    """Everything before the payload."""
+    if len(space) != SPACE_BYTES or len(content.key) != KEY_BYTES or len(content.parent_key) != KEY_BYTES:
+        lengths = len(space), len(content.key), len(content.parent_key)
+        raise ValueError(f"space, key and parent key have {lengths} bytes, not {(SPACE_BYTES, KEY_BYTES, KEY_BYTES)}")
+    if len(content.tokens) > MAX_TOKEN_BYTES:
+        raise ValueError(f"{len(content.tokens)} bytes of tokens are more than {MAX_TOKEN_BYTES}")
+    kind, key, parent_key, tokens = content
+    head = _HEAD.pack(MAGIC, VERSION, kind, len(tokens), payload_bytes, space, key, parent_key) + tokens
+    return head + sha256(head).digest()
+
+
+@contextmanager
+def _opened(path: Path | str) -> Iterator[tuple[int, int]]:
+    """Open a regular file. Yields its descriptor and its size."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedBlock(Fault.MISSING, path) from None
+    except OSError as error:
+        is_special = error.errno in (errno.ELOOP, errno.ENXIO)
+        raise DamagedBlock(Fault.NOT_A_FILE if is_special else Fault.UNREADABLE, path, str(error)) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedBlock(Fault.NOT_A_FILE, path)
+        yield descriptor, found.st_size
+    except OSError as error:
+        raise DamagedBlock(Fault.UNREADABLE, path, str(error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _read_header(path: Path | str, descriptor: int, size: int, first_read: int) -> tuple[Header, bytes]:
+    """Read, check and return the header, also as bytes. Reads `first_read` bytes at once, and then what is missing."""
+    raw = os.pread(descriptor, first_read, 0)
+    if len(raw) < _HEAD.size:
+        raise DamagedBlock(Fault.TRUNCATED, path, f"{size} bytes")
+    magic, version, kind, num_token_bytes, payload_bytes, space, key, parent_key = _HEAD.unpack_from(raw)
+    if magic != MAGIC:
+        raise DamagedBlock(Fault.MAGIC, path)
+    if version != VERSION:
+        fault = Fault.OLDER_VERSION if version < VERSION else Fault.NEWER_VERSION
+        raise DamagedBlock(fault, path, f"format {version}, not {VERSION}")
+    expected = file_bytes(num_token_bytes, payload_bytes)
+    if size != expected:
+        raise DamagedBlock(
+            Fault.TRUNCATED if size < expected else Fault.TOO_LONG, path, f"{size} bytes, not {expected}"
+        )
+    if num_token_bytes > MAX_TOKEN_BYTES:
+        raise DamagedBlock(Fault.HEADER, path, f"{num_token_bytes} bytes of tokens")
+    end = _HEAD.size + num_token_bytes
+    if len(raw) < end + DIGEST_BYTES:
+        raw += os.pread(descriptor, end + DIGEST_BYTES - len(raw), len(raw))
+    raw = raw[: end + DIGEST_BYTES]
+    if sha256(raw[:end]).digest() != raw[end:]:
+        raise DamagedBlock(Fault.HEADER, path)
+    try:
+        content = Content(MemoryKind(kind), key, parent_key, raw[_HEAD.size : end])
+    except ValueError:
+        raise DamagedBlock(Fault.KIND, path, str(kind)) from None
+    return Header(space, content, payload_bytes), raw
+
+
+def _compare(path: Path | str, header: Header, space: bytes, content: Content) -> None:
+    """Check that a file has the content that its reader expects."""
+    found = header.content
+    for fault, is_equal in (
+        (Fault.SPACE, header.space == space),
+        (Fault.KIND, found.kind == content.kind),
+        (Fault.KEY, found.key == content.key),
+        (Fault.PARENT_KEY, found.parent_key == content.parent_key),
+        (Fault.TOKENS, found.tokens == content.tokens),
+    ):
+        if not is_equal:
+            raise DamagedBlock(fault, path)
+
+
+def _read_all(path: Path | str, descriptor: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        num_bytes = os.readv(descriptor, buffers)
+        if num_bytes == 0:
+            raise DamagedBlock(Fault.TRUNCATED, path, "the file became shorter")
+        buffers = _skip(buffers, num_bytes)
+
+
+def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        buffers = _skip(buffers, os.writev(descriptor, buffers))
+
+
+def _skip(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The buffers without their first bytes, and without empty buffers."""
+    left = []
+    for buffer in buffers:
+        if num_bytes < len(buffer):
+            left.append(buffer[num_bytes:])
+        num_bytes = max(0, num_bytes - len(buffer))
+    return left

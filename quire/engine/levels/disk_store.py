@@ -1,0 +1,580 @@
+"""Cached content on disk: a folder of files with a byte budget, shared by several models and processes.
+
+The budget is for the whole folder. When a write needs room, the least recently used files are deleted, those of other
+models and processes included. The time of a file's last change is the time of its last use: the order survives a
+restart, and every process sees it. There are no locks between processes, because none are needed: files appear and
+disappear whole, and a file that is gone is a cache miss.
+
+A process knows its own writes at once, and those of others from the next listing of the folder. A write lists the
+folder if the last listing is older than `RESCAN_S` and than 50 times the time that it took. So listing takes at most
+2 % of the time, and the folder exceeds its budget by at most what other processes write in that interval.
+
+`FileIndex` is the files in the cache folder, as one process knows them: sizes, and the order of their last use.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.core.step import Content
+from quire.engine.levels.block_file import (
+    BlockRead,
+    DamagedBlock,
+    Fault,
+    file_bytes,
+    read_blocks,
+    read_header,
+    write_block,
+)
+from quire.engine.levels.cache_folder import (
+    DeletionWatch,
+    StoredFile,
+    find_secret,
+    list_drafts,
+    list_files,
+    make_private,
+    open_root,
+    open_space,
+    remove_stale,
+    restore_root,
+    restore_space,
+    space_folders,
+)
+from quire.errors import CacheFolderError, InvalidRequest
+
+
+class Entry(NamedTuple):
+    """A file. `content` is known if this process has scanned, read or written the file."""
+
+    size: int
+    used_ns: int
+    content: Content | None
+
+
+class IndexSizes(NamedTuple):
+    num_files: int
+    num_bytes: int
+    own_files: int
+    own_bytes: int
+
+
+class FileIndex:
+    """Files by path, least recently used first, within a budget of bytes. Makes no system calls.
+
+    Any thread may call any method. A listing of the folder takes a while, in which other threads add and delete files:
+    paths that change between `begin_listing` and `end_listing` keep what is known about them.
+    """
+
+    def __init__(self, max_bytes: int, own_prefix: str) -> None:
+        self.max_bytes = max_bytes
+        self._own_prefix = own_prefix  # of the paths in this process's own space
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._num_bytes = 0
+        self._own_files = 0
+        self._own_bytes = 0
+        self._reserved = 0  # bytes of files that are being written
+        self._gone: dict[Content, None] = {}
+        self._changed: set[str] | None = None  # since the listing began; None: no listing runs
+
+    def put(self, path: str, entry: Entry) -> None:
+        """Enter a file as the most recently used one."""
+        with self._lock:
+            self._remove(path)
+            self._entries[path] = entry
+            self._count(path, entry.size, 1)
+            if entry.content is not None:
+                self._gone.pop(entry.content, None)
+
+    def drop(self, path: str) -> None:
+        with self._lock:
+            self._remove(path)
+
+    def learn(self, path: str, content: Content) -> bool:
+        """Remember what a file contains. Returns False if there is no such file."""
+        with self._lock:
+            entry = self._entries.get(path)
+            if entry is None:
+                return False
+            self._entries[path] = entry._replace(content=content)
+            return True
+
+    def own_paths(self) -> list[str]:
+        with self._lock:
+            return [path for path in self._entries if path.startswith(self._own_prefix)]
+
+    def known_paths(self) -> list[str]:
+        """Own paths whose content is known."""
+        with self._lock:
+            known = [path for path, entry in self._entries.items() if entry.content is not None]
+        return [path for path in known if path.startswith(self._own_prefix)]
+
+    def sizes(self) -> IndexSizes:
+        with self._lock:
+            return IndexSizes(len(self._entries), self._num_bytes, self._own_files, self._own_bytes)
+
+    # Room
+
+    def reserve(self, size: int) -> bool:
+        """Reserve room for a file that will be written. Returns False if files must be deleted first."""
+        with self._lock:
+            has_room = self._num_bytes + self._reserved + size <= self.max_bytes
+            if has_room:
+                self._reserved += size
+            return has_room
+
+    def release(self, size: int) -> None:
+        """End a reservation."""
+        with self._lock:
+            self._reserved -= size
+
+    def pop_oldest(self) -> tuple[str, Entry] | None:
+        with self._lock:
+            if not self._entries:
+                return None
+            path, entry = next(iter(self._entries.items()))
+            self._remove(path)
+            return path, entry
+
+    # Content that is not there any more
+
+    def note_gone(self, entry: Entry) -> None:
+        with self._lock:
+            self._note_gone(entry)
+
+    def take_gone(self) -> tuple[Content, ...]:
+        """Content that is gone since the last call, evicted here or deleted by others."""
+        with self._lock:
+            gone, self._gone = tuple(self._gone), {}
+            return gone
+
+    # Listings
+
+    def begin_listing(self) -> None:
+        with self._lock:
+            self._changed = set()
+
+    def abandon_listing(self) -> None:
+        with self._lock:
+            self._changed = None
+
+    def end_listing(self, found: Iterable[StoredFile]) -> None:
+        """Replace the entries by what a listing found, except those that changed while it ran."""
+        with self._lock:
+            old, changed, self._changed = self._entries, self._changed or set(), None
+            new = {path: entry for path in changed if (entry := old.get(path)) is not None}
+            for file in found:
+                if file.path not in changed:
+                    known = old.get(file.path)
+                    new[file.path] = Entry(file.size, file.used_ns, None if known is None else known.content)
+            for path, entry in old.items():
+                if path not in new:
+                    self._note_gone(entry)
+            self._entries = OrderedDict(sorted(new.items(), key=lambda pair: (pair[1].used_ns, pair[0])))
+            own = [entry.size for path, entry in new.items() if path.startswith(self._own_prefix)]
+            self._num_bytes = sum(entry.size for entry in new.values())
+            self._own_files, self._own_bytes = len(own), sum(own)
+
+    def _remove(self, path: str) -> None:
+        if self._changed is not None:
+            self._changed.add(path)
+        entry = self._entries.pop(path, None)
+        if entry is not None:
+            self._count(path, -entry.size, -1)
+
+    def _count(self, path: str, num_bytes: int, num_files: int) -> None:
+        self._num_bytes += num_bytes
+        if path.startswith(self._own_prefix):
+            self._own_bytes += num_bytes
+            self._own_files += num_files
+
+    def _note_gone(self, entry: Entry) -> None:
+        if entry.content is not None:
+            self._gone[entry.content] = None
+
+
+RESCAN_S = 10.0
+RESCAN_COST = 50  # times the duration of the last listing
+CALL_BYTES = 8 << 20  # that a thread reads in one call: a return from C may wait for the GIL
+PAUSE_S = 30.0  # without writes after one failed: the next would fail too
+WARN_AGAIN_S = 300.0  # between two warnings that writes fail
+
+# The file is not at fault, or it belongs to another version of quire.
+KEPT_FAULTS = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
+# Something else has the name of this one file: other writes can succeed.
+_SINGLE_FILE_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
+
+log = logging.getLogger(__name__)
+
+
+class Written(NamedTuple):
+    """Result of a write."""
+
+    is_stored: bool  # False: writes are paused, there is no room, or the write failed
+    gone: tuple[Content, ...]  # content of this space that was found or stored before and is not there any more
+    error: OSError | None = None
+
+
+class Cleared(NamedTuple):
+    num_files: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Size of the folder as this process knows it, and counts since the store was opened."""
+
+    num_files: int  # of all spaces
+    num_bytes: int
+    own_files: int  # of this space
+    own_bytes: int
+    max_bytes: int
+    is_paused: bool
+    num_reads: int
+    read_bytes: int
+    num_writes: int
+    written_bytes: int
+    num_evictions: int  # by this process
+    num_skipped: int  # writes that were not tried: paused, or no room
+    num_foreign: int  # names that quire does not use, in all spaces, and files of newer versions in this one
+    faults: Mapping[Fault, int]  # files that were not used
+    write_errors: Mapping[str, int]  # name of an errno -> count
+
+
+def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
+    """Number of files of this size that a thread should read in one call, so that no thread has nothing to read."""
+    return min(-(-num_reads // num_threads), max(CALL_BYTES // max(size, 1), 1))
+
+
+class DiskStore:
+    """Files of cached content under `root`, for a runner with these facts. All methods may be called from any thread.
+
+    `facts` name everything that determines the bytes of cached content besides its tokens; content is found only by a
+    store with equal facts. `name` is the model's, for people. Raises CacheFolderError if the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        facts: Mapping[str, str],
+        max_bytes: int,
+        *,
+        name: str = "model",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_bytes < 1:
+            raise InvalidRequest(f"{max_bytes = } is not a positive number of bytes")
+        open_root(root)
+        self.space = open_space(root, name, facts)
+        self._root = root
+        self._secret = find_secret(root)
+        self.watch = DeletionWatch(root, self.space.path, clock)
+        self._own_prefix = f"{self.space.path}{os.sep}"
+        self._index = FileIndex(max_bytes, self._own_prefix)
+        self._clock = clock
+        self._listing = threading.Lock()  # held by the thread that lists the folder
+        self._lock = threading.Lock()  # of the fields below
+        self._next_listing_s = 0.0
+        self._paused_until_s = 0.0
+        self._warned_s: float | None = None  # time of the last warning
+        self._is_warned = False  # of failures, and no write succeeded since
+        self._counts: Counter[str] = Counter()
+        self._faults: Counter[Fault] = Counter()
+        self._write_errors: Counter[str] = Counter()
+
+    def scan(self) -> Iterator[Content]:
+        """List the content of this space, least recently used first.
+
+        Reads headers only: damage of a payload is found when it is read. Deletes files with damaged headers or of an
+        older format, and temporary files of processes that died. Raises CacheFolderError if the folder cannot be read.
+        """
+        try:
+            with self._listing:
+                irregular = self._list_root()
+        except OSError as error:
+            text = f"the cache folder {self._root} cannot be read: {error.strerror or error}"
+            raise CacheFolderError(text) from error
+        for path in irregular:
+            self._note_damage(path, Fault.NOT_A_FILE)
+        with self._lock:
+            self._counts["newer_files"] = 0
+        for path in self._index.own_paths():
+            content = self._identify(path)
+            if content is not None and self._index.learn(path, content):
+                yield content
+
+    def write(self, content: Content, payload: memoryview) -> Written:
+        """Store content, after deleting the least recently used files if there is no room. Raises no OSError.
+
+        Content that is stored already is not written again.
+        """
+        size = file_bytes(len(content.tokens), payload.nbytes)
+        path = self.space.file(content.kind, content.key)
+        error = None
+        is_stored = False
+        try:
+            if self._may_write(size):
+                self._list_root_if_due()
+                is_stored = self._renew(path, size, content) or self._write(path, content, payload, size)
+        except OSError as failure:
+            error = failure
+            self._note_error(failure)
+        return Written(is_stored, self._index.take_gone(), error)
+
+    def read(self, content: Content, out: memoryview) -> None:
+        """Read content into `out`. Raises DamagedBlock; a damaged file is deleted."""
+        (damage,) = self.read_many([content], [out])
+        if damage is not None:
+            raise damage
+
+    def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
+        """Read contents into buffers. Returns what is wrong with each; damaged files are deleted."""
+        now_ns = time.time_ns()
+        paths = [self.space.file(content.kind, content.key) for content in contents]
+        reads = [BlockRead(*read) for read in zip(paths, contents, outs, strict=True)]
+        found = read_blocks(reads, self.space.digest, now_ns)
+        num_bytes = []
+        for read, damage in zip(reads, found, strict=True):
+            if damage is None:
+                size = file_bytes(len(read.content.tokens), read.out.nbytes)
+                self._index.put(read.path, Entry(size, now_ns, read.content))
+                num_bytes.append(read.out.nbytes)
+            else:
+                self._note_damage(read.path, damage.fault)
+        with self._lock:
+            self._counts.update(num_reads=len(num_bytes), read_bytes=sum(num_bytes))
+        return found
+
+    def remove(self, content: Content) -> bool:
+        """Delete content. Returns whether it was there. Raises OSError if it cannot be deleted."""
+        path = self.space.file(content.kind, content.key)
+        self._index.drop(path)
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def clear(self) -> Cleared:
+        """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError."""
+        num_files = num_bytes = 0
+        problem: OSError | None = None
+        for file in list_files(self.space.path).files:
+            self._index.drop(file.path)
+            try:
+                if file.is_regular:
+                    os.unlink(file.path)
+                    num_files += 1
+                    num_bytes += file.size
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return Cleared(num_files, num_bytes)
+
+    def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
+        """List the folder now. Returns the content of this space that is not there any more. Raises OSError.
+
+        `cleared_ns`: another process cleared the cache then. Files that this process has written or read meanwhile are
+        deleted first, because they may have old content. Others that are newer were written after the clear.
+        """
+        if cleared_ns is not None:
+            known = set(self._index.known_paths())
+            for file in list_files(self.space.path).files:
+                if file.is_regular and (file.used_ns <= cleared_ns or file.path in known):
+                    self._index.drop(file.path)
+                    with suppress(FileNotFoundError):
+                        os.unlink(file.path)
+        with self._listing:
+            self._list_root()
+        return self._index.take_gone()
+
+    def stats(self) -> DiskStats:
+        sizes = self._index.sizes()
+        with self._lock:
+            counts = self._counts
+            return DiskStats(
+                num_files=sizes.num_files,
+                num_bytes=sizes.num_bytes,
+                own_files=sizes.own_files,
+                own_bytes=sizes.own_bytes,
+                max_bytes=self._index.max_bytes,
+                is_paused=self._clock() < self._paused_until_s,
+                num_reads=counts["num_reads"],
+                read_bytes=counts["read_bytes"],
+                num_writes=counts["num_writes"],
+                written_bytes=counts["written_bytes"],
+                num_evictions=counts["num_evictions"],
+                num_skipped=counts["num_skipped"],
+                num_foreign=counts["foreign_names"] + counts["newer_files"],
+                faults=dict(self._faults),
+                write_errors=dict(self._write_errors),
+            )
+
+    # Writing. An entry leaves the index before its file is deleted, and enters it after the file was written: a thread
+    # that does the opposite meanwhile leaves at most an entry without a file, never a file that nobody counts.
+
+    def _may_write(self, size: int) -> bool:
+        with self._lock:
+            may_write = size <= self._index.max_bytes and self._clock() >= self._paused_until_s
+            if not may_write:
+                self._counts["num_skipped"] += 1
+            return may_write
+
+    def _renew(self, path: str, size: int, content: Content) -> bool:
+        """Whether the content is stored already. If so, it is used now."""
+        try:
+            found = os.lstat(path)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                return False
+            now_ns = time.time_ns()
+            os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        self._index.put(path, Entry(size, now_ns, content))
+        return True
+
+    def _write(self, path: str, content: Content, payload: memoryview, size: int) -> bool:
+        """Make room and write a file. Returns False if there is no room."""
+        while not self._index.reserve(size):
+            oldest = self._index.pop_oldest()
+            if oldest is None:  # other threads have reserved all of it
+                with self._lock:
+                    self._counts["num_skipped"] += 1
+                return False
+            self._evict(*oldest)
+        try:
+            self._write_file(path, content, payload)
+            self._index.put(path, Entry(size, time.time_ns(), content))
+        finally:
+            self._index.release(size)
+        with self._lock:
+            self._counts.update(num_writes=1, written_bytes=payload.nbytes)
+            was_warned, self._is_warned = self._is_warned, False
+        if was_warned:
+            log.warning("cached content is saved to %s again", self._root)
+        return True
+
+    def _write_file(self, path: str, content: Content, payload: memoryview) -> None:
+        try:
+            write_block(path, self.space.digest, content, payload)
+        except FileNotFoundError:  # the first file of its folder, or somebody deleted folders
+            if not self._root.is_dir():
+                self._restore_root()
+            restore_space(self.space)
+            make_private(Path(path).parent, parents=False)
+            write_block(path, self.space.digest, content, payload)
+
+    def _restore_root(self) -> None:
+        log.warning("the cache folder %s was deleted: creating it again", self._root)
+        restore_root(self._root, self._secret)
+        with self._lock:
+            self._next_listing_s = 0.0  # the next write reports the files that are gone
+
+    def _evict(self, path: str, entry: Entry) -> None:
+        """Delete a file, unless another process has used it since."""
+        try:
+            used_ns = os.lstat(path).st_mtime_ns
+            if used_ns > entry.used_ns:
+                self._index.put(path, entry._replace(used_ns=used_ns))
+                return
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            is_evicted = False  # another process was faster
+        except OSError:
+            self._index.put(path, entry)
+            raise
+        else:
+            is_evicted = True
+        self._index.note_gone(entry)
+        with self._lock:
+            self._counts["num_evictions"] += is_evicted
+
+    def _note_error(self, error: OSError) -> None:
+        with self._lock:
+            self._write_errors[errno.errorcode.get(error.errno or 0, "unknown")] += 1
+            now_s = self._clock()
+            is_single = error.errno in _SINGLE_FILE_ERRORS
+            if not is_single:
+                self._paused_until_s = now_s + PAUSE_S
+            is_due = self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S
+            if is_due:
+                self._warned_s, self._is_warned = now_s, not is_single
+        if is_due:
+            reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename and is_single else ''}"
+            later = "" if is_single else f"; it is tried again after {PAUSE_S:g} s"
+            log.warning("cached content cannot be saved to %s: %s%s", self._root, reason, later)
+
+    # What is in the folder
+
+    def _identify(self, path: str) -> Content | None:
+        """Read the header of a file of this space. Deletes a file that cannot be used."""
+        try:
+            space, content, _ = read_header(path)
+            if space != self.space.digest:
+                raise DamagedBlock(Fault.SPACE, path)
+            if self.space.file(content.kind, content.key) != path:
+                raise DamagedBlock(Fault.KEY, path)
+        except DamagedBlock as damage:
+            self._note_damage(path, damage.fault)
+            with self._lock:
+                self._counts["newer_files"] += damage.fault is Fault.NEWER_VERSION
+            return None
+        return content
+
+    def _note_damage(self, path: str, fault: Fault) -> None:
+        with self._lock:
+            self._faults[fault] += 1
+        if fault not in KEPT_FAULTS or fault is Fault.MISSING:
+            self._index.drop(path)
+        if fault not in KEPT_FAULTS:
+            with suppress(OSError):  # a directory, or a read-only folder
+                os.unlink(path)
+
+    def _list_root_if_due(self) -> None:
+        with self._lock:
+            is_due = self._clock() >= self._next_listing_s
+        if is_due and self._listing.acquire(blocking=False):  # else another thread lists the folder
+            try:
+                self._list_root()
+            finally:
+                self._listing.release()
+
+    def _list_root(self) -> list[str]:
+        """List the files of all spaces. The caller holds `_listing`.
+
+        Returns the paths in this space where something other than a file has the name of one.
+        """
+        begin_s = self._clock()
+        found: list[StoredFile] = []
+        num_foreign = 0
+        self._index.begin_listing()
+        try:
+            remove_stale(list_drafts(self._root), time.time_ns())
+            for folder in space_folders(self._root):
+                listing = list_files(folder)
+                found += listing.files
+                num_foreign += len(listing.foreign)
+                remove_stale(listing.temporaries, time.time_ns())
+            self._index.end_listing(file for file in found if file.is_regular)
+        except BaseException:
+            self._index.abandon_listing()
+            raise
+        with self._lock:
+            self._counts["foreign_names"] = num_foreign
+            now_s = self._clock()
+            self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
+        return [file.path for file in found if not file.is_regular and file.path.startswith(self._own_prefix)]

@@ -1,0 +1,759 @@
+"""Makes the saves and loads of plans: copies between the runner's memory, host memory and files.
+
+    save    the runner's memory -> a buffer, before the step of the plan overwrites it -> a file, in a thread
+    read    a file -> a buffer, in threads
+    load    a buffer -> the runner's memory, beside steps that do not use the blocks
+
+The host level needs no file: a save ends in its buffer, and a load starts from it. A read may take any time, or never
+end: it holds its buffer and its thread until then.
+
+Copies to and from the runner's memory are started by the engine's own thread, between steps. While requests run, only
+a few are started per step, so that tokens are not delayed much. Threads only read and write files.
+
+`HostStore` is the host level; `Slots` are the buffers for reads and writes of files.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from quire.backends.base import BlockIO, MemorySizes, PendingCopy
+from quire.core.levels.lower_level import PieceCounts
+from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, StepPlan
+from quire.core.values import Level
+from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault
+from quire.engine.levels.cache_folder import Deletion
+from quire.engine.levels.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread
+from quire.errors import CacheFolderError
+
+MIN_EARLY_BYTES = 4096  # of a block; smaller ones, of models for tests, are never allocated early
+MAX_CHUNK_SLOTS = 8192  # buffers of tiny models would take more memory as objects than as bytes
+CHUNK_BYTES = 128 << 20  # allocated at once: pinning takes about a third of a second per gigabyte
+
+log = logging.getLogger(__name__)
+Allocate = Callable[[int], memoryview]
+
+
+class Slots:
+    """Buffers of one size per kind of memory.
+
+    Each kind has its own memory, allocated in chunks: in a background thread after `allocate_all` if `is_early`,
+    otherwise when they are first needed. `counts`: buffers of each kind.
+    """
+
+    def __init__(self, allocate: Allocate, sizes: MemorySizes, counts: PieceCounts, *, is_early: bool = False) -> None:
+        self._allocate = allocate
+        self._sizes = sizes
+        self._num_left = list(counts)  # buffers that may still be allocated
+        self._num_made = [0, 0, 0]
+        self._free: tuple[deque[memoryview], ...] = (deque(), deque(), deque())
+        self._is_closed = False
+        self._is_early = is_early and sizes.block + sizes.window >= MIN_EARLY_BYTES
+        self._thread: threading.Thread | None = None
+
+    def take(self, kind: MemoryKind) -> memoryview | None:
+        """Return a buffer, or None if all are in use or not allocated yet."""
+        free = self._free[kind]
+        if not free and not self._is_early:
+            self._add_chunk(kind)
+        return free.popleft() if free else None
+
+    def put(self, kind: MemoryKind, buffer: memoryview) -> None:
+        self._free[kind].append(buffer)
+
+    def has_any(self, kind: MemoryKind) -> bool:
+        """Whether there are buffers, in use or not, or there will be: it makes sense to wait for one."""
+        return self._num_made[kind] > 0 or self._num_left[kind] > 0
+
+    def allocate_all(self) -> None:
+        """Start to allocate everything, if it is to be allocated early."""
+        if self._is_early:
+            self._thread = threading.Thread(target=self._allocate_all, name="host-cache", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Allocate nothing more. Returns when no allocation is running."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _add_chunk(self, kind: MemoryKind) -> bool:
+        size = self._sizes.of(kind)
+        count = min(self._num_left[kind], max(min(CHUNK_BYTES // size, MAX_CHUNK_SLOTS), 1)) if size else 0
+        if not count:
+            return False
+        try:
+            chunk = self._allocate(count * size)
+        except Exception:
+            log.exception("%d bytes of host memory could not be allocated", count * size)
+            self._num_left[kind] = 0
+            return False
+        self._num_made[kind] += count  # before fewer are left: `has_any` is called by another thread
+        self._num_left[kind] -= count
+        self._free[kind].extend(chunk[at : at + size] for at in range(0, count * size, size))
+        return True
+
+    def _allocate_all(self) -> None:
+        for kind in MemoryKind:
+            while not self._is_closed and self._add_chunk(kind):
+                pass
+
+
+class HostPiece:
+    """Content in host memory. A buffer in use is not given back before its last user has released it."""
+
+    __slots__ = ("buffer", "is_dropped", "kind", "num_users")
+
+    def __init__(self, kind: MemoryKind, buffer: memoryview) -> None:
+        self.kind = kind
+        self.buffer = buffer
+        self.num_users = 0
+        self.is_dropped = False
+
+
+class HostStore:
+    """The host level. Which content it has is decided by the scheduler's core."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._pieces: dict[Content, HostPiece] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def make(self, kind: MemoryKind) -> HostPiece | None:
+        """Take a buffer for content that is copied next. None if there is none."""
+        buffer = self._slots.take(kind)
+        return None if buffer is None else HostPiece(kind, buffer)
+
+    def add(self, content: Content, piece: HostPiece) -> None:
+        self.drop(content)
+        self._pieces[content] = piece
+
+    def use(self, content: Content) -> HostPiece | None:
+        piece = self._pieces.get(content)
+        if piece is not None:
+            piece.num_users += 1
+        return piece
+
+    def release(self, piece: HostPiece) -> None:
+        piece.num_users -= 1
+        if piece.is_dropped and not piece.num_users:
+            self._slots.put(piece.kind, piece.buffer)
+
+    def discard(self, piece: HostPiece) -> None:
+        """Give back a piece that is not stored, once nothing uses it."""
+        piece.is_dropped = True
+        if not piece.num_users:
+            self._slots.put(piece.kind, piece.buffer)
+
+    def drop(self, content: Content) -> None:
+        piece = self._pieces.pop(content, None)
+        if piece is not None:
+            self.discard(piece)
+
+    def clear(self) -> None:
+        for content in list(self._pieces):
+            self.drop(content)
+
+    def close(self) -> None:
+        self._slots.close()
+
+
+NUM_WRITERS = 1
+CLOSE_S = 2.0  # that `close` waits for files in progress
+
+
+class SaveDone(NamedTuple):
+    content: Content
+    level: Level
+    is_saved: bool
+
+
+class ReadDone(NamedTuple):
+    read_id: int
+    failures: frozenset[Content]
+    read_ns: int  # from the start of the first read of a file to the end of the last
+
+
+class LoadDone(NamedTuple):
+    load_id: int
+    failures: frozenset[Content]
+
+
+class Lost(NamedTuple):
+    """Content that is no longer on disk."""
+
+    contents: tuple[Content, ...]
+
+
+Done = SaveDone | ReadDone | LoadDone | Lost
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load in flight."""
+
+    load_id: int
+    num_left: int = 0  # pieces
+    has_more: bool = False  # some pieces are not known yet
+    failures: set[Content] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A read in flight, or one whose content was not all loaded yet."""
+
+    read_id: int
+    num_left: int = 0  # pieces that are not read yet
+    buffers: dict[Content, memoryview] = field(default_factory=dict)  # that were read
+    failures: set[Content] = field(default_factory=set)
+    is_dropped: bool = False  # its content is not needed any more
+    first_ns: int = 0
+    last_ns: int = 0
+
+
+class _Piece(NamedTuple):
+    """A piece of a load, with the buffer that it is copied from."""
+
+    loading: _Loading
+    content: Content
+    target: MemoryRef
+    buffer: memoryview
+    free: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Importing:
+    """Copies to the runner's memory in flight."""
+
+    copy: PendingCopy
+    pieces: Sequence[_Piece]
+    is_joined: bool = False  # steps wait for them on the device: for the scheduler, they have ended
+
+
+class _FileRead(NamedTuple):
+    """A piece of a read."""
+
+    reading: _Reading
+    content: Content
+
+
+class _Exported(NamedTuple):
+    """A save whose content is copied to a buffer."""
+
+    save: Save
+    piece: HostPiece
+    generation: int
+
+
+class _FilesRead(NamedTuple):
+    reads: Sequence[_FileRead]
+    buffers: Sequence[memoryview]
+    are_read: Sequence[bool]
+    now_ns: int
+
+
+class _WriteDone(NamedTuple):
+    exported: _Exported
+    written: Written
+
+
+class _Resynced(NamedTuple):
+    gone: tuple[Content, ...]
+
+
+_Finished = _FilesRead | _WriteDone | _Resynced
+
+
+class _FileThreads:
+    """Threads that read or write files. They do not keep the process alive: a file system may never answer."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        self.is_closed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if not self.is_closed:
+                job()
+
+    def stop(self) -> None:
+        """Start no further job."""
+        self.is_closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, deadline_s: float) -> bool:
+        """Wait for the jobs in progress. Returns False if they take longer."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+class Transfers:
+    """Transfers of one engine. All methods are called from its thread.
+
+    `host`: None if there is no host level. `disk`: None if there is no disk level. `read_slots`: buffers that are
+    filled from files. `save_slots`: buffers of saves that do not stay in host memory.
+    """
+
+    def __init__(
+        self,
+        block_io: BlockIO,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        *,
+        read_slots: Slots,
+        save_slots: Slots,
+        num_readers: int,
+    ) -> None:
+        self._block_io = block_io
+        self._host = host
+        self.disk = disk
+        self._read_slots = read_slots
+        self._staging = HostStore(save_slots)  # of saves that go to disk only
+        self._num_readers = num_readers
+        self._readers = _FileThreads(num_readers, "kv-read") if disk is not None else None
+        self._writers = _FileThreads(NUM_WRITERS, "kv-write") if disk is not None else None
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._received: deque[_Finished] = deque()  # from that queue, in order
+        self._loading: dict[int, _Loading] = {}  # loads in flight whose pieces are not all known
+        self._reading: dict[int, _Reading] = {}
+        self._reads: deque[_FileRead] = deque()  # not submitted yet: all buffers are in use
+        self._imports: deque[_Piece] = deque()  # not copied yet
+        self._importing: deque[_Importing] = deque()
+        self._exporting: deque[tuple[PendingCopy, Sequence[_Exported]]] = deque()
+        self._num_jobs = 0  # in threads
+        self._num_read_jobs = 0  # of these, reads
+        self._generation = 0  # of the cache: increases when it is cleared; threads read it
+        self._done: list[Done] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is in flight."""
+        return bool(self._num_read_jobs or self._reads) or self.has_copies
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether something is in flight besides reads, which may never end."""
+        num_writes = self._num_jobs - self._num_read_jobs
+        return bool(num_writes or self._imports or self._importing or self._exporting or self._done)
+
+    # Start
+
+    def start(self, plan: StepPlan, *, is_busy: bool = True) -> None:
+        """Start the transfers of a plan, before its step is enqueued."""
+        for content in plan.drops:
+            if self._host is not None:
+                self._host.drop(content)
+        if plan.saves:
+            self._export(plan.saves)
+        for read_id in plan.dropped_reads:
+            self._drop_read(read_id)
+        if plan.reads:
+            self._start_reads(plan.reads)
+        if plan.loads:
+            self._start_loads(plan.loads)
+            self._start_imports(is_busy=is_busy)
+
+    def start_early(self, loads: Sequence[Load], *, is_busy: bool) -> None:
+        """Start some loads of a plan that is being made, before its saves. The plan will have the rest of each load.
+
+        What these loads copy was read before: the reads of the plan are not awaited.
+        """
+        self._start_loads(loads, has_more=True)
+        if not is_busy:  # otherwise the plan starts the copies of this step
+            self._start_imports(is_busy=False)
+
+    def _export(self, saves: Sequence[Save]) -> None:
+        exported: list[_Exported] = []
+        for save in saves:
+            if save.source is None:
+                self._write_from_host(save)
+                continue
+            piece = self._store_of(save).make(save.content.kind)
+            if piece is None:
+                self._done += [SaveDone(save.content, level, False) for level in save.levels]
+            else:
+                exported.append(_Exported(save, piece, self._generation))
+        if not exported:
+            return
+        try:
+            sources = [one.save.source for one in exported if one.save.source is not None]
+            buffers = [one.piece.buffer for one in exported]
+            self._exporting.append((self._block_io.export(sources, buffers), exported))
+        except Exception:
+            log.exception("%d pieces of the cache could not be copied to host memory", len(exported))
+            for one in exported:
+                self._store_of(one.save).discard(one.piece)
+                self._done += [SaveDone(one.save.content, level, False) for level in one.save.levels]
+
+    def _write_from_host(self, save: Save) -> None:
+        """Write content of host memory to disk."""
+        piece = None if self._host is None else self._host.use(save.content)
+        if piece is None:  # it was dropped
+            self._done += [SaveDone(save.content, level, False) for level in save.levels]
+        else:
+            self._submit_write(_Exported(save, piece, self._generation))
+
+    def _store_of(self, save: Save) -> HostStore:
+        """The memory of the buffer of a save."""
+        is_host = Level.HOST in save.levels or save.source is None
+        return self._host if self._host is not None and is_host else self._staging
+
+    def _start_loads(self, loads: Sequence[Load], *, has_more: bool = False) -> None:
+        started: dict[int, _Loading] = {}
+        for load in loads:
+            loading = started.get(load.load_id)
+            if loading is None:
+                loading = self._loading.pop(load.load_id, _Loading(load.load_id))
+                started[load.load_id] = loading
+            loading.num_left += 1
+            loading.has_more = has_more
+        if has_more:
+            self._loading.update(started)
+        for load in loads:  # after all are counted, because a load ends with its last piece
+            if load.read_id:
+                self._use_buffer(started[load.load_id], load)
+            else:
+                self._use_host(started[load.load_id], load)
+
+    def _use_buffer(self, loading: _Loading, load: Load) -> None:
+        """Load content that was read."""
+        reading = self._reading.get(load.read_id)
+        buffer = None if reading is None else reading.buffers.pop(load.content, None)
+        if reading is None or buffer is None:  # the cache was cleared
+            self._end_piece(loading, load.content)
+            return
+        if not reading.buffers:
+            del self._reading[load.read_id]
+        free = partial(self._read_slots.put, load.content.kind, buffer)
+        self._imports.append(_Piece(loading, load.content, load.target, buffer, free))
+
+    def _start_reads(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            reading = self._reading.setdefault(read.read_id, _Reading(read.read_id))
+            reading.num_left += 1
+            self._reads.append(_FileRead(reading, read.content))
+        self._submit_reads()
+
+    def _drop_read(self, read_id: int) -> None:
+        """Give back the buffers of a read, those in use by threads when these end."""
+        reading = self._reading.get(read_id)
+        if reading is None:
+            return
+        reading.is_dropped = True
+        queued = [one for one in self._reads if one.reading is reading]
+        self._reads = deque(one for one in self._reads if one.reading is not reading)
+        for content, buffer in reading.buffers.items():
+            self._read_slots.put(content.kind, buffer)
+        reading.buffers.clear()
+        if not reading.num_left:
+            del self._reading[read_id]  # its end was reported
+        for one in queued:
+            self._end_file(reading, one.content, None)
+
+    def _use_host(self, loading: _Loading, load: Load) -> None:
+        host = self._host
+        piece = None if host is None else host.use(load.content)
+        if host is None or piece is None:
+            self._end_piece(loading, load.content)
+        else:
+            free = partial(host.release, piece)
+            self._imports.append(_Piece(loading, load.content, load.target, piece.buffer, free))
+
+    # Progress
+
+    def poll(self, *, is_busy: bool) -> list[Done]:
+        """Advance all transfers, and return what has ended. `is_busy`: requests run, and should not be delayed."""
+        with suppress(queue.Empty):
+            while True:
+                self._received.append(self._finished.get_nowait())
+        while self._received:
+            finished = self._received.popleft()
+            self._num_jobs -= 1
+            if isinstance(finished, _FilesRead):
+                self._end_files(finished)
+            elif isinstance(finished, _WriteDone):
+                self._end_write(finished)
+            elif finished.gone:
+                self._done.append(Lost(finished.gone))
+        self._end_exports()
+        self._start_imports(is_busy=is_busy)
+        self._submit_reads()
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until a transfer has probably advanced."""
+        if self._received:
+            return
+        if self._importing or self._exporting:
+            time.sleep(min(limit_s, 0.0001))  # a device reports nothing by itself
+        elif self._num_jobs:
+            with suppress(queue.Empty):
+                self._received.append(self._finished.get(timeout=limit_s))
+        elif self._reads:
+            time.sleep(limit_s)  # their buffers are being allocated
+
+    def _submit_reads(self) -> None:
+        """Give reads to the threads, several at once, while there are buffers."""
+        num_reads = len(self._reads)
+        while self._reads:
+            size = self._block_io.sizes.of(self._reads[0].content.kind)
+            reads, buffers = self._take_buffers(reads_per_thread(num_reads, size, self._num_readers))
+            if not reads:
+                return
+            assert self._readers is not None
+            self._num_jobs += 1
+            self._num_read_jobs += 1
+            self._readers.submit(partial(self._read_files, reads, buffers, self._generation))
+
+    def _take_buffers(self, most: int) -> tuple[list[_FileRead], list[memoryview]]:
+        """The next reads, with their buffers. Reads for which no memory could be allocated fail."""
+        reads: list[_FileRead] = []
+        buffers: list[memoryview] = []
+        while self._reads and len(reads) < most:
+            kind = self._reads[0].content.kind
+            buffer = self._read_slots.take(kind)
+            if buffer is None and self._read_slots.has_any(kind):
+                break
+            read = self._reads.popleft()
+            if buffer is None:
+                self._end_file(read.reading, read.content, None)
+                continue
+            read.reading.first_ns = read.reading.first_ns or time.monotonic_ns()
+            reads.append(read)
+            buffers.append(buffer)
+        return reads, buffers
+
+    def _read_files(self, reads: Sequence[_FileRead], buffers: Sequence[memoryview], generation: int) -> None:
+        """Read files. Runs in a thread."""
+        are_read = [False] * len(reads)
+        try:
+            assert self.disk is not None
+            if generation == self._generation:  # otherwise the files were deleted
+                found = self.disk.read_many([read.content for read in reads], buffers)
+                are_read = [damage is None for damage in found]
+                _warn_of([damage for damage in found if damage is not None])
+        except Exception:
+            log.exception("cached content on disk could not be read")
+        finally:
+            self._finished.put(_FilesRead(reads, buffers, are_read, time.monotonic_ns()))
+
+    def _end_files(self, done: _FilesRead) -> None:
+        self._num_read_jobs -= 1
+        for read, buffer, is_read in zip(done.reads, done.buffers, done.are_read, strict=True):
+            read.reading.last_ns = max(read.reading.last_ns, done.now_ns)
+            is_kept = is_read and not read.reading.is_dropped
+            if not is_kept:
+                self._read_slots.put(read.content.kind, buffer)
+            self._end_file(read.reading, read.content, buffer if is_kept else None, is_read=is_read)
+
+    def _end_file(
+        self, reading: _Reading, content: Content, buffer: memoryview | None, *, is_read: bool = False
+    ) -> None:
+        """End a piece of a read. None: it has no buffer, because it could not be read or is not needed."""
+        if buffer is not None:
+            reading.buffers[content] = buffer
+        elif not is_read:
+            reading.failures.add(content)
+        reading.num_left -= 1
+        if not reading.num_left:
+            failures = frozenset() if reading.is_dropped else frozenset(reading.failures)
+            self._done.append(ReadDone(reading.read_id, failures, reading.last_ns - reading.first_ns))
+            if not reading.buffers:
+                del self._reading[reading.read_id]
+
+    def _start_imports(self, *, is_busy: bool) -> None:
+        """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once."""
+        if self._imports:
+            self._import(min(self._block_io.pieces_per_step, len(self._imports)))
+        if self._imports and not is_busy:
+            self._import(len(self._imports))
+        self._end_imports(is_busy=is_busy)
+
+    def _import(self, count: int) -> None:
+        pieces = [self._imports.popleft() for _ in range(count)]
+        try:
+            copy = self._block_io.import_([piece.target for piece in pieces], [piece.buffer for piece in pieces])
+        except Exception:
+            log.exception("%d pieces of the cache could not be copied from host memory", count)
+            for piece in pieces:
+                piece.free()
+                self._end_piece(piece.loading, piece.content)
+            return
+        self._importing.append(_Importing(copy, pieces))
+
+    def _end_imports(self, *, is_busy: bool) -> None:
+        for one in () if is_busy else self._importing:
+            if not one.is_joined and one.copy.join_steps():  # nothing runs: the next step may wait on the device
+                one.is_joined = True
+                for piece in one.pieces:
+                    self._end_piece(piece.loading)
+        while self._importing and self._importing[0].copy.is_done():
+            ended = self._importing.popleft()
+            for piece in ended.pieces:
+                piece.free()
+                if not ended.is_joined:
+                    self._end_piece(piece.loading)
+
+    def _end_piece(self, loading: _Loading, failure: Content | None = None) -> None:
+        if failure is not None:
+            loading.failures.add(failure)
+        loading.num_left -= 1
+        if not loading.num_left and not loading.has_more:
+            self._done.append(LoadDone(loading.load_id, frozenset(loading.failures)))
+
+    def _end_exports(self) -> None:
+        while self._exporting and self._exporting[0][0].is_done():
+            for exported in self._exporting.popleft()[1]:
+                self._end_export(exported)
+
+    def _end_export(self, exported: _Exported) -> None:
+        save, piece, generation = exported
+        if generation != self._generation:
+            self._store_of(save).discard(piece)
+            return
+        if Level.HOST in save.levels and self._host is not None:
+            self._host.add(save.content, piece)
+            self._done.append(SaveDone(save.content, Level.HOST, True))
+        if Level.DISK in save.levels:
+            piece.num_users += 1
+            self._submit_write(exported)
+
+    def _submit_write(self, exported: _Exported) -> None:
+        assert self._writers is not None
+        self._num_jobs += 1
+        self._writers.submit(partial(self._write, exported))
+
+    def _write(self, exported: _Exported) -> None:
+        """Write a file. Runs in a thread.
+
+        If the cache is cleared meanwhile, the file is deleted here, because there is only one such thread: elsewhere,
+        the same content may have been written again before it is deleted.
+        """
+        written = Written(False, ())
+        (content, *_), piece, generation = exported
+        try:
+            assert self.disk is not None
+            if generation == self._generation:
+                written = self.disk.write(content, piece.buffer)
+                if generation != self._generation:
+                    self.disk.remove(content)
+        except Exception:
+            log.exception("cached content could not be written to disk")
+        finally:
+            self._finished.put(_WriteDone(exported, written))
+
+    def _end_write(self, done: _WriteDone) -> None:
+        (save, piece, generation), written = done
+        store = self._store_of(save)
+        store.release(piece)
+        if store is self._staging:
+            store.discard(piece)
+        if written.gone:
+            self._done.append(Lost(written.gone))
+        if generation == self._generation:
+            self._done.append(SaveDone(save.content, Level.DISK, written.is_stored))
+
+    # Deletions by other processes
+
+    def follow(self, deletion: Deletion) -> None:
+        """Forget what another process has deleted. After a clear, drops the content of host memory too.
+
+        The thread that writes lists the folder. So the listing is between the writes that were submitted before and
+        those that will be.
+        """
+        if deletion.cleared_ns is not None:
+            self._drop_all()
+        assert self._writers is not None
+        self._num_jobs += 1
+        self._writers.submit(partial(self._resync, deletion.cleared_ns))
+
+    def _resync(self, cleared_ns: int | None) -> None:
+        """Runs in a thread."""
+        gone: tuple[Content, ...] = ()
+        try:
+            assert self.disk is not None
+            gone = self.disk.resync(cleared_ns)
+        except Exception:
+            log.exception("files were deleted from the cache folder, and the rest could not be listed")
+        finally:
+            self._finished.put(_Resynced(gone))
+
+    # End
+
+    def clear(self) -> None:
+        """Delete all stored content. Saves in flight are dropped; reads and loads in flight end, and may fail.
+
+        Raises CacheFolderError if files cannot be deleted.
+        """
+        self._drop_all()
+        if self.disk is not None:
+            try:
+                self.disk.clear()
+            except OSError as error:
+                text = f"not all files of {self.disk.space.path} could be deleted: {error.strerror or error}"
+                raise CacheFolderError(text) from error
+
+    def _drop_all(self) -> None:
+        """Drop saves in flight and the content of host memory. Reads and loads in flight end, and may fail."""
+        self._generation += 1
+        self._done = [one for one in self._done if isinstance(one, LoadDone | ReadDone)]
+        reads, self._reads = self._reads, deque()
+        for read in reads:
+            self._end_file(read.reading, read.content, None)
+        if self._host is not None:
+            self._host.clear()
+
+    def close(self) -> None:
+        """Wait for the threads, which end after the files that they read or write now.
+
+        Files that take longer than `CLOSE_S` are left behind, with the buffers that they use.
+        """
+        self._reads.clear()
+        pools = [pool for pool in (self._readers, self._writers) if pool is not None]
+        for pool in pools:
+            pool.stop()
+        deadline_s = time.monotonic() + CLOSE_S
+        if False in [pool.join(deadline_s) for pool in pools]:
+            log.warning("files of the disk cache were not read or written within %g s", CLOSE_S)
+        self._read_slots.close()
+        if self._host is not None:
+            self._host.close()
+
+
+def _warn_of(damages: Sequence[DamagedBlock]) -> None:
+    """Log what happened to files that are not used. Missing ones are counted: another process may have cleared all."""
+    missing = [damage for damage in damages if damage.fault is Fault.MISSING]
+    if missing:
+        text = "%d files of the disk cache are missing, such as %s: their content is computed again"
+        log.warning(text, len(missing), missing[0].path)
+    for damage in damages:
+        if damage.fault in KEPT_FAULTS and damage.fault is not Fault.MISSING:
+            text = "a file of the disk cache cannot be used (%s): %s. It is kept, and its content is computed again"
+            log.warning(text, FAULT_WORDS[damage.fault], damage.path)
+        elif damage.fault is not Fault.MISSING:
+            text = "a file of the disk cache was damaged (%s): %s. It was deleted, and its content is computed again"
+            log.warning(text, FAULT_WORDS[damage.fault], damage.path)

@@ -1,1 +1,0 @@
-"""Tiers of the prefix cache below the device: cached content in host memory and on disk."""

@@ -1,0 +1,324 @@
+"""A scheduler with levels below the device, on a fake runner and a store whose copies end when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner, run_alone
+from quire.core.check import check_scheduler
+from quire.core.kv_cache import KVCacheManager
+from quire.core.levels.lower_level import LowerLevel, PieceCounts, PieceSizes
+from quire.core.levels.saves import SaveLimits
+from quire.core.policy import Fair
+from quire.core.request import Request, RequestState
+from quire.core.scheduler import Scheduler
+from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan
+from quire.core.values import Level, SamplingParams
+from tests.core.helpers import Rig
+
+SIZES: PieceSizes = (10, 5, 25)  # bytes of a block, a window block and a state
+PLENTY = SaveLimits(max_bytes=100_000, idle_bytes=100_000, max_pending=1_000, max_writes=1_000)
+UNLIMITED = 1_000_000  # bytes of a host level that never evicts in a test
+VOCAB_SIZE = 1000
+BLOCK_SIZE = 4
+
+Payload = list[int]
+
+
+class Saving(NamedTuple):
+    save: Save
+    level: Level
+    payload: Payload
+
+
+class Store:
+    """Content below the device. Saves, reads and loads wait until `finish_saves`, `finish_read` and `finish_load`."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self.stored: dict[Level, dict[Content, Payload]] = {Level.HOST: {}, Level.DISK: {}}
+        self.saving: list[Saving] = []
+        self.loading: dict[int, list[Load]] = {}
+        self.reading: dict[int, list[Content]] = {}
+        self.buffers: dict[tuple[int, Content], Payload] = {}  # what was read
+        self.dropped: list[Content] = []
+        self.dropped_reads: set[int] = set()
+
+    def start(self, plan: StepPlan) -> None:
+        """Start the transfers of a plan, before its step runs."""
+        for content in plan.drops:
+            del self.stored[Level.HOST][content]
+            self.dropped.append(content)
+        for save in plan.saves:
+            payload = self.stored[Level.HOST][save.content] if save.source is None else self._read(save.source)
+            self.saving += [Saving(save, level, payload) for level in save.levels]
+        for load in plan.loads:
+            self.loading.setdefault(load.load_id, []).append(load)
+        for read in plan.reads:
+            self.reading.setdefault(read.read_id, []).append(read.content)
+        self.dropped_reads.update(plan.dropped_reads)
+        for read_id, content in [key for key in self.buffers if key[0] in plan.dropped_reads]:
+            del self.buffers[read_id, content]
+
+    def finish_read(self, scheduler: Scheduler, read_id: int, failing: Collection[Content] = ()) -> None:
+        """Read the pieces of a read into buffers, except those that fail."""
+        contents = self.reading.pop(read_id)
+        found = {content: self.stored[Level.DISK].get(content) for content in contents if content not in failing}
+        if read_id not in self.dropped_reads:
+            self.buffers |= {(read_id, content): payload for content, payload in found.items() if payload is not None}
+        scheduler.finish_read(read_id, {content for content in contents if found.get(content) is None})
+
+    def finish_saves(self, scheduler: Scheduler, *, is_saved: bool = True) -> None:
+        saving, self.saving = self.saving, []
+        for one in saving:
+            if is_saved:
+                self.stored[one.level][one.save.content] = one.payload
+            scheduler.finish_save(one.save.content, one.level, is_saved=is_saved)
+
+    def finish_load(self, scheduler: Scheduler, load_id: int, failing: Collection[Content] = ()) -> None:
+        """Make the copies of a load, except those that fail."""
+        failures = set(failing)
+        payload: Payload | None
+        for load in self.loading.pop(load_id):
+            if load.read_id:
+                payload = self.buffers.pop((load.read_id, load.content), None)
+            else:
+                payload = self.stored[load.level].get(load.content)
+            if payload is None or load.content in failures:
+                failures.add(load.content)
+            else:
+                self._write(load.target, payload)
+        scheduler.finish_load(load_id, failures)
+
+    def clear(self) -> None:
+        self.saving.clear()
+        for stored in self.stored.values():
+            stored.clear()
+
+    def _read(self, ref: MemoryRef) -> Payload:
+        if ref.kind is MemoryKind.STATE:
+            return [self._runner.states[ref.index]]
+        return [*self._memory(ref.kind)[ref.index]]
+
+    def _write(self, ref: MemoryRef, payload: Payload) -> None:
+        if ref.kind is MemoryKind.STATE:
+            (self._runner.states[ref.index],) = payload
+        else:
+            self._memory(ref.kind)[ref.index][:] = payload
+
+    def _memory(self, kind: MemoryKind) -> list[Payload]:
+        return self._runner.window_memory if kind is MemoryKind.WINDOW else self._runner.memory
+
+
+class TieredRig(Rig):
+    """A rig with lower levels. By default its pool is large: content leaves the device only with `evict`."""
+
+    def __init__(
+        self,
+        *,
+        host_bytes: int = 0,
+        has_disk: bool = False,
+        store_bytes: int | None = None,
+        buffers: PieceCounts | None = None,
+        limits: SaveLimits = PLENTY,
+        num_blocks: int = 65,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 256,
+        max_chunk_tokens: int = 256,
+        window: int = 0,
+        num_window_blocks: int = 0,
+        num_states: int = 0,
+    ) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
+        self.window, self.has_states = window, num_states > 0
+        levels = []
+        if host_bytes:
+            levels.append(LowerLevel(Level.HOST, SIZES, (host_bytes // SIZES[0],) * 3))
+        if has_disk:
+            levels.append(LowerLevel(Level.DISK, SIZES, store_bytes=store_bytes, buffers=buffers))
+        self.cache = KVCacheManager(
+            num_blocks,
+            BLOCK_SIZE,
+            secret=b"the same in every process",
+            observe=self.events.append,
+            window=window,
+            num_window_blocks=num_window_blocks,
+            num_states=num_states,
+            levels=levels,
+            save_limits=limits,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            Fair(),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_chunk_tokens=max_chunk_tokens,
+            observe=self.events.append,
+        )
+        capacity = Capacity(
+            num_blocks,
+            BLOCK_SIZE,
+            max_num_seqs,
+            self.scheduler.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            window=window,
+            num_window_blocks=num_window_blocks,
+            num_states=num_states,
+        )
+        self.runner = FakeRunner(capacity, is_late=True)
+        self.store = Store(self.runner)
+        assert self.cache.levels is not None
+        self.levels = self.cache.levels
+        self._next_id = 1000
+
+    def level(self, level: Level) -> LowerLevel:
+        return next(one for one in self.levels.levels if one.level is level)
+
+    # Steps
+
+    def launch(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.now_ns)
+        self.store.start(plan)
+        if not plan.is_empty:
+            self.runner.forward(plan)
+            self.runner.sample(None)
+        check_scheduler(self.scheduler)
+        return plan
+
+    def finish_reads(self, failing: Collection[Content] = ()) -> None:
+        for read_id in list(self.store.reading):
+            self.store.finish_read(self.scheduler, read_id, failing)
+        check_scheduler(self.scheduler)
+
+    def finish_loads(self, failing: Collection[Content] = ()) -> None:
+        """End the loads that have started, after reads that have started. Pieces fail where they are read or loaded."""
+        for load_id in list(self.store.loading):
+            self.store.finish_load(self.scheduler, load_id, failing)
+        self.finish_reads(failing)
+
+    def finish_saves(self, *, is_saved: bool = True) -> None:
+        self.store.finish_saves(self.scheduler, is_saved=is_saved)
+        check_scheduler(self.scheduler)
+
+    def idle(self) -> StepPlan:
+        """One plan of an idle worker, whose saves end at once."""
+        assert not self.scheduler.has_work
+        plan = self.scheduler.schedule_idle()
+        self.store.start(plan)
+        self.finish_saves()
+        return plan
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Step until all requests have ended. Loads and saves end after the step that started them."""
+        for count in range(max_steps):
+            if not self.scheduler.has_work:
+                return count
+            self.step()
+            self.finish_saves()
+            self.finish_loads()
+        raise AssertionError(f"requests have not ended after {max_steps} steps")
+
+    def run_without_loads(self) -> None:
+        """Step until all requests have ended, in which no load ends."""
+        for _ in range(1000):
+            if not len(self.scheduler.requests):
+                return
+            self.step()
+            self.finish_saves()
+        raise AssertionError("requests have not ended")
+
+    def run_without_loads_of(self, request: Request) -> None:
+        """Step until a request has ended, in which no load ends."""
+        while request.state is not RequestState.FINISHED:
+            self.step()
+            self.finish_saves()
+
+    # Requests
+
+    def request(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "", tenant: str = "") -> Request:
+        """A request that is not added yet."""
+        self._next_id += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        return Request(self._next_id, prompt, sampling, salt=salt, tenant=tenant)
+
+    def arrive(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "", tenant: str = "") -> Request:
+        request = self.request(prompt, max_tokens=max_tokens, salt=salt, tenant=tenant)
+        self.scheduler.add(request, self.now_ns)
+        return request
+
+    def compute(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "") -> Request:
+        """Run a request to its end. Its answer must be that of the same request alone."""
+        request = self.arrive(prompt, max_tokens=max_tokens, salt=salt)
+        self.run()
+        self.check_answer(request)
+        return request
+
+    def compute_without_saves(self, prompt: Sequence[int]) -> Request:
+        """Run a request to its end, in which no save ends."""
+        request = self.arrive(prompt)
+        while request.state is not RequestState.FINISHED:
+            self.step()
+        self.check_answer(request)
+        return request
+
+    def check_answer(self, request: Request) -> None:
+        prompt = [*request.tokens[: request.num_prompt_tokens]]
+        assert request.output == self.output_alone(prompt, request.sampling.max_tokens or 0)
+
+    def output_alone(self, prompt: Sequence[int], num_tokens: int = 4) -> list[int]:
+        return run_alone(
+            prompt,
+            SamplingParams(temperature=0.0, max_tokens=num_tokens),
+            num_tokens,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            window=self.window,
+            has_states=self.has_states,
+        )
+
+    def wait_for_load(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "") -> Request:
+        """Add a request and plan a step, in which it starts to wait for a load."""
+        request = self.arrive(prompt, max_tokens=max_tokens, salt=salt)
+        self.step()
+        assert request in self.scheduler.waiting.load_waiters
+        return request
+
+    # Content
+
+    def evict(self) -> None:
+        """Evict everything from the device that nothing holds, and complete the saves."""
+        self.cache.evict_unused()
+        self.step()
+        self.finish_saves()
+        assert self.cache.stats().num_cached == 0
+
+    def content(
+        self, tokens: Sequence[int], number: int, kind: MemoryKind = MemoryKind.BLOCK, salt: str = ""
+    ) -> Content:
+        """The content of block `number` of these tokens; the last may be a partial one."""
+        chain = self.cache.chain(Request(0, tokens, salt=salt))
+        run = chain.run(number * BLOCK_SIZE, min((number + 1) * BLOCK_SIZE, len(tokens)))
+        parent_key = chain.parent_key(number)
+        return Content(kind, chain.key_of(parent_key, run), parent_key, run)
+
+    def contents(self, tokens: Sequence[int], numbers: Iterable[int]) -> list[Content]:
+        return [self.content(tokens, number) for number in numbers]
+
+    def restarted(self) -> TieredRig:
+        """A new process of the same model, with the disk of this one."""
+        hybrid = self.cache.hybrid
+        windows = None if hybrid is None else hybrid.windows
+        states = None if hybrid is None else hybrid.states
+        rig = TieredRig(
+            has_disk=True,
+            host_bytes=UNLIMITED,
+            window=self.window,
+            num_window_blocks=0 if windows is None else len(windows.pool.blocks),
+            num_states=0 if states is None else len(states.pool.slots),
+        )
+        rig.store.stored[Level.DISK] = self.store.stored[Level.DISK]
+        found = list(self.store.stored[Level.DISK])
+        assert rig.levels.restore(Level.DISK, found) == len(found)
+        return rig

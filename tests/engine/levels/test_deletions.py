@@ -1,0 +1,245 @@
+"""Deletions by `quire cache` while an engine uses the folder: it must not use or write again what was deleted."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.core.check import check_scheduler
+from quire.engine.engine import Engine
+from quire.engine.levels.cache_folder import (
+    LOOK_S,
+    Deletion,
+    DeletionWatch,
+    mark_cleared,
+    mark_pruned,
+    open_space,
+    root_secret,
+)
+from quire.engine.worker.protocol import GetStats, Stats
+from tests.engine.levels.contents import FACTS, Clock, all_files, make_content
+from tests.engine.levels.test_disk_store import new_store, stored_numbers, write
+from tests.engine.levels.test_engine_levels import CAPACITY, Client, make
+from tests.engine.levels.test_worker_levels import Script, prompt, serve
+
+
+def command(*arguments: str, folder: Path) -> None:
+    outcome = CliRunner().invoke(app, ["cache", *arguments, "--cache-dir", str(folder)])
+    assert outcome.exit_code == 0, outcome.output
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    """An engine with cached content on the device, in host memory and on disk. It looks at the marks in every step."""
+    engine = make(tmp_path / "kv", is_late=False, host_bytes=2000, disk_files=100)
+    look_always(engine)
+    client = Client(Random(3), CAPACITY)
+    for _ in range(12):
+        client.send(engine)
+        client.finish(engine)
+    yield engine
+    engine.close()
+
+
+def look_always(engine: Engine) -> None:
+    """Let time for the next look at the marks have always passed."""
+    assert engine.transfers is not None
+    assert engine.transfers.disk is not None
+    engine.transfers.disk.watch._next_s = 0.0
+    engine.transfers.disk.watch._clock = partial(next, count(1.0, LOOK_S))
+
+
+def num_pieces(engine: Engine) -> list[int]:
+    """Pieces on the device, in host memory, and on disk."""
+    stats = engine.scheduler.cache.stats()
+    return [stats.num_cached, *(level.num_pieces for level in stats.levels)]
+
+
+def num_indexed(engine: Engine) -> int:
+    assert engine.transfers is not None
+    assert engine.transfers.disk is not None
+    return engine.transfers.disk.stats().num_files
+
+
+# Marks
+
+
+def test_marks(tmp_path: Path) -> None:
+    clock = Clock()
+    space = open_space(tmp_path, "m", FACTS).path
+    other = open_space(tmp_path, "m", {"a": "b"}).path
+    mark_cleared(tmp_path)
+    watch = DeletionWatch(tmp_path, space, clock)
+    assert watch.look(at_once=True) is None  # cleared before
+    mark_pruned(tmp_path)
+    assert watch.look() is None  # it has just looked
+    clock.now_s = LOOK_S
+    assert watch.look() == Deletion(None)
+    assert watch.look(at_once=True) is None
+    for folder in (tmp_path, space):
+        mark_cleared(folder)
+        mark_pruned(tmp_path)
+        found = watch.look(at_once=True)
+        assert found == Deletion((folder / "cleared").stat().st_mtime_ns)
+        os.unlink(folder / "cleared")
+        assert watch.look(at_once=True) is None
+    mark_cleared(other)
+    assert watch.look(at_once=True) is None
+
+
+def test_what_other_processes_write_after_a_clear_stays(tmp_path: Path) -> None:
+    first, second = new_store(tmp_path), new_store(tmp_path)
+    mark_cleared(tmp_path)
+    found = first.watch.look(at_once=True)
+    assert found is not None
+    assert found.cleared_ns is not None
+    for number, later_ns in ((1, 10**9), (2, 0), (3, 10**9), (4, 0)):
+        write(first if number < 3 else second, number)
+        content = make_content(number)
+        path = first.space.file(content.kind, content.key)
+        os.utime(path, ns=(found.cleared_ns + later_ns,) * 2)
+    first.resync(found.cleared_ns)
+    assert stored_numbers(tmp_path) == [3]
+    assert first.stats().num_files == 1
+
+
+# The command
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "model")], ids=["all", "model"])
+def test_a_clear_reaches_an_engine(engine: Engine, tmp_path: Path, model: tuple[str, ...]) -> None:
+    folder = tmp_path / "kv"
+    assert engine.save_cache(60)
+    assert len(all_files(folder)) == num_indexed(engine) > 5
+    assert all(num_pieces(engine))
+    command("clear", "--yes", *model, folder=folder)
+    assert engine.save_cache(60)  # at the end of a server, or while it is idle
+    assert num_pieces(engine) == [0, 0, 0]
+    assert num_indexed(engine) == 0
+    assert all_files(folder) == []
+    check_scheduler(engine.scheduler)
+    client = Client(Random(3), CAPACITY)
+    client.send(engine)
+    client.finish(engine)
+    assert client.num_loaded.total() == 0
+    assert engine.save_cache(60)  # saving works
+    assert 0 < len(all_files(folder)) == num_indexed(engine) == num_pieces(engine)[2]
+
+
+def test_a_clear_before_anything_is_saved(engine: Engine, tmp_path: Path) -> None:
+    """Content that is only in memory is dropped too."""
+    assert num_pieces(engine)[0] > 0
+    command("clear", "--yes", folder=tmp_path / "kv")
+    assert engine.save_cache(60)
+    assert num_pieces(engine) == [0, 0, 0]
+    assert all_files(tmp_path / "kv") == []
+
+
+def test_a_clear_of_an_empty_folder_does_not_ask(tmp_path: Path) -> None:
+    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
+    client = Client(Random(3), CAPACITY)
+    client.send(engine)
+    client.finish(engine)
+    assert num_pieces(engine)[0] > 0
+    assert all_files(tmp_path / "kv") == []
+    command("clear", folder=tmp_path / "kv")
+    assert engine.save_cache(60)
+    assert num_pieces(engine) == [0, 0]
+    engine.close()
+
+
+def test_a_clear_of_another_model_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    open_space(tmp_path / "kv", "other", {"a": "b"})
+    assert engine.save_cache(60)
+    before = num_pieces(engine)
+    command("clear", "--yes", "--model", "other", folder=tmp_path / "kv")
+    assert engine.save_cache(60)
+    assert num_pieces(engine) == before
+
+
+def test_a_clear_while_requests_run(engine: Engine, tmp_path: Path) -> None:
+    client = Client(Random(4), CAPACITY)
+    for _ in range(3):
+        client.send(engine)
+    client.step(engine)
+    command("clear", "--yes", folder=tmp_path / "kv")
+    generation = engine.transfers._generation if engine.transfers is not None else 0
+    client.step(engine)
+    assert engine.transfers is not None
+    assert engine.transfers._generation == generation + 1
+    client.finish(engine)  # the answers are right
+    check_scheduler(engine.scheduler)
+
+
+def test_old_files_that_are_deleted_are_forgotten(engine: Engine, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    assert engine.save_cache(60)
+    before = num_pieces(engine)
+    old = all_files(folder)[:3]
+    for file in old:
+        os.utime(file.path, ns=(file.used_ns - 10**15,) * 2)
+    command("clear", "--yes", "--older-than", "1d", folder=folder)
+    engine.idle()
+    assert engine.transfers is not None
+    while engine.transfers.has_work:
+        engine.idle()
+        engine.transfers.wait(1.0)
+    now = num_pieces(engine)
+    assert now[0] == before[0]
+    assert now[2] == before[2] - 3 == len(all_files(folder)) == num_indexed(engine)
+
+
+def test_damaged_files_that_are_deleted_are_forgotten(engine: Engine, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    assert engine.save_cache(60)
+    before = num_indexed(engine)
+    os.truncate(all_files(folder)[0].path, 20)
+    command("verify", "--delete", folder=folder)
+    while engine.follow_deletions() or engine.transfers is None or engine.transfers.has_work:
+        engine.idle()
+    assert num_indexed(engine) == len(all_files(folder)) == before - 1
+
+
+def test_a_worker_looks_before_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have slept for long."""
+    monkeypatch.setattr("quire.engine.worker.worker.SAVE_AFTER_S", 1e9)
+    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
+    look_always(engine)
+
+    class Commanded(Script):
+        def receive(self, timeout_s: float | None) -> list[Any]:
+            found = super().receive(timeout_s)
+            if found and isinstance(found[0], GetStats):
+                command("clear", "--yes", folder=tmp_path / "kv")
+            return found
+
+    def has_ended() -> bool:
+        if engine.has_work:
+            return False
+        if not any(isinstance(one, Stats) for one in channel.sent):
+            channel._orders.append(GetStats(7))
+            return False
+        return True
+
+    channel = Commanded([prompt()], has_ended)
+    serve(engine, channel)
+    (stats,) = [one for one in channel.sent if isinstance(one, Stats)]
+    assert stats.cache.num_cached == 0
+    engine.close()
+
+
+def test_folders_without_a_server_are_not_marked(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    command("clear", folder=tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+    root_secret(tmp_path / "kv")
+    command("clear", folder=tmp_path / "kv")
+    assert (tmp_path / "kv" / "cleared").stat().st_mode & 0o777 == 0o600

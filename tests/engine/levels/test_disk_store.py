@@ -1,0 +1,756 @@
+"""The disk store: content, budget, eviction order, other processes, and everything that can fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.core.step import Content, MemoryKind
+from quire.engine.levels import block_file, disk_store
+from quire.engine.levels.block_file import DamagedBlock, Fault, file_bytes, write_block
+from quire.engine.levels.cache_folder import STALE_S, list_files, root_secret, space_folders
+from quire.engine.levels.disk_store import PAUSE_S, RESCAN_S, WARN_AGAIN_S, DiskStore, Written
+from quire.errors import CacheFolderError, InvalidRequest
+from tests.engine.levels.contents import (
+    FACTS,
+    PAYLOAD_BYTES,
+    Clock,
+    all_files,
+    make_content,
+    make_payload,
+    new_buffer,
+    read_back,
+    temporary_files,
+)
+
+FILE_BYTES = file_bytes(128, PAYLOAD_BYTES)
+PLENTY = 1 << 30
+
+
+def new_store(root: Path, num_files: int = 1000, **settings: object) -> DiskStore:
+    """A store with room for so many files."""
+    given: dict[str, object] = {"facts": FACTS, "max_bytes": num_files * FILE_BYTES, "clock": Clock(), **settings}
+    return DiskStore(root, **given)  # type: ignore[arg-type]
+
+
+def write(store: DiskStore, number: int) -> Written:
+    content = make_content(number)
+    return store.write(content, make_payload(content))
+
+
+def write_all(store: DiskStore, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        assert write(store, number) == Written(True, ())
+
+
+def numbers_of(contents: Sequence[Content]) -> list[int]:
+    return [int.from_bytes(content.parent_key, "big") for content in contents]
+
+
+def stored_numbers(root: Path, facts: dict[str, str] = FACTS) -> list[int]:
+    """The numbers of the content of a space, least recently used first."""
+    return numbers_of(list(DiskStore(root, facts, PLENTY).scan()))
+
+
+def is_missing(store: DiskStore, number: int) -> bool:
+    try:
+        store.read(make_content(number), new_buffer())
+    except DamagedBlock as damage:
+        return damage.fault is Fault.MISSING
+    return False
+
+
+# Content
+
+
+def test_content_survives_a_restart(tmp_path: Path) -> None:
+    contents = [
+        make_content(1),
+        make_content(2, MemoryKind.WINDOW),
+        make_content(3, MemoryKind.STATE, 5),
+        make_content(4, num_tokens=1),
+    ]
+    store = new_store(tmp_path)
+    for content in contents:
+        assert store.write(content, make_payload(content)).is_stored
+    again = new_store(tmp_path)
+    assert list(again.scan()) == contents
+    assert all(read_back(again, content) for content in contents)
+    stats = again.stats()
+    assert (stats.num_files, stats.own_files, stats.num_reads, stats.read_bytes) == (4, 4, 4, 4 * PAYLOAD_BYTES)
+    assert stats.num_bytes == stats.own_bytes == sum(file.size for file in all_files(tmp_path))
+    assert (stats.faults, stats.write_errors, stats.is_paused) == ({}, {}, False)
+
+
+def test_a_space_has_its_own_content(tmp_path: Path) -> None:
+    store, other = new_store(tmp_path), new_store(tmp_path, facts={**FACTS, "dtype": "float32"})
+    write_all(store, [1])
+    assert is_missing(other, 1)
+    assert list(other.scan()) == []
+    assert (other.stats().num_files, other.stats().own_files) == (1, 0)
+
+
+def test_content_that_is_stored_is_not_written_again(tmp_path: Path) -> None:
+    store, other = new_store(tmp_path), new_store(tmp_path)
+    write_all(store, [1, 2])
+    before = all_files(tmp_path)
+    write_all(other, [1])
+    assert [file.path for file in all_files(tmp_path)] == [before[1].path, before[0].path]  # 1 was used
+    assert (store.stats().num_writes, other.stats().num_writes) == (2, 0)
+    os.truncate(before[0].path, 10)
+    write_all(other, [1])
+    assert other.stats().num_writes == 1
+    assert read_back(other, make_content(1))
+
+
+def test_remove_and_clear(tmp_path: Path) -> None:
+    store, other = new_store(tmp_path), new_store(tmp_path, facts={**FACTS, "dtype": "float32"})
+    write_all(store, range(5))
+    write_all(other, [9])
+    assert store.remove(make_content(3))
+    assert not store.remove(make_content(3))
+    assert store.stats().own_files == 4
+    assert store.clear() == (4, 4 * FILE_BYTES)
+    assert store.clear() == (0, 0)
+    assert (store.stats().num_files, stored_numbers(tmp_path)) == (0, [])
+    assert read_back(other, make_content(9))
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_files_and_folders_are_for_their_owner_only(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_all(new_store(tmp_path / "kv"), [1, 2])
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+        assert path.stat().st_mode & 0o7777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="max_bytes = 0 is not"):
+        DiskStore(tmp_path, FACTS, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheFolderError, match="is not a folder"):
+        DiskStore(tmp_path / "file", FACTS, PLENTY)
+
+
+# The budget
+
+
+def test_the_least_recently_used_files_are_evicted(tmp_path: Path) -> None:
+    store = new_store(tmp_path, 4)
+    write_all(store, [1, 2, 3, 4])
+    assert read_back(store, make_content(1))
+    write_all(store, [2])  # stored already: counts as a use
+    assert write(store, 5) == Written(True, (make_content(3),))
+    assert write(store, 6) == Written(True, (make_content(4),))
+    assert stored_numbers(tmp_path) == [1, 2, 5, 6]
+    assert store.stats().num_evictions == 2
+    assert is_missing(store, 3)
+
+
+def test_the_order_survives_a_restart(tmp_path: Path) -> None:
+    store = new_store(tmp_path, 8)
+    write_all(store, range(8))
+    for number in (5, 0, 3):
+        assert read_back(store, make_content(number))
+    again = new_store(tmp_path, 8)
+    assert numbers_of(list(again.scan())) == [1, 2, 4, 6, 7, 5, 0, 3]
+    gone = [numbers_of(write(again, number).gone) for number in range(100, 107)]
+    assert gone == [[1], [2], [4], [6], [7], [5], [0]]
+
+
+def test_a_store_that_did_not_scan_still_keeps_the_budget(tmp_path: Path) -> None:
+    write_all(new_store(tmp_path, 6), range(6))
+    again = new_store(tmp_path, 6)
+    assert write(again, 7) == Written(True, ())  # it never heard of what it evicts
+    assert stored_numbers(tmp_path) == [1, 2, 3, 4, 5, 7]
+
+
+def test_the_budget_is_for_all_spaces(tmp_path: Path) -> None:
+    facts = {**FACTS, "weights": "another"}
+    first, second = new_store(tmp_path, 6), new_store(tmp_path, 6, facts=facts)
+    write_all(first, [1, 2, 3])
+    write_all(second, [11, 12, 13, 14])
+    assert (stored_numbers(tmp_path), stored_numbers(tmp_path, facts)) == ([2, 3], [11, 12, 13, 14])
+    assert second.stats().num_evictions == 1
+    assert (second.stats().num_files, second.stats().own_files) == (6, 4)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 500, PAYLOAD_BYTES, 3000, 100_000])
+def test_the_folder_never_exceeds_its_budget(tmp_path: Path, num_bytes: int) -> None:
+    store = DiskStore(tmp_path, FACTS, 20_000)
+    for number in range(40):
+        content = make_content(number)
+        payload = make_payload(content, num_bytes if number % 2 else 2000)
+        assert store.write(content, payload).is_stored == (payload.nbytes < 20_000)
+        sizes = [file.size for file in all_files(tmp_path)]
+        assert sum(sizes) <= 20_000
+        assert (store.stats().num_bytes, store.stats().num_files) == (sum(sizes), len(sizes))
+    assert store.stats().num_skipped == (20 if num_bytes == 100_000 else 0)
+
+
+def test_a_smaller_budget_is_reached_with_the_first_write(tmp_path: Path) -> None:
+    write_all(new_store(tmp_path, 10), range(10))
+    assert write(new_store(tmp_path, 3), 77).is_stored
+    assert stored_numbers(tmp_path) == [8, 9, 77]
+
+
+def test_files_with_other_names_are_never_deleted(tmp_path: Path) -> None:
+    store = new_store(tmp_path, 2)
+    write_all(store, [1, 2])
+    folder = store.space.path
+    foreign = [tmp_path / "photo.jpg", folder / "notes.txt", Path(all_files(tmp_path)[0].path).parent / "precious"]
+    for path in foreign:
+        path.write_bytes(bytes(100_000))
+        os.utime(path, (0, 0))
+    again = new_store(tmp_path, 2)
+    assert len(list(again.scan())) == 2
+    for number in range(20):
+        assert write(again, number).is_stored
+    again.clear()
+    assert all(path.stat().st_size == 100_000 for path in foreign)
+    assert again.stats().num_foreign == 2  # those in the folder of the space
+
+
+# Other processes: a second store in this process knows as little about the first as one in another process
+
+
+def test_writes_of_others_are_noticed_by_the_next_listing(tmp_path: Path) -> None:
+    clock = Clock()
+    store, other = new_store(tmp_path, 10, clock=clock), new_store(tmp_path, 10)
+    write_all(store, [1])
+    write_all(other, range(100, 109))
+    clock.now_s = RESCAN_S - 1
+    write_all(store, [2, 3])
+    assert len(all_files(tmp_path)) == 12  # over the budget by what the other wrote since
+    clock.now_s = RESCAN_S
+    assert write(store, 4) == Written(True, (make_content(1),))
+    assert len(all_files(tmp_path)) == 10
+    assert store.stats().num_evictions == 3  # 1, and two of the other's
+
+
+def test_a_slow_listing_makes_the_next_one_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    store = new_store(tmp_path, clock=clock)
+    listed: list[float] = []
+
+    def list_slowly(root: Path) -> list[Path]:
+        listed.append(clock.now_s)
+        clock.now_s += 2.0
+        return space_folders(root)
+
+    monkeypatch.setattr(disk_store, "space_folders", list_slowly)
+    for number in range(300):
+        clock.now_s += 1.0
+        assert write(store, number).is_stored
+    assert listed == [1.0, 103.0, 205.0]  # 50 times 2 s after the end of the one before
+
+
+def test_a_use_by_another_process_saves_a_file(tmp_path: Path) -> None:
+    store, other = new_store(tmp_path, 3), new_store(tmp_path, 3)
+    write_all(store, [1, 2, 3])
+    assert read_back(other, make_content(1))
+    assert write(store, 4) == Written(True, (make_content(2),))
+    assert stored_numbers(tmp_path) == [3, 1, 4]
+
+
+def test_a_file_that_another_process_evicted(tmp_path: Path) -> None:
+    clock = Clock()
+    store, other = new_store(tmp_path, 4, clock=clock), new_store(tmp_path, 4)
+    write_all(store, [1, 2, 3])
+    for number in (1, 3):
+        assert other.remove(make_content(number))
+    assert is_missing(store, 1)
+    assert store.stats().faults == {Fault.MISSING: 1}
+    clock.now_s = RESCAN_S
+    assert write(store, 4) == Written(True, (make_content(3),))  # 1 was reported by the read
+    # the same when the victim of an eviction is gone: no listing is due
+    write_all(store, [5, 6])
+    assert other.remove(make_content(2))
+    assert write(store, 7) == Written(True, (make_content(2),))
+    assert store.stats().num_evictions == 0
+
+
+def test_content_that_is_gone_and_stored_again_is_not_reported(tmp_path: Path) -> None:
+    clock = Clock()
+    store = new_store(tmp_path, clock=clock)
+    write_all(store, [1, 2])
+    new_store(tmp_path).clear()
+    clock.now_s = RESCAN_S
+    assert write(store, 1) == Written(True, (make_content(2),))
+
+
+def test_changes_during_a_listing_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path)
+    write_all(store, [1, 2])
+
+    def change() -> None:
+        write_all(store, [3])
+        store.remove(make_content(1))
+
+    def list_while_others_write(root: Path) -> list[Path]:
+        found = space_folders(root)
+        listings = [list_files(folder) for folder in found]
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join()
+        monkeypatch.setattr(disk_store, "list_files", lambda _: listings[0])  # the outdated listing
+        return found
+
+    monkeypatch.setattr(disk_store, "space_folders", list_while_others_write)
+    assert numbers_of(list(store.scan())) == [2, 3]
+    assert (store.stats().num_files, store.stats().num_bytes) == (2, 2 * FILE_BYTES)
+
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from quire.engine.levels import disk_store
+from quire.engine.levels.block_file import DamagedBlock, Fault
+from tests.engine.levels.contents import FACTS, make_content, make_payload, read_back
+
+disk_store.RESCAN_S = disk_store.RESCAN_COST = 0
+store = disk_store.DiskStore(Path(sys.argv[1]), FACTS, int(sys.argv[2]))
+rng = random.Random(sys.argv[3])
+for _ in range(400):
+    content = make_content(rng.randrange(60))
+    if rng.random() < 0.6:
+        result = store.write(content, make_payload(content))
+        assert result.is_stored and result.error is None, result
+    else:
+        try:
+            assert read_back(store, content)
+        except DamagedBlock as damage:
+            assert damage.fault is Fault.MISSING, damage
+faults = store.stats().faults
+assert set(faults) <= {Fault.MISSING}, faults
+print(store.stats().num_evictions)
+"""
+
+
+def test_processes_that_write_and_evict_in_one_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path), str(20 * FILE_BYTES)]
+    processes = [
+        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for seed in range(3)
+    ]
+    for process in processes:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        assert int(out) > 0
+    files = all_files(tmp_path)
+    assert 0 < len(files) <= 20 + len(processes)  # a write of each may have been in progress
+    store = new_store(tmp_path, 20)
+    assert all(read_back(store, content) for content in list(store.scan()))
+    assert len(all_files(tmp_path)) == len(files)
+    assert not temporary_files(tmp_path)
+
+
+def test_threads(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, FACTS, 15 * FILE_BYTES)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(150):
+                number = (seed * 7919 + step * 31) % 40
+                match step % 5:
+                    case 0 | 1 | 2:
+                        result = write(store, number)
+                        assert result.error is None
+                    case 3:
+                        assert is_missing(store, number) or read_back(store, make_content(number))
+                    case _:
+                        store.remove(make_content(number))
+                if step % 50 == 0:
+                    for content in store.scan():
+                        assert content == make_content(numbers_of([content])[0])
+        except DamagedBlock as damage:
+            if damage.fault is not Fault.MISSING:
+                failures.append(damage)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    list(store.scan())
+    sizes = [file.size for file in all_files(tmp_path)]
+    stats = store.stats()
+    assert (stats.num_files, stats.num_bytes) == (len(sizes), sum(sizes))
+    assert sum(sizes) <= 15 * FILE_BYTES
+    assert set(stats.faults) <= {Fault.MISSING}
+    assert not temporary_files(tmp_path)
+
+
+def test_files_that_are_being_written_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path, 2)
+    write_all(store, [1])
+    fsync = os.fsync
+    results: list[Written] = []
+
+    def write_meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        results.extend([write(store, 3), write(store, 4)])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", write_meanwhile)
+    assert write(store, 2).is_stored
+    assert results == [Written(True, (make_content(1),)), Written(True, (make_content(3),))]
+    assert stored_numbers(tmp_path) == [2, 4]
+    small = new_store(tmp_path / "small", 1)
+    monkeypatch.setattr(os, "fsync", lambda _: results.append(write(small, 6)))
+    assert write(small, 5).is_stored
+    assert results[-1] == Written(False, ())  # nothing to evict: the other write has reserved all of it
+    assert small.stats().num_skipped == 1
+
+
+# What the scan finds
+
+
+def test_the_scan_removes_what_nobody_can_use(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    write_all(store, range(8))
+    paths = [store.space.file(content.kind, content.key) for content in map(make_content, range(8))]
+    os.truncate(paths[0], 50)
+    Path(paths[1]).write_bytes(b"")
+    for number, version in ((2, 0), (3, 2)):
+        data = bytearray(Path(paths[number]).read_bytes())
+        data[8] = version
+        Path(paths[number]).write_bytes(data)
+    os.unlink(paths[4])
+    os.mkdir(paths[4])
+    os.unlink(paths[5])
+    os.symlink(paths[6], paths[5])
+    write_block(paths[6], bytes(32), make_content(6), make_payload(make_content(6)))
+    again = new_store(tmp_path)
+    assert numbers_of(list(again.scan())) == [7]
+    stats = again.stats()
+    assert stats.faults == {
+        Fault.TRUNCATED: 2,
+        Fault.OLDER_VERSION: 1,
+        Fault.NEWER_VERSION: 1,
+        Fault.NOT_A_FILE: 2,
+        Fault.SPACE: 1,
+    }
+    assert stats.num_foreign == 1
+    assert [os.path.lexists(path) for path in paths] == [False, False, False, True, True, False, False, True]
+    assert (stats.num_files, stats.num_bytes) == (2, 2 * FILE_BYTES)  # the newer one takes room
+    assert new_store(tmp_path).stats().faults == {}
+
+
+def test_the_scan_removes_temporary_files_of_dead_processes(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    write_all(store, [1])
+    folder = Path(all_files(tmp_path)[0].path).parent
+    places = [folder / ".tmp-1-a", folder / ".tmp-1-b", tmp_path / ".tmp-1-c", store.space.path / ".tmp-1-d"]
+    for path in places:
+        path.write_bytes(bytes(100))
+        if not path.name.endswith("a"):
+            os.utime(path, (path.stat().st_mtime - STALE_S - 60,) * 2)
+    assert numbers_of(list(store.scan())) == [1]
+    assert temporary_files(tmp_path) == [folder / ".tmp-1-a"]
+
+
+def test_a_swapped_name_is_found_by_the_scan(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    write_all(store, [1, 2, 3])
+    first, second, _ = (store.space.file(one.kind, one.key) for one in map(make_content, (1, 2, 3)))
+    shutil.copy(first, second)
+    assert numbers_of(list(store.scan())) == [1, 3]
+    assert store.stats().faults == {Fault.KEY: 1}
+    assert not os.path.exists(second)
+
+
+def test_a_damaged_file_is_removed_and_can_be_written_again(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    write_all(store, [1])
+    path = Path(all_files(tmp_path)[0].path)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    assert numbers_of(list(store.scan())) == [1]  # the payload was not read
+    with pytest.raises(DamagedBlock):
+        store.read(make_content(1), new_buffer())
+    assert not path.exists()
+    assert store.stats().faults == {Fault.DIGEST: 1}
+    assert store.stats().num_files == 0
+    write_all(store, [1])
+    assert read_back(store, make_content(1))
+
+
+def test_a_file_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path)
+    write_all(store, [1])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file, "load_library", lambda: None)
+        patched.setattr(os, "pread", fail)
+        with pytest.raises(DamagedBlock):
+            store.read(make_content(1), new_buffer())
+    assert store.stats().faults == {Fault.UNREADABLE: 1}
+    assert read_back(store, make_content(1))
+
+
+# Writes that fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_pauses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    clock = Clock()
+    store = new_store(tmp_path, clock=clock)
+    write_all(store, [1])
+    tries: list[int] = []
+
+    def fail(*_: object) -> None:
+        tries.append(1)
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", fail)
+        result = write(store, 2)
+        assert (result.is_stored, result.error and result.error.errno) == (False, number)
+        for _ in range(100):
+            assert write(store, 3) == Written(False, ())
+        assert len(tries) == 1
+        assert (store.stats().is_paused, store.stats().num_skipped) == (True, 100)
+        assert read_back(store, make_content(1))  # reads go on
+        clock.now_s += PAUSE_S
+        assert write(store, 3).error is not None
+        assert len(tries) == 2
+    assert len(all_files(tmp_path)) == 1
+    assert not temporary_files(tmp_path)
+    clock.now_s += PAUSE_S
+    write_all(store, [2])
+    assert store.stats().write_errors == {errno.errorcode[number]: 2}
+    assert not store.stats().is_paused
+
+
+def test_evictions_before_a_failed_write_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path, 2)
+    write_all(store, [1, 2])
+    monkeypatch.setattr(os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    result = write(store, 3)
+    assert (result.is_stored, result.gone) == (False, (make_content(1),))
+    assert result.error is not None
+    assert result.error.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert stored_numbers(tmp_path) == [2]
+    stats = store.stats()
+    assert (stats.num_files, stats.num_bytes) == (1, FILE_BYTES)  # nothing stays reserved
+
+
+def test_a_directory_with_the_name_of_a_file_does_not_pause_writes(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    write_all(store, [1])
+    path = store.space.file(MemoryKind.BLOCK, make_content(2).key)
+    os.makedirs(f"{path}/inside")
+    result = write(store, 2)
+    assert (result.is_stored, type(result.error)) == (False, IsADirectoryError)
+    write_all(store, [3])
+    assert not temporary_files(tmp_path)
+    assert os.path.isdir(f"{path}/inside")
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    content = make_content(2)
+    (store.space.path / content.key[:1].hex()).write_text("in the way")
+    result = write(store, 2)
+    assert not result.is_stored
+    assert isinstance(result.error, NotADirectoryError)
+    assert is_missing(store, 2)
+
+
+def test_folders_that_were_deleted_are_created_again(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    store = new_store(root)
+    write_all(store, [1, 2])
+    shutil.rmtree(store.space.path)
+    assert is_missing(store, 1)
+    write_all(store, [1])
+    assert stored_numbers(root) == [1]
+    assert (store.space.path / "facts.json").exists()
+
+
+def test_a_root_that_was_deleted_is_created_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "kv"
+    secret = root_secret(root)
+    store = new_store(root)
+    write_all(store, [1, 2])
+    shutil.rmtree(root)
+    assert write(store, 3).is_stored
+    assert caplog.messages == [f"the cache folder {root} was deleted: creating it again"]
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert root_secret(root) == secret  # otherwise the next server would not find the files
+    assert is_missing(store, 1)
+    assert write(store, 4).gone == (make_content(2),)
+    assert stored_numbers(root) == [3, 4]
+    assert store.stats().num_files == 2
+
+
+def test_a_root_that_cannot_be_created_again(tmp_path: Path) -> None:
+    root, clock = tmp_path / "kv", Clock()
+    store = new_store(root, clock=clock)
+    write_all(store, [1, 2])
+    shutil.rmtree(root)
+    root.write_text("in the way")
+    result = write(store, 3)
+    assert not result.is_stored
+    assert isinstance(result.error, OSError)
+    clock.now_s = max(RESCAN_S, PAUSE_S)
+    assert set(write(store, 4).gone) == {make_content(1), make_content(2)}
+    assert list(store.scan()) == []
+    assert store.clear() == (0, 0)
+    assert not store.remove(make_content(2))
+
+
+def test_failing_writes_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, again after minutes, and when writes succeed again."""
+    clock = Clock()
+    store = new_store(tmp_path, clock=clock)
+    broken = f"cached content cannot be saved to {tmp_path}: No space left on device; it is tried again after 30 s"
+    with monkeypatch.context() as patched:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patched.setattr(disk_store, "write_block", fail)
+        while clock.now_s < WARN_AGAIN_S + PAUSE_S:
+            assert not write(store, 1).is_stored
+            clock.now_s += PAUSE_S
+        assert caplog.messages == [broken, broken]
+    write_all(store, [1, 2])
+    assert caplog.messages[2:] == [f"cached content is saved to {tmp_path} again"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path)
+
+    def fail(_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(CacheFolderError, match="cannot be read: Permission denied"):
+        list(store.scan())
+    assert isinstance(write(store, 1).error, PermissionError)
+
+
+def test_victims_that_cannot_be_deleted_stay_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path, 2)
+    write_all(store, [1, 2])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", fail)
+        result = write(store, 3)
+    assert (result.is_stored, result.gone, result.error and result.error.errno) == (False, (), errno.EROFS)
+    assert (store.stats().num_files, store.stats().num_evictions) == (2, 0)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from quire.engine.levels.disk_store import DiskStore
+from tests.engine.levels.contents import FACTS, make_content, make_payload
+store = DiskStore(Path(sys.argv[1]), FACTS, 1 << 30)
+content = make_content(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+result = store.write(content, make_payload(content, 10_000))
+print(result.is_stored, type(result.error).__name__, list(store.stats().write_errors))
+result = store.write(content, make_payload(content, 1000))
+print(result.is_stored, store.stats().is_paused)
+"""
+
+
+def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    text = f"cached content cannot be saved to {tmp_path}: File too large; it is tried again after 30 s\n"
+    assert outcome.stderr == text
+    assert outcome.stdout.split("\n")[:2] == ["False OSError ['EFBIG']", "False True"]
+    assert not temporary_files(tmp_path)
+    assert all_files(tmp_path) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 5000
+
+
+REAL_DISK = """
+import errno, os, subprocess, sys
+from pathlib import Path
+from quire.engine.levels.block_file import DamagedBlock
+from quire.engine.levels.cache_folder import root_secret
+from quire.engine.levels.disk_store import PAUSE_S, DiskStore
+from quire.errors import CacheFolderError
+from tests.engine.levels.contents import FACTS, Clock, all_files, make_content, make_payload, read_back, temporary_files
+
+mount = sys.argv[1]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", mount], check=True)
+root, clock = Path(mount) / "kv", Clock()
+store = DiskStore(root, FACTS, 1 << 30, clock=clock)
+secret = root_secret(root)
+stored = []
+for number in range(100):
+    content = make_content(number)
+    result = store.write(content, make_payload(content, 40_000))
+    if result.error is not None:
+        assert result.error.errno == errno.ENOSPC and not result.is_stored, result
+        break
+    stored.append(content)
+assert 10 < len(stored) < 30 and not temporary_files(root)
+assert store.write(content, make_payload(content, 40_000)) == (False, (), None) and store.stats().is_paused
+assert list(store.scan()) == stored and all(read_back(store, one, 40_000) for one in stored)
+assert store.remove(stored.pop(0)) and store.remove(stored.pop(0))
+clock.now_s += PAUSE_S
+assert store.write(content, make_payload(content, 40_000)).is_stored
+stored.append(content)
+
+subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+clock.now_s += PAUSE_S
+again = DiskStore(root, FACTS, 1 << 30, clock=clock)
+assert list(again.scan()) == stored and root_secret(root) == secret
+assert all(read_back(again, one, 40_000) for one in stored)
+result = again.write(make_content(500), make_payload(make_content(500)))
+assert result.error is not None and result.error.errno == errno.EROFS and again.stats().is_paused, result
+assert again.stats().write_errors == {"EROFS": 1}
+try:
+    DiskStore(root, {"other": "facts"}, 1 << 30)
+except CacheFolderError as error:
+    assert "Read-only file system" in str(error), error
+else:
+    raise AssertionError("a space was created")
+print("done")
+"""
+
+
+def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path) -> None:
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("this system does not let a test mount a file system")
+    command = ["unshare", "-rm", sys.executable, "-c", textwrap.dedent(REAL_DISK), str(tmp_path)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "mount: " in outcome.stderr:
+        pytest.skip(f"this system does not let a test mount a file system: {outcome.stderr[-200:]}")
+    assert (outcome.stdout, outcome.returncode) == ("done\n", 0), outcome.stderr

@@ -1,0 +1,161 @@
+"""The real model with a disk cache: answers after a restart, with damaged files, and with other weights or settings.
+
+`python -m tests.restart` does the same with hundreds of prompts and kills.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from quire.core.levels.levels import LevelStats
+from quire.core.values import Level
+from quire.engine.engine import Engine
+from quire.engine.levels.block_file import DamagedBlock, Fault, check_block
+from quire.engine.levels.disk_store import DiskStore
+from quire.engine.model_text import ModelText
+from tests.engine.levels.contents import all_files
+from tests.restart import Answer, Case, answer_again, answer_in_batches, compare, make_cases, open_engine
+from tests.restart_kills import run_kills
+
+NUM_CASES = 16
+
+
+class Stored(NamedTuple):
+    """A folder with the cache of an engine that has ended."""
+
+    folder: Path
+    num_files: int
+    cases: list[Case]
+    answers: list[Answer]
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def disk_stats(engine: Engine) -> LevelStats:
+    (found,) = engine.scheduler.cache.stats().levels
+    assert found.level == Level.DISK
+    return found
+
+
+def store_of(engine: Engine) -> DiskStore:
+    assert engine.transfers is not None
+    assert engine.transfers.disk is not None
+    return engine.transfers.disk
+
+
+@pytest.fixture(scope="module")
+def stored(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    folder = tmp_path_factory.mktemp("restart") / "kv"
+    text = ModelText.open(default_model)
+    cases = make_cases(text, NUM_CASES)
+    text.close()
+    assert len({len(case.prompt) for case in cases}) > 10
+    assert len({case.salt for case in cases}) == 4
+    engine = open_engine(default_model, folder, threads=1)
+    answers = answer_in_batches(engine, cases, quiet)
+    assert any(answer.cache.num_tokens for answer in answers)  # some share prefixes
+    engine.close()
+    return Stored(folder, len(all_files(folder)), cases, answers)
+
+
+@pytest.fixture
+def copied(stored: Stored, tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "kv"
+    shutil.copytree(stored.folder, folder)
+    yield folder
+    shutil.rmtree(folder)  # pytest would keep it
+
+
+@pytest.mark.nightly
+def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
+    engine = open_engine(default_model, stored.folder, threads=1)
+    assert disk_stats(engine).num_pieces == stored.num_files > 50
+    outcome = compare(stored.cases, stored.answers, answer_again(engine, stored.cases, quiet))
+    stats, faults = disk_stats(engine), store_of(engine).stats().faults
+    engine.close()
+    assert outcome.problems == []
+    assert (outcome.num_prompts, outcome.num_equal, outcome.num_recomputed) == (NUM_CASES, NUM_CASES, 0)
+    assert outcome.num_from_disk > 1000
+    assert outcome.share_from_disk == 1
+    assert (stats.num_failed_loads, stats.num_failed_saves, faults) == (0, 0, {})
+
+
+def is_damaged(path: str) -> bool:
+    try:
+        check_block(path)
+    except DamagedBlock as damage:
+        return damage.fault is not Fault.MISSING
+    return False
+
+
+@pytest.mark.nightly
+def test_a_flipped_bit_in_every_file(default_model: Path, stored: Stored, copied: Path) -> None:
+    rng = random.Random(3)
+    files = all_files(copied)
+    for file in files:
+        data = bytearray(Path(file.path).read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        Path(file.path).write_bytes(data)
+    engine = open_engine(default_model, copied, threads=1)
+    store = store_of(engine)
+    num_in_headers = sum(store.stats().faults.values())
+    assert disk_stats(engine).num_pieces == len(files) - num_in_headers
+    answers = answer_again(engine, stored.cases, quiet)
+    stats, faults = disk_stats(engine), store.stats().faults
+    engine.close()
+    for answer, expected in zip(answers, stored.answers, strict=True):
+        assert answer.is_equal(expected)
+        assert answer.cache.num_loaded_tokens == 0
+    assert stats.num_loaded_tokens == 0
+    assert stats.num_failed_loads == sum(faults.values()) - num_in_headers > 0
+    num_found = sum(count for fault, count in faults.items() if fault is not Fault.MISSING)
+    num_unread = sum(is_damaged(file.path) for file in files)  # of answers that no prompt continues
+    assert num_found + num_unread == len(files)
+    assert num_unread < len(files) / 2
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "precision": {"precision": "exact"},
+    "block size": {"block_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.kept("weights")
+@pytest.mark.nightly
+def test_other_weights_or_settings_use_nothing_of_the_folder(
+    default_model: Path, stored: Stored, tmp_path: Path, name: str
+) -> None:
+    path = default_model
+    if name == "weights":  # one byte of the last tensor
+        path = tmp_path / "other.gguf"
+        data = bytearray(default_model.read_bytes())
+        data[-1000] ^= 1
+        path.write_bytes(data)
+    before = {file.path for file in all_files(stored.folder)}
+    engine = open_engine(path, stored.folder, threads=1, **OTHERS[name])
+    assert disk_stats(engine).num_pieces == 0
+    shortest = sorted(stored.cases, key=lambda case: len(case.prompt))[:2]
+    answers = answer_in_batches(engine, shortest, quiet)
+    engine.close()
+    assert [answer.cache.num_tokens for answer in answers] == [0, 0]
+    assert before < {file.path for file in all_files(stored.folder)}  # its own files are elsewhere
+    if name == "weights":
+        path.unlink()  # pytest would keep it
+
+
+@pytest.mark.nightly
+def test_kills_during_saves(default_model: Path, tmp_path: Path) -> None:
+    outcome = run_kills(default_model, tmp_path / "kv", 1, quiet, threads=1)
+    assert outcome.problems == []
+    assert (outcome.num_kills, outcome.num_answers, outcome.num_equal) == (1, 6, 6)
+    assert (outcome.num_torn, outcome.num_restored) == (0, outcome.num_whole)

@@ -1,0 +1,757 @@
+"""Saves and loads: every copy ends once, no buffer is lost, and failures stay within their own piece."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan
+from quire.core.values import Level
+from quire.engine.levels.block_file import Fault, file_bytes
+from quire.engine.levels.transfers import Done, HostStore, LoadDone, ReadDone, Slots, Transfers
+from quire.errors import CacheFolderError
+from tests.engine.levels.contents import all_files, make_content, temporary_files
+from tests.engine.levels.transfer_rig import (
+    BOTH,
+    CAPACITY,
+    DISK,
+    HOST,
+    PLENTY,
+    TransferRig,
+    loaded,
+    lost,
+    payload_of,
+    saved,
+)
+from tests.waiting import HANG_S, eventually
+
+BLOCK_FILE_BYTES = file_bytes(16, 32)
+MakeRig = Callable[..., TransferRig]
+
+
+def block(number: int) -> Any:
+    return make_content(number, MemoryKind.BLOCK, 4)
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+    rigs: list[TransferRig] = []
+
+    def make(folder: Path | None = tmp_path / "kv", **settings: Any) -> TransferRig:
+        rigs.append(TransferRig(folder, **settings))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+# Saves and loads
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("kind", MemoryKind)
+@pytest.mark.parametrize("tiers", [HOST, DISK, BOTH], ids=["host", "disk", "both"])
+def test_what_is_saved_is_loaded(make_rig: MakeRig, levels: tuple[Level, ...], kind: MemoryKind, is_late: bool) -> None:
+    rig = make_rig(is_late=is_late)
+    numbers = [1, 2, 3]
+    rig.save(numbers, levels, kind)
+    done = rig.finish()
+    contents = [make_content(number, kind, 4) for number in numbers]
+    for level in Level:
+        assert saved(done, level) == (contents if level in levels else [])
+    assert len(done) == len(numbers) * len(levels)
+    assert len(all_files(rig.disk.space.path.parent)) == (3 if Level.DISK in levels else 0)  # type: ignore[union-attr]
+    for load_id, level in enumerate(levels, 1):
+        targets = [load_id * 10 + number for number in numbers]
+        rig.load(load_id, numbers, level, targets, kind)
+        (ended,) = rig.finish()
+        assert isinstance(ended, LoadDone)
+        assert (ended.load_id, ended.failures) == (load_id, frozenset())
+        assert all(read_ns > 0 for read_ns in rig.read_ns)
+        assert len(rig.read_ns) == (len(numbers) if level is Level.DISK else 0)
+        assert all(rig.has(MemoryRef(kind, at), number) for at, number in zip(targets, numbers, strict=True))
+    for content in contents:
+        rig.start(drops=[content])
+    rig.check_buffers()
+
+
+def test_an_export_has_the_content_from_before_the_step(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False)
+    rig.save([1], DISK)
+    rig.fill(MemoryRef(MemoryKind.BLOCK, 2), 99)  # the step of the plan writes the block
+    rig.finish()
+    rig.load(1, [1], Level.DISK, [5])
+    rig.finish()
+    assert rig.has(MemoryRef(MemoryKind.BLOCK, 5), 1)
+
+
+def test_one_load_from_both_tiers_ends_once(make_rig: MakeRig) -> None:
+    rig = make_rig(is_late=True)
+    rig.save([1, 2], HOST)
+    rig.save([3, 4], DISK)
+    rig.finish()
+    pieces = [(1, Level.HOST, 11), (2, Level.HOST, 12), (3, Level.DISK, 13), (4, Level.DISK, 14)]
+    rig.start(loads=[Load(7, block(n), level, MemoryRef(MemoryKind.BLOCK, at)) for n, level, at in pieces])
+    assert loaded(rig.finish()) == {7: frozenset()}
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, at), n) for n, _, at in pieces)
+    rig.check_buffers(num_stored=2)
+
+
+def test_host_memory_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(None, host_counts=(2, 2, 2))
+    rig.save([1, 2, 3], HOST)
+    done = rig.finish()
+    assert saved(done, Level.HOST) == [block(1), block(2)]
+    assert saved(done, Level.HOST, is_saved=False) == [block(3)]  # all buffers are in use
+    rig.start(drops=[block(1)])
+    rig.save([3], HOST)
+    assert saved(rig.finish(), Level.HOST) == [block(3)]
+    rig.load(1, [2, 3], Level.HOST, [20, 30])
+    assert loaded(rig.finish()) == {1: frozenset()}
+    assert rig.has(MemoryRef(MemoryKind.BLOCK, 30), 3)
+    rig.load(2, [1, 2], Level.HOST, [21, 31])  # the first is not there any more
+    assert loaded(rig.finish()) == {2: {block(1)}}
+    rig.check_buffers(num_stored=2)
+
+
+def test_content_that_is_dropped_while_it_is_loaded(make_rig: MakeRig) -> None:
+    rig = make_rig(is_late=True, host_counts=(1, 1, 1))
+    rig.save([1], HOST)
+    rig.finish()
+    rig.load(1, [1], Level.HOST, [9])
+    rig.start(drops=[block(1)])
+    rig.save([2], HOST)  # its buffer is not free before the load has ended
+    done = rig.finish()
+    assert saved(done, Level.HOST, is_saved=False) == [block(2)]
+    assert loaded(done) == {1: frozenset()}
+    assert rig.has(MemoryRef(MemoryKind.BLOCK, 9), 1)
+    rig.check_buffers()
+
+
+def test_content_that_is_dropped_while_it_is_written(make_rig: MakeRig) -> None:
+    rig = make_rig(host_counts=(1, 1, 1))
+    assert rig.disk is not None
+    rig.disk.writes.close()
+    rig.save([1], BOTH)
+    assert saved(rig.poll(), Level.HOST) == [block(1)]
+    rig.disk.writes.wait_for(1)
+    rig.start(drops=[block(1)])
+    rig.save([2], HOST)
+    assert saved(rig.poll(), Level.HOST, is_saved=False) == [block(2)]
+    rig.disk.writes.open()
+    assert saved(rig.finish(), Level.DISK) == [block(1)]
+    rig.load(1, [1], Level.DISK, [9])
+    rig.finish()
+    assert rig.has(MemoryRef(MemoryKind.BLOCK, 9), 1)
+    rig.check_buffers()
+
+
+def test_the_store_reports_what_it_evicts(make_rig: MakeRig) -> None:
+    rig = make_rig(max_bytes=2 * BLOCK_FILE_BYTES)
+    for number in (1, 2, 3):
+        rig.save([number], DISK)
+        done = rig.finish()
+        assert saved(done, Level.DISK) == [block(number)]
+        assert lost(done) == ([block(1)] if number == 3 else [])
+
+
+# Failures
+
+
+def damage(rig: TransferRig, number: int) -> None:
+    assert rig.disk is not None
+    path = Path(rig.disk.space.file(MemoryKind.BLOCK, block(number).key))
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_damaged_file_fails_its_own_piece_only(
+    make_rig: MakeRig, is_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(has_host=False, is_late=is_late)
+    assert rig.disk is not None
+    rig.save(range(1, 6), DISK)
+    rig.finish()
+    damage(rig, 2)
+    damaged, missing = (rig.disk.space.file(MemoryKind.BLOCK, block(number).key) for number in (2, 4))
+    os.unlink(missing)
+    rig.load(1, range(1, 6), Level.DISK, range(11, 16))
+    rig.load(2, [1], Level.DISK, [21])
+    assert loaded(rig.finish()) == {1: {block(2), block(4)}, 2: frozenset()}
+    assert [rig.has(MemoryRef(MemoryKind.BLOCK, 10 + n), n) for n in range(1, 6)] == [True, False, True, False, True]
+    assert rig.disk.stats().faults == {Fault.DIGEST: 1, Fault.MISSING: 1}
+    assert len(all_files(rig.disk.space.path.parent)) == 3  # the damaged one is deleted
+    assert sorted(caplog.messages) == [
+        f"1 files of the disk cache are missing, such as {missing}: their content is computed again",
+        "a file of the disk cache was damaged (the content does not match its checksum):"
+        f" {damaged}. It was deleted, and its content is computed again",
+    ]
+    rig.check_buffers()
+
+
+def test_the_folder_disappears(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig(has_host=False)
+    rig.save([1, 2], DISK)
+    rig.finish()
+    os.rename(tmp_path / "kv", tmp_path / "moved")
+    (tmp_path / "kv").write_text("in the way")  # else it would be created again
+    rig.load(1, [1, 2], Level.DISK, [11, 12])
+    rig.save([3], DISK)
+    done = rig.finish()
+    assert loaded(done) == {1: {block(1), block(2)}}
+    assert saved(done, Level.DISK, is_saved=False) == [block(3)]
+    rig.transfers.clear()
+    rig.check_buffers()
+
+
+@pytest.mark.parametrize("tiers", [DISK, BOTH], ids=["disk", "both"])
+def test_a_full_disk(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, levels: tuple[Level, ...]) -> None:
+    rig = make_rig()
+    assert rig.disk is not None
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", fail)
+        rig.save([1, 2, 3], levels)
+        done = rig.finish()
+    assert saved(done, Level.DISK, is_saved=False) == [block(1), block(2), block(3)]
+    assert saved(done, Level.HOST) == ([block(1), block(2), block(3)] if Level.HOST in levels else [])
+    assert rig.disk.stats().write_errors == {"ENOSPC": 1}  # the others were not tried
+    assert not temporary_files(rig.disk.space.path)
+    rig.check_buffers(num_stored=3 if Level.HOST in levels else 0)
+
+
+def test_threads_survive_any_exception(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make_rig(has_host=False)
+    assert rig.disk is not None
+    rig.disk.error = RuntimeError("a bug of the store")
+    rig.save([1], DISK)
+    assert saved(rig.finish(), Level.DISK, is_saved=False) == [block(1)]
+    rig.save([1], DISK)
+    assert saved(rig.finish(), Level.DISK) == [block(1)]
+    rig.disk.error = RuntimeError("another one")
+    rig.load(1, [1], Level.DISK, [9])
+    assert loaded(rig.finish()) == {1: {block(1)}}
+    rig.load(2, [1], Level.DISK, [9])
+    assert loaded(rig.finish()) == {2: frozenset()}
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+    rig.check_buffers()
+
+
+@pytest.mark.parametrize("tiers", [HOST, DISK, BOTH], ids=["host", "disk", "both"])
+def test_an_export_that_raises(make_rig: MakeRig, levels: tuple[Level, ...]) -> None:
+    rig = make_rig()
+    rig.block_io.error = RuntimeError("the device is lost")
+    rig.save([1, 2], levels)
+    done = rig.finish()
+    for level in levels:
+        assert saved(done, level, is_saved=False) == [block(1), block(2)]
+    assert len(done) == 2 * len(levels)
+    rig.check_buffers()
+    rig.save([1], levels)
+    assert [saved(rig.finish(), levels[0])] == [[block(1)]]
+
+
+@pytest.mark.parametrize("tier", [Level.HOST, Level.DISK])
+def test_an_import_that_raises(make_rig: MakeRig, level: Level) -> None:
+    rig = make_rig()
+    rig.save([1, 2], (level,))
+    rig.finish()
+    rig.block_io.error = RuntimeError("the device is lost")
+    rig.load(1, [1, 2], level, [11, 12])
+    (failures,) = loaded(rig.finish()).values()
+    assert failures
+    assert set(failures) <= {block(1), block(2)}
+    rig.load(2, [1, 2], level, [11, 12])
+    assert loaded(rig.finish()) == {2: frozenset()}
+    rig.check_buffers(num_stored=2 if level is Level.HOST else 0)
+
+
+def test_memory_that_cannot_be_allocated(make_rig: MakeRig) -> None:
+    writer = make_rig()
+    writer.save([1, 2], DISK)
+    writer.finish()
+    rig = make_rig(has_memory=False)
+    rig.load(1, [1, 2], Level.DISK, [11, 12])
+    assert loaded(rig.finish()) == {1: {block(1), block(2)}}  # not: waits forever
+    rig.save([3], BOTH)
+    done = rig.finish()
+    assert [saved(done, level, is_saved=False) for level in BOTH] == [[block(3)], [block(3)]]
+
+
+# Few buffers, many loads
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_many_loads_wait_for_few_buffers(make_rig: MakeRig, is_late: bool) -> None:
+    rig = make_rig(has_host=False, read_counts=(2, 2, 2), is_late=is_late)
+    assert rig.disk is not None
+    rig.save(range(1, 41), DISK)
+    rig.finish()
+    done: list[Done] = []
+    for first in range(1, 41, 4):  # ten loads; the fake runner has 63 blocks, so they share targets in turn
+        rig.load(first, range(first, first + 4), Level.DISK, range(first, first + 4))
+    done += rig.finish()
+    assert loaded(done) == {first: frozenset() for first in range(1, 41, 4)}
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, number), number) for number in range(1, 41))
+    assert rig.disk.reads.most_inside <= 2
+    assert rig.disk.stats().num_reads == 40
+    rig.check_buffers()
+
+
+def test_reads_run_at_the_same_time(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False, num_readers=3)
+    assert rig.disk is not None
+    rig.save(range(1, 8), DISK)
+    rig.finish()
+    rig.disk.reads.close()
+    rig.load(1, range(1, 8), Level.DISK, range(11, 18))
+    rig.disk.reads.wait_for(3)
+    assert rig.poll() == []
+    rig.disk.reads.open()
+    assert loaded(rig.finish()) == {1: frozenset()}
+    assert rig.disk.reads.most_inside == 3
+
+
+def test_more_saves_than_buffers(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False, save_counts=(3, 3, 3))
+    assert rig.disk is not None
+    rig.disk.writes.close()
+    rig.save(range(1, 6), DISK)
+    assert saved(rig.poll(), Level.DISK, is_saved=False) == [block(4), block(5)]
+    rig.disk.writes.open()
+    assert saved(rig.finish(), Level.DISK) == [block(1), block(2), block(3)]
+    rig.check_buffers()
+
+
+def test_copies_beside_steps_are_paced(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    per_step = rig.block_io.pieces_per_step
+    assert per_step == 4
+    rig.save(range(1, 31), HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in range(1, 31)]
+    rig.start(loads=loads, is_busy=True)
+    assert rig.block_io.imports == [4]  # with the plan that starts the load
+    for num_polls in range(1, 8):
+        assert len(loaded(rig.poll(is_busy=True))) == (num_polls == 7)
+    assert rig.block_io.imports == [4, 4, 4, 4, 4, 4, 4, 2]
+    rig.block_io.imports.clear()
+    rig.start(loads=[load._replace(load_id=2) for load in loads], is_busy=False)
+    assert rig.block_io.imports == [4, 26]  # nothing runs: the first few at once, then the rest
+    assert loaded(rig.poll()) == {2: frozenset()}
+
+
+def test_a_load_that_starts_early_ends_with_the_rest_of_its_plan(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save(range(1, 31), HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in range(1, 31)]
+    rig.transfers.start_early(loads[:10], is_busy=False)
+    assert rig.block_io.imports == [4, 6]
+    assert loaded(rig.poll()) == {}, "all pieces so far are copied, but there are more"
+    rig.transfers.start_early(loads[10:20], is_busy=False)
+    rig.start(loads=loads[20:])
+    assert loaded(rig.finish()) == {1: frozenset()}
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 31 + n), n) for n in range(1, 31))
+
+
+def test_early_pieces_are_paced_beside_steps(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save(range(1, 31), HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in range(1, 31)]
+    for first in (0, 10):
+        rig.transfers.start_early(loads[first : first + 10], is_busy=True)
+    assert rig.block_io.imports == []
+    rig.start(loads=loads[20:], is_busy=True)
+    assert rig.block_io.imports == [4]
+
+
+def test_an_early_piece_that_is_missing_fails_the_load(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save([2], HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in (1, 2)]
+    rig.transfers.start_early(loads[:1], is_busy=False)
+    assert loaded(rig.poll()) == {}
+    rig.start(loads=loads[1:])
+    assert loaded(rig.finish()) == {1: {block(1)}}
+
+
+def test_a_thread_reads_several_small_files_in_one_call(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False, num_readers=2)
+    assert rig.disk is not None
+    rig.save(range(1, 21), DISK)
+    rig.finish()
+    damaged = rig.disk.space.file(MemoryKind.BLOCK, block(7).key)
+    os.truncate(damaged, 10)
+    rig.load(1, range(1, 21), Level.DISK, range(21, 41))
+    assert loaded(rig.finish()) == {1: {block(7)}}
+    assert rig.disk.reads.num_arrived == 2, "each thread reads half of them"
+    assert rig.disk.stats().num_reads == 19
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 20 + n), n) for n in range(1, 21) if n != 7)
+
+
+def test_host_memory_is_written_to_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(host_counts=(3, 3, 3))
+    assert rig.disk is not None
+    rig.save([1, 2, 3], HOST)
+    rig.finish()
+    rig.disk.writes.close()
+    rig.start(saves=[Save(block(n), None, DISK) for n in (1, 2, 4)])
+    rig.start(drops=[block(2)])  # while it waits to be written
+    rig.disk.writes.open()
+    done = rig.finish()
+    assert saved(done, Level.DISK) == [block(1), block(2)]
+    assert saved(done, Level.DISK, is_saved=False) == [block(4)], "host memory does not have it"
+    assert rig.block_io.exports == [3], "nothing is copied from the runner"
+    rig.load(1, [1, 2], Level.DISK, [21, 22])
+    assert loaded(rig.finish()) == {1: frozenset()}
+    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 20 + n), n) for n in (1, 2))
+    rig.check_buffers(num_stored=2)
+
+
+# The cache is cleared
+
+
+def test_clear_while_content_is_exported(make_rig: MakeRig) -> None:
+    rig = make_rig(is_late=True)
+    assert rig.disk is not None
+    for levels in (HOST, DISK, BOTH):
+        rig.save([1, 2], levels)
+        assert rig.transfers.has_work
+        rig.transfers.clear()
+        assert rig.finish() == []
+        rig.check_buffers()
+    assert rig.disk.writes.num_arrived == 0
+    rig.load(1, [1], Level.HOST, [9])
+    assert loaded(rig.finish()) == {1: {block(1)}}
+
+
+@pytest.mark.parametrize("tiers", [DISK, BOTH], ids=["disk", "both"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_clear_while_a_file_is_written(make_rig: MakeRig, levels: tuple[Level, ...], is_late: bool) -> None:
+    rig = make_rig()
+    assert rig.disk is not None
+    rig.disk.is_late = is_late
+    rig.disk.writes.close()
+    rig.save([1, 2], levels)
+    rig.poll()
+    rig.disk.writes.wait_for(1)
+    rig.transfers.clear()
+    rig.disk.writes.open()
+    assert rig.finish() == []
+    assert all_files(rig.disk.space.path.parent) == []
+    assert rig.disk.writes.num_arrived == 1  # the second is not written at all
+    rig.check_buffers()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_content_that_is_saved_again_after_a_clear_stays(make_rig: MakeRig, is_late: bool) -> None:
+    rig = make_rig(has_host=False)
+    assert rig.disk is not None
+    rig.disk.is_late = is_late
+    rig.disk.writes.close()
+    rig.save([1], DISK)
+    rig.poll()
+    rig.disk.writes.wait_for(1)
+    rig.transfers.clear()
+    rig.save([1], DISK)
+    rig.poll()
+    rig.disk.writes.open()
+    assert saved(rig.finish(), Level.DISK) == [block(1)]
+    rig.load(1, [1], Level.DISK, [9])
+    assert loaded(rig.finish()) == {1: frozenset()}
+
+
+def test_clear_while_loads_wait_for_buffers(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False, read_counts=(1, 1, 1))
+    assert rig.disk is not None
+    rig.save([1, 2, 3], DISK)
+    rig.finish()
+    rig.disk.reads.close()
+    rig.load(1, [1], Level.DISK, [11])
+    rig.load(2, [2, 3], Level.DISK, [12, 13])
+    rig.disk.reads.wait_for(1)
+    rig.transfers.clear()
+    rig.disk.reads.open()
+    assert loaded(rig.finish()) == {1: {block(1)}, 2: {block(2), block(3)}}
+    assert rig.disk.reads.num_arrived == 1
+    rig.check_buffers()
+
+
+def test_clear_keeps_the_ends_of_loads(make_rig: MakeRig) -> None:
+    """The scheduler waits for every load that it has started, also for those of before."""
+    rig = make_rig()
+    rig.save([1], HOST)
+    rig.finish()
+    rig.load(1, [1], Level.HOST, [9])
+    rig.save([2], HOST)
+    rig.transfers.clear()
+    assert [type(one) for one in rig.finish()] == [LoadDone]
+    rig.check_buffers()
+
+
+def test_clear_deletes_what_it_can(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    assert rig.disk is not None
+    rig.save([1, 2, 3], BOTH)
+    rig.finish()
+    stuck = rig.disk.space.file(MemoryKind.BLOCK, block(2).key)
+    unlink = os.unlink
+
+    def refuse(path: str) -> None:
+        if path == stuck:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        with pytest.raises(CacheFolderError, match=r"not all files of .* could be deleted: Operation not permitted"):
+            rig.transfers.clear()
+    assert [file.path for file in all_files(rig.disk.space.path.parent)] == [stuck]
+    rig.check_buffers()
+    rig.transfers.clear()
+    assert all_files(rig.disk.space.path.parent) == []
+
+
+# The end
+
+
+def is_shut(threads: Any) -> bool:
+    return bool(threads.is_closed)
+
+
+def test_close_waits_for_the_files_in_progress_only(make_rig: MakeRig) -> None:
+    rig = make_rig(has_host=False, num_readers=1)
+    assert rig.disk is not None
+    rig.save([1, 2, 3], DISK)
+    rig.finish()
+    rig.disk.reads.close()
+    rig.disk.writes.close()
+    rig.save([4, 5, 6], DISK)
+    rig.load(1, [1, 2, 3], Level.DISK, [11, 12, 13])
+    rig.poll()
+    rig.disk.reads.wait_for(1)
+    rig.disk.writes.wait_for(4)
+    closing = threading.Thread(target=rig.transfers.close)
+    closing.start()
+    eventually(lambda: all(map(is_shut, (rig.transfers._readers, rig.transfers._writers))), "nothing more is started")
+    assert closing.is_alive()
+    rig.disk.reads.open()
+    rig.disk.writes.open()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
+    assert (rig.disk.reads.num_arrived, rig.disk.writes.num_arrived) == (1, 4)
+    assert len(all_files(rig.disk.space.path.parent)) == 4
+    assert not temporary_files(rig.disk.space.path)
+    rig.transfers.close()  # no effect the second time
+
+
+def test_close_while_copies_are_in_flight(make_rig: MakeRig) -> None:
+    rig = make_rig(is_late=True)
+    rig.save([1, 2], BOTH)
+    rig.transfers.close()
+
+
+# Memory that is allocated in the background
+
+
+def test_reads_wait_for_memory_that_is_being_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.levels.transfers.MIN_EARLY_BYTES", 1)  # blocks of the fake runner are tiny
+    rig = TransferRig(tmp_path / "kv", has_host=False)
+    rig.save([1, 2], DISK)
+    rig.finish()
+    is_allowed = threading.Event()
+    has_begun = threading.Event()
+
+    def allocate(num_bytes: int) -> memoryview:
+        has_begun.set()
+        assert is_allowed.wait(HANG_S)
+        return rig.block_io.allocate(num_bytes)
+
+    slots = Slots(allocate, rig.block_io.sizes, (2, 2, 2), is_early=True)
+    slots.allocate_all()
+    saving = Slots(rig.block_io.allocate, rig.block_io.sizes, PLENTY)
+    transfers = Transfers(rig.block_io, None, rig.disk, read_slots=slots, save_slots=saving, num_readers=2)
+    reads = tuple(Read(1, block(n), Level.DISK) for n in (1, 2))
+    assert has_begun.wait(HANG_S)
+    transfers.start(StepPlan((), (), (), reads=reads), is_busy=False)
+    assert transfers.poll(is_busy=False) == []
+    transfers.wait(0.001)
+    is_allowed.set()
+    done: list[Done] = []
+    while transfers.has_work:
+        done += transfers.poll(is_busy=False)
+        transfers.wait(0.001)
+    (ended,) = done
+    assert isinstance(ended, ReadDone)
+    assert (ended.read_id, ended.failures) == (1, frozenset())
+    transfers.close()
+    rig.close()
+
+
+def test_closing_ends_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.levels.transfers.MIN_EARLY_BYTES", 1)
+    chunks: list[int] = []
+    is_allowed, has_begun = threading.Event(), threading.Event()
+
+    def allocate(num_bytes: int) -> memoryview:
+        chunks.append(num_bytes)
+        has_begun.set()
+        assert is_allowed.wait(HANG_S)
+        return memoryview(bytearray(num_bytes))
+
+    sizes = TransferRig(None).block_io.sizes
+    slots = Slots(allocate, sizes, (8, 8, 8), is_early=True)
+    store = HostStore(slots)
+    slots.allocate_all()
+    assert has_begun.wait(HANG_S)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    eventually(lambda: slots._is_closed, "nothing more is allocated")
+    assert closing.is_alive()  # the memory must not be freed while it is allocated
+    is_allowed.set()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
+    assert chunks == [8 * sizes.block]  # nothing more
+
+
+# Everything at random
+
+
+class RandomTransfers:
+    """Does random things with a rig, and knows what is stored as the scheduler would."""
+
+    def __init__(self, rig: TransferRig, random: Random) -> None:
+        self.rig = rig
+        self.random = random
+        self.stored: dict[Level, set[int]] = {Level.HOST: set(), Level.DISK: set()}
+        self.saving: set[tuple[int, Level]] = set()
+        self.loading: dict[int, dict[int, int]] = {}  # load id -> number -> block that it is loaded into
+        self.num_checked = 0  # pieces that were loaded
+        self._free = list(range(32, 64))
+        self._numbers = {block(number): number for number in range(30)}
+        self._num_loads = 0
+
+    def settle(self, done: list[Done]) -> None:
+        for load_id, failures in loaded(done).items():
+            targets = self.loading.pop(load_id)
+            for number, at in targets.items():
+                if block(number) not in failures:
+                    assert self.rig.has(MemoryRef(MemoryKind.BLOCK, at), number)
+                    self.num_checked += 1
+            self._free.extend(targets.values())
+        for level, numbers in self.stored.items():
+            found = {self._numbers[content] for content in saved(done, level)}
+            failed = {self._numbers[content] for content in saved(done, level, is_saved=False)}
+            numbers |= found
+            assert {(number, level) for number in found | failed} <= self.saving
+            self.saving -= {(number, level) for number in found | failed}
+        self.stored[Level.DISK] -= {self._numbers[content] for content in lost(done)}
+
+    def save(self) -> None:
+        saves = []
+        for number in self.random.sample(range(30), 3):
+            absent = [
+                level for level in BOTH if number not in self.stored[level] and (number, level) not in self.saving
+            ]
+            levels = tuple(level for level in absent if self.random.random() < 0.7)
+            if levels:
+                self.saving |= {(number, level) for level in levels}
+                ref = MemoryRef(MemoryKind.BLOCK, 1 + number)
+                self.rig.fill(ref, number)
+                saves.append(Save(block(number), ref, levels))
+        self.rig.start(saves=saves)
+
+    def load(self) -> None:
+        on_host, on_disk = self.stored[Level.HOST], self.stored[Level.DISK]
+        known = [(n, Level.HOST) for n in sorted(on_host)] + [(n, Level.DISK) for n in sorted(on_disk - on_host)]
+        chosen = self.random.sample(known, min(len(known), self.random.randint(1, 4)))
+        if chosen and len(self._free) > 4:
+            self._num_loads += 1
+            targets = {number: self._free.pop(self.random.randrange(len(self._free))) for number, _ in chosen}
+            self.loading[self._num_loads] = targets
+            refs = [(n, level, MemoryRef(MemoryKind.BLOCK, targets[n])) for n, level in chosen]
+            loads = [Load(self._num_loads, block(n), level, ref) for n, level, ref in refs]
+            self.rig.start(loads=loads, is_busy=self.random.random() < 0.5)
+
+    def drop(self) -> None:
+        for number in self.random.sample(sorted(self.stored[Level.HOST]), min(1, len(self.stored[Level.HOST]))):
+            self.stored[Level.HOST].remove(number)
+            self.rig.start(drops=[block(number)])
+
+    def damage(self) -> None:
+        assert self.rig.disk is not None
+        files = sorted(file.path for file in all_files(self.rig.disk.space.path.parent))
+        if files:
+            os.truncate(self.random.choice(files), self.random.randrange(BLOCK_FILE_BYTES))
+
+    def clear(self) -> None:
+        self.rig.transfers.clear()
+        for numbers in self.stored.values():
+            numbers.clear()
+        self.saving.clear()
+
+    def finish(self) -> None:
+        self.settle(self.rig.finish())
+
+    def poll(self) -> None:
+        self.settle(self.rig.poll(is_busy=self.random.random() < 0.5))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_transfers(make_rig: MakeRig, seed: int) -> None:
+    """In any order, with few buffers: loads never bring wrong content, and nothing is left over."""
+    random = Random(seed)
+    rig = make_rig(
+        is_late=random.random() < 0.5,
+        seed=seed,
+        max_bytes=12 * BLOCK_FILE_BYTES,
+        read_counts=(random.randint(1, 6),) * 3,
+        save_counts=(random.randint(1, 6),) * 3,
+        host_counts=(8, 8, 8),
+        num_readers=random.randint(1, 4),
+    )
+    world = RandomTransfers(rig, random)
+    actions = {
+        world.save: 8.0, world.load: 8.0, world.drop: 2.0, world.clear: 0.3, world.finish: 2.0, world.poll: 10.0,
+    }  # fmt: skip
+    for number in range(150):
+        if number % 40 == 20:
+            world.finish()
+            world.save()
+            world.finish()
+            world.damage()
+        (action,) = random.choices(list(actions), list(actions.values()))
+        action()
+    world.finish()
+    assert not world.loading
+    assert not world.saving
+    assert world.num_checked > 10
+    rig.check_buffers(num_stored=len(world.stored[Level.HOST]))
+
+
+def test_the_words_of_a_block() -> None:
+    """The rig's own helper: the bytes on disk are those of the runner's memory."""
+    rig = TransferRig(None)
+    rig.fill(MemoryRef(MemoryKind.BLOCK, 3), 5)
+    buffer = memoryview(bytearray(rig.block_io.sizes.block))
+    rig.block_io.export([MemoryRef(MemoryKind.BLOCK, 3)], [buffer])
+    assert bytes(buffer) == payload_of(5)
+    assert CAPACITY.block_size * 8 == len(buffer)
+    rig.close()

@@ -1,1 +1,0 @@
-"""Tests of the tiers below the device."""
