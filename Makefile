@@ -10,8 +10,8 @@ MACHINE := $(shell uname -m)
 BACKEND ?= $(if $(filter Darwin-arm64,$(SYSTEM)-$(MACHINE)),mlx,$(if $(wildcard /proc/driver/nvidia/version),torch,native))
 RUNTIME := $(VENV)/.runtime-$(BACKEND)
 NATIVE := quire/backends/native
-TIERS  := quire/engine/levels
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/* $(TIERS)/csrc/*)
+LEVELS  := quire/engine/levels
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/* $(LEVELS)/csrc/*)
 PORT   ?= 8000
 ARGS   ?=
 LOCK   := requirements/core.lock
@@ -166,5 +166,5 @@ sbom: $(STAMP)  ## write a bill of materials (CycloneDX) to build/sbom.json
 
 clean:          ## remove all files created by the other targets
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
-	rm -f $(NATIVE)/libquire_native.* $(TIERS)/libquire_files.*
+	rm -f $(NATIVE)/libquire_native.* $(LEVELS)/libquire_files.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -59,7 +59,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("kind", MemoryKind)
-@pytest.mark.parametrize("tiers", [HOST, DISK, BOTH], ids=["host", "disk", "both"])
+@pytest.mark.parametrize("levels", [HOST, DISK, BOTH], ids=["host", "disk", "both"])
 def test_what_is_saved_is_loaded(make_rig: MakeRig, levels: tuple[Level, ...], kind: MemoryKind, is_late: bool) -> None:
     rig = make_rig(is_late=is_late)
     numbers = [1, 2, 3]
@@ -215,7 +215,7 @@ def test_the_folder_disappears(make_rig: MakeRig, tmp_path: Path) -> None:
     rig.check_buffers()
 
 
-@pytest.mark.parametrize("tiers", [DISK, BOTH], ids=["disk", "both"])
+@pytest.mark.parametrize("levels", [DISK, BOTH], ids=["disk", "both"])
 def test_a_full_disk(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, levels: tuple[Level, ...]) -> None:
     rig = make_rig()
     assert rig.disk is not None
@@ -251,7 +251,7 @@ def test_threads_survive_any_exception(make_rig: MakeRig, caplog: pytest.LogCapt
     rig.check_buffers()
 
 
-@pytest.mark.parametrize("tiers", [HOST, DISK, BOTH], ids=["host", "disk", "both"])
+@pytest.mark.parametrize("levels", [HOST, DISK, BOTH], ids=["host", "disk", "both"])
 def test_an_export_that_raises(make_rig: MakeRig, levels: tuple[Level, ...]) -> None:
     rig = make_rig()
     rig.block_io.error = RuntimeError("the device is lost")
@@ -265,7 +265,7 @@ def test_an_export_that_raises(make_rig: MakeRig, levels: tuple[Level, ...]) -> 
     assert [saved(rig.finish(), levels[0])] == [[block(1)]]
 
 
-@pytest.mark.parametrize("tier", [Level.HOST, Level.DISK])
+@pytest.mark.parametrize("level", [Level.HOST, Level.DISK])
 def test_an_import_that_raises(make_rig: MakeRig, level: Level) -> None:
     rig = make_rig()
     rig.save([1, 2], (level,))
@@ -442,7 +442,7 @@ def test_clear_while_content_is_exported(make_rig: MakeRig) -> None:
     assert loaded(rig.finish()) == {1: {block(1)}}
 
 
-@pytest.mark.parametrize("tiers", [DISK, BOTH], ids=["disk", "both"])
+@pytest.mark.parametrize("levels", [DISK, BOTH], ids=["disk", "both"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_clear_while_a_file_is_written(make_rig: MakeRig, levels: tuple[Level, ...], is_late: bool) -> None:
     rig = make_rig()
