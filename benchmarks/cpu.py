@@ -28,13 +28,11 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import cpu_task
@@ -149,25 +147,11 @@ class Contender:
         command = [str(self.python), str(self.script), json.dumps(asdict(whole))]
         findings: dict[str, Any] = {}
         others = Others()
-        with TemporaryFile("w+") as problems, harness.cpu_bound_processes(self.num_busy):
-            started_s = time.perf_counter()
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=problems, text=True)
-            limit = threading.Timer(LIMIT_S, child.kill)
-            limit.start()
-            try:
-                assert child.stdout is not None
-                for line in child.stdout:
-                    message = json.loads(line) if line.startswith("{") else {}
-                    if message.get("event") == cpu_task.FIRST_TOKEN:
-                        findings["value"] = 1e3 * (time.perf_counter() - started_s)
-                    findings = {**message.get("findings", {}), **findings}
-                child.wait()
-            finally:
-                limit.cancel()
-                child.kill()
-            problems.seek(0)
-            if child.returncode or not findings:
-                raise RuntimeError(f"the process ended with {child.returncode}\n{problems.read()[-2000:]}")
+        with harness.cpu_bound_processes(self.num_busy):
+            for at_s, message in harness.child_messages(command, LIMIT_S):
+                if message.get("event") == cpu_task.FIRST_TOKEN:
+                    findings["value"] = 1e3 * at_s
+                findings = {**message.get("findings", {}), **findings}
         return {**findings, "others": others.share()}
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import harness
 import torch
-from gpu_driving import Machine, Run
+from gpu_machine import Machine, Run
 from gpu_workloads import Workload
 from torch.profiler import ProfilerActivity, profile
 
@@ -171,6 +172,8 @@ def kind_of(name: str) -> str:
 
 def table(windows: dict[str, list[Window]]) -> str:
     """Return milliseconds per step and shares, by shape and window."""
+    if not windows:
+        return ""
     heads = ["", *(f"{shape}, {one.what}" for shape, found in windows.items() for one in found)]
     columns = [one for found in windows.values() for one in found]
     rows = [
@@ -183,5 +186,4 @@ def table(windows: dict[str, list[Window]]) -> str:
     ]
     for kind in columns[0].by_kind_ms:
         rows += [[kind, *(f"{one.by_kind_ms[kind] / one.busy_ms:.1%}" for one in columns)]]
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return harness.table(heads, rows)

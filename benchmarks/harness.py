@@ -10,12 +10,14 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from quire import __version__
@@ -123,6 +125,29 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
 
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(ratios(ones, others))
+
+
+def child_messages(
+    command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Run a process. Yield the JSON objects that it prints, each with the seconds since before the process existed."""
+    with TemporaryFile("w+") as problems:
+        started_s = time.perf_counter()
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=problems, text=True, env=env)
+        limit = threading.Timer(limit_s, child.kill)
+        limit.start()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith("{"):
+                    yield time.perf_counter() - started_s, json.loads(line)
+            child.wait()
+        finally:
+            limit.cancel()
+            child.kill()
+        if child.returncode:
+            problems.seek(0)
+            raise RuntimeError(f"the process ended with {child.returncode}\n{problems.read()[-2000:]}")
 
 
 class Stages:

@@ -206,7 +206,7 @@ class LoadResult(NamedTuple):
 
     @property
     def wall_s(self) -> float:
-        return max(one.end_s for one in self.seen) - min(one.start_s for one in self.seen)
+        return max(one.times_s[-1] for one in self.seen) - min(one.start_s for one in self.seen)
 
     @property
     def tokens_per_s(self) -> float:
