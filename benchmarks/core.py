@@ -112,13 +112,9 @@ def result_of(plan: StepPlan) -> StepResult:
     return StepResult(tuple((7,) if piece.wants_token else () for piece in plan.slices))
 
 
-def step(scheduler: Scheduler, now_ns: int) -> float:
-    """Plan and commit a step. Return the microseconds of the plan."""
-    begin = time.perf_counter_ns()
+def step(scheduler: Scheduler, now_ns: int) -> None:
     plan = scheduler.schedule(now_ns=now_ns)
-    took_us = (time.perf_counter_ns() - begin) / 1000
     scheduler.commit(plan, result_of(plan))
-    return took_us
 
 
 def decoding(num_running: int, num_blocks: int, context: int = CONTEXT) -> Scheduler:
@@ -150,15 +146,6 @@ def step_us(scheduler: Scheduler, num_steps: int) -> float:
         samples.append((time.perf_counter_ns() - begin) / 1000)
         before = plan
     return statistics.median(samples)
-
-
-def waiting_us(crowd: int) -> float:
-    """Return the median time of a step that computes a chunk of a prompt for which `crowd` siblings wait."""
-    prompt = Random(3).choices(range(32_000), k=8_192)
-    scheduler = Scheduler(KVCacheManager(40_000), Fair(), max_num_seqs=crowd + 1, max_num_batched_tokens=crowd + 513)
-    for request_id in range(crowd + 1):
-        scheduler.add(Request(request_id, prompt, SamplingParams(max_tokens=1)), now_ns=request_id)
-    return statistics.median(step(scheduler, now_ns=(number + 1) * 10**7) for number in range(15))
 
 
 def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
@@ -240,13 +227,11 @@ def show_sizes(sizes: Sequence[int], repeats: int) -> None:
     show("schedule + commit of 8 decodes, by pool size", heads, [["us a step", *growth(steps)]])
 
 
-def show_steps(counts: Sequence[int], crowds: Sequence[int], repeats: int) -> None:
+def show_steps(counts: Sequence[int], repeats: int) -> None:
     took = [step_us(decoding(count, count * 80 + 2), repeats) for count in counts]
     rows = [[f"{count:,}", us, us / count] for count, us in zip(counts, took, strict=True)]
     title = f"schedule + commit, one step in flight, all decoding at {CONTEXT} tokens"
     show(title, ["running", "us a step", "us a request"], rows)
-    title = "schedule, 8,192-token siblings waiting for the one that computes their prompt"
-    show(title, ["waiting", *crowds], [["us a step", *(waiting_us(crowd) for crowd in crowds)]])
 
 
 def show_prompts(lengths: Sequence[int], repeats: int) -> None:
@@ -275,7 +260,7 @@ def main() -> None:
     gc.disable()  # otherwise the collector walks the million blocks of the tables repeatedly
     print(f"quire core, Python {platform.python_version()} on {platform.machine()}")
     show_sizes(sizes, repeats)
-    show_steps((1, 64), (16, 64), repeats) if is_quick else show_steps((1, 64, 256, 1024), (16, 256, 1_000), repeats)
+    show_steps((1, 64) if is_quick else (1, 64, 256, 1024), repeats)
     show_prompts((1_024, 8_192) if is_quick else (1_024, 16_384, 131_072), repeats)
     show_tree(3 if is_quick else 20)
 

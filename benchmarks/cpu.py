@@ -28,7 +28,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -78,15 +77,12 @@ class Row:
 
     name: str
     unit: str
-    path: tuple[str, ...]  # path of the figure within the findings
+    key: str  # of the figure in the findings
     best_bar: float | None = None
     shipped_bar: float | None = None
 
     def read(self, findings: dict[str, Any]) -> float:
-        value: Any = findings
-        for key in self.path:
-            value = value[key]
-        return float(value) / (1e6 if self.unit == "MB" else 1)
+        return float(findings[self.key]) / (1e6 if self.unit == "MB" else 1)
 
     def times(self, ours: float, theirs: float) -> float:
         """Return how many times better ours is."""
@@ -107,25 +103,25 @@ def workloads(scale: Scale, stages: Sequence[str]) -> list[Workload]:
     found = [_decode(scale, count) for count in scale.clients if "decode" in stages]
     for length in scale.prefills if "prefill" in stages else ():
         task = {"kind": "prefill", "prompt_tokens": length, "output_tokens": 0, "repeats": max(1, 1536 // length)}
-        found.append(Workload(task, (Row(f"prefill of {length:,}", "tok/s", ("value",), scale.prefill_bar),)))
+        found.append(Workload(task, (Row(f"prefill of {length:,}", "tok/s", "value", scale.prefill_bar),)))
     if "prefix" in stages:
         task = {"kind": "prefix", "prompt_tokens": scale.head_tokens, "output_tokens": 0, "repeats": 5}
         head = f"first token, head of {scale.head_tokens:,}"
-        rows = Row(f"{head}, cached", "ms", ("value",)), Row(f"{head}, new", "ms", ("cold_ms",))
+        rows = Row(f"{head}, cached", "ms", "value"), Row(f"{head}, new", "ms", "cold_ms")
         found.append(Workload(task, rows))
     if "start" in stages:
         task = {"kind": "start", "prompt_tokens": 32, "output_tokens": 0}
-        found.append(Workload(task, (Row("process start to first token", "ms", ("value",)),)))
+        found.append(Workload(task, (Row("process start to first token", "ms", "value"),)))
     return found
 
 
 def _decode(scale: Scale, num_clients: int) -> Workload:
     tokens = {"prompt_tokens": scale.prompt_tokens, "output_tokens": scale.output_tokens}
     bars = scale.decode_bars.get(num_clients, (None, None))
-    row = Row(f"decode, {num_clients} client{'s' * (num_clients > 1)}", "tok/s", ("value",), *bars)
-    rows = [row, Row(f"{row.name}, per CPU second", "tok/s", ("tokens_per_cpu_s",))]  # for machines with other users
+    row = Row(f"decode, {num_clients} client{'s' * (num_clients > 1)}", "tok/s", "value", *bars)
+    rows = [row, Row(f"{row.name}, per CPU second", "tok/s", "tokens_per_cpu_s")]  # for machines with other users
     if num_clients == max((one for one in scale.clients if one <= 16), default=0):
-        rows.append(Row(f"peak memory, {num_clients} clients", "MB", ("memory", "peak_bytes")))
+        rows.append(Row(f"peak memory, {num_clients} clients", "MB", "peak_bytes"))
     return Workload({"kind": "decode", "num_clients": num_clients, **tokens}, tuple(rows))
 
 
@@ -317,17 +313,13 @@ class Bench:
         return self.report
 
     def _measure(self, workload: Workload, contender: Contender, round_number: int) -> dict[str, Any] | None:
-        found: list[dict[str, Any]] = []
-
-        def measure() -> None:
-            found.append(contender.run(workload.task, self.args.threads))
-
-        self.report.stages.attempt(f"{workload.name}, {contender.name}", measure)
-        for one in found:
+        what = f"{workload.name}, {contender.name}"
+        found = self.report.stages.attempt(what, contender.run, workload.task, self.args.threads)
+        if found is not None:
             row = workload.rows[0]
-            value = number(row.read(one), row.unit)
-            say(f"round {round_number + 1}: {workload.name}: {contender.name} {value}; others {one['others']:.0%}")
-        return found[0] if found else None
+            value = number(row.read(found), row.unit)
+            say(f"round {round_number + 1}: {what} {value}; others {found['others']:.0%}")
+        return found
 
     def _precision(self) -> None:
         from precision import Source
@@ -389,13 +381,11 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    started_s = time.perf_counter()
     args = parse()
     report = Bench(args).run()
     if report.workloads:
         say(f"\n{args.threads} threads, medians of {args.rounds} rounds\n\n{report.table()}")
     say(f"\n{harness.others_line(report.others(*report.workloads))}")
-    say(f"{time.perf_counter() - started_s:.0f} s in total")
     report.stages.check()
 
 

@@ -122,14 +122,8 @@ class Machine:
         logits = library.llama_get_logits_ith(self.context, -1)
         if not all(math.isfinite(logits[token]) for token in range(self.vocab_size)):
             raise RuntimeError("llama.cpp's logits are not finite")
-        head_size = library.llama_model_n_embd(self.model) // library.llama_model_n_head(self.model)
-        num_heads = library.llama_model_n_layer(self.model) * library.llama_model_n_head_kv(self.model)
-        kv_bytes = library.llama_n_ctx(self.context) * num_heads * head_size * 2 * 2  # keys and values in fp16
         context = {name: getattr(library, f"llama_n_{name}")(self.context) for name in ("ctx", "batch", "ubatch")}
-        return {
-            "memory": cpu_task.memory(library.llama_model_size(self.model), kv_bytes),
-            "facts": {"system": library.llama_print_system_info().decode(), "context": context},
-        }
+        return {"system": library.llama_print_system_info().decode(), **context}
 
 
 def quantize(task: Task) -> float:

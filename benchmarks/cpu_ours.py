@@ -62,10 +62,7 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         facts = self.engine.runner.facts()
-        return {
-            "memory": cpu_task.memory(facts.weight_bytes, facts.kv_bytes),
-            "facts": {"backend": facts.backend, "dtype": facts.dtype, "threads": facts.num_threads},
-        }
+        return {"backend": facts.backend, "dtype": facts.dtype, "threads": facts.num_threads}
 
     def _add(self, tokens: list[int], max_tokens: int) -> int:
         self._num_requests += 1

@@ -5,7 +5,7 @@ Matrices are Q4_0, which llama.cpp multiplies fastest; embeddings and logits are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +38,14 @@ class Shape(NamedTuple):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            tensors = [*self.tensors, *self._tensors_of_layers(num_layers)]
-            _write(partial, self.architecture, {**self.fields, "block_count": num_layers}, tensors)
+            layers = [
+                tensor._replace(name=f"blk.{index}.{tensor.name}")
+                for index in range(num_layers)
+                for tensor in self.layer(index)
+            ]
+            _write(partial, self.architecture, {**self.fields, "block_count": num_layers}, [*self.tensors, *layers])
             partial.rename(path)
         return path
-
-    def _tensors_of_layers(self, num_layers: int) -> Iterator[Tensor]:
-        for index in range(num_layers):
-            for tensor in self.layer(index):
-                yield tensor._replace(name=f"blk.{index}.{tensor.name}")
 
 
 def _olmoe_layer(_index: int) -> list[Tensor]:

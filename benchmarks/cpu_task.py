@@ -9,7 +9,6 @@ prefix was computed before. start: to the first token; the parent measures it.
 from __future__ import annotations
 
 import json
-import platform
 import re
 import resource
 import statistics
@@ -134,25 +133,14 @@ def run(open_machine: Callable[[Task], Machine], others: Mapping[str, Callable[[
             machine.begin([prompt(-1, WARM_UP_TOKENS, machine.vocab_size)])
             machine.step()
             machine.clear()
-        findings = KINDS[task.kind](machine, task) | machine.facts()
+        findings = KINDS[task.kind](machine, task) | {"peak_bytes": peak_bytes(), "facts": machine.facts()}
     print(json.dumps({"findings": findings}), flush=True)
 
 
-def memory(weight_bytes: int, kv_bytes: int) -> dict[str, int]:
-    """Return the peak memory of this process, and the parts that are weights and KV cache."""
-    unit = 1 if platform.system() == "Darwin" else 1024
-    peak = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "peak_bytes": peak,
-        "of_files_bytes": _status("RssFile"),  # pages of mapped files: shared, and reclaimed when memory is short
-        "weight_bytes": weight_bytes,
-        "kv_bytes": kv_bytes,
-    }
-
-
-def _status(name: str) -> int:
+def peak_bytes() -> int:
+    """Return the peak memory of this process."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(re.findall(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)[0]) * 1024
     except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of macOS, in bytes

@@ -1,7 +1,7 @@
 """Compares quire with vLLM's figures on one H200: workloads A, B, C and T on the shapes of real models.
 
     python benchmarks/gpu.py --out results        # everything, in under ten minutes
-    python benchmarks/gpu.py --only A,idle --models qwen3-0.6b
+    python benchmarks/gpu.py --only A,C --models qwen3-0.6b
     python benchmarks/gpu.py --quick              # a smoke run with tiny shapes, on any machine
 
 Random weights in real shapes, bf16, token ids in and out, no end tokens. The engine is driven directly, so only torch,
@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import gpu_correctness
-import gpu_profile
 import gpu_ready
 import harness
 import torch
@@ -53,7 +52,7 @@ from gpu_workloads import (
 )
 from harness import Stages, number, ratio, say
 
-STAGES = ("correctness", "A", "B", "C", "T", "ready", "idle", "cache")
+STAGES = ("correctness", "A", "B", "C", "T", "ready", "cache")
 CLIENTS = 4
 
 
@@ -103,7 +102,6 @@ class Report:
     facts: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)
     checks: list[gpu_correctness.Check] = field(default_factory=list)
-    windows: dict[str, list[gpu_profile.Window]] = field(default_factory=dict)
     ready: dict[str, dict[str, float]] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
 
@@ -113,7 +111,7 @@ class Report:
 
     def text(self) -> str:
         figures = harness.table(HEADS, [figure.cells() for figure in self.figures])
-        return "\n\n".join([figures, gpu_profile.table(self.windows), *map(str, self.checks)])
+        return "\n\n".join([figures, *map(str, self.checks)])
 
     def write(self) -> None:
         if self.out is None:
@@ -122,9 +120,7 @@ class Report:
             "facts": self.facts,
             "figures": [{**asdict(one), "ours": one.ours, "is_held": one.is_held} for one in self.figures],
             "correctness": [{**asdict(one), "is_held": one.is_held} for one in self.checks],
-            "profile": {shape: [one.document() for one in found] for shape, found in self.windows.items()},
             "ready": self.ready,
-            "took_s": self.stages.took_s,
             "failures": self.stages.failures,
         }
         harness.write_json(self.out / "gpu.json", document)
@@ -163,7 +159,6 @@ class Bench:
         """The engine of a shape; in fp32, of its first layers."""
         args = self.args
         settings: dict[str, Any] = {"quantize": args.quantize, "kv_cache_dtype": args.kv_cache_dtype}
-        settings |= {"max_num_batched_tokens": args.step_tokens, "max_chunk_tokens": args.chunk_tokens}
         if args.kv_gib is not None:
             settings["kv_memory"] = int(args.kv_gib * 2**30)
         elif is_fp32:
@@ -178,10 +173,7 @@ class Bench:
 
     def _family(self, name: str, dtype: str) -> None:
         folder = self.folder / f"{name}-{dtype}".replace(" ", "-")
-        for check in gpu_correctness.check_family(name, dtype, self.args.device, folder):
-            self.report.check(check)
-        if dtype == "float32":
-            self.report.check(gpu_correctness.check_masks(name, self.args.device, folder / "masks"))
+        self.report.check(gpu_correctness.check_family(name, dtype, self.args.device, folder))
 
     def _ready(self, shape: str) -> None:
         folder = self.folder / shape
@@ -199,12 +191,12 @@ class Bench:
             "C": self._c,
             "T": self._t,
             "cache": self._cache,
-            "idle": self._idle,
         }
-        chosen = {name: action for name, action in stages.items() if name in self.args.only}
         if shape != self.args.models[0]:
-            chosen.pop("cache", None)  # a cost per step shows most where steps are shortest: one shape is enough
-        if shape in gpu_correctness.COMPARED_IN_FP32 and chosen.pop("correctness", None):
+            del stages["cache"]  # a cost per step shows most where steps are shortest: one shape is enough
+        chosen = {name: action for name, action in stages.items() if name in self.args.only}
+        if "correctness" in chosen and shape in gpu_correctness.COMPARED_IN_FP32:
+            del chosen["correctness"]
             self._attempt(f"correctness, {shape} in fp32", self._batching_in_fp32, shape)
         if not chosen:
             return
@@ -253,19 +245,12 @@ class Bench:
         costs = [100 * (one - 1) for one in harness.ratios(found["with"], found["without"])]
         self._add(CACHE, shape, costs, note="more time for A, seed 0, with the cache than without")
 
-    def _idle(self, machine: Machine, shape: str) -> None:
-        self.report.windows[shape] = gpu_profile.profile_windows(machine, workload_a(self.scale, 0))
-        say(gpu_profile.table({shape: self.report.windows[shape]}))
-        for window in self.report.windows[shape]:
-            top = "\n".join(f"  {ms / window.num_steps:8.4f} ms per step  {name}" for name, ms in window.top_ms.items())
-            say(f"{shape}, {window.what}:\n{top}")
-
     def _runs(self, what: str, shape: str, machine: Machine, workload: Workload, num_warm_ups: int = 0) -> list[Run]:
         for _ in range(num_warm_ups):
             machine.run(workload)
         runs = [machine.run(workload) for _ in range(self.args.repeats)]
         least_s = limit_s(machine.spec, workload)
-        note = f"{runs[0].num_cached} of {workload.num_in} tokens found in the cache, {len(runs[0].steps)} steps"
+        note = f"{runs[0].num_cached} of {workload.num_in} tokens found in the cache, {runs[0].num_steps} steps"
         if UNITS.get(what) == "s":
             self._add(what, shape, [run.wall_s for run in runs], least_s, note)
         else:
@@ -290,8 +275,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--families", type=harness.names(families), default=families)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--step-tokens", type=int, help="most tokens per step")
-    parser.add_argument("--chunk-tokens", type=int, help="most tokens of one prompt per step")
     parser.add_argument("--quantize", type=int, help="bits of weights: 8 is FP8, 4 is INT4; default: bf16")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-gib", type=float, help="memory for the KV pool; default: by free memory")

@@ -265,7 +265,7 @@ class Experts:
 
         def run() -> None:
             for number, routing in enumerate(routings):
-                run_experts(x, *pairs[number % len(pairs)], routing, Activation.SILU)
+                run_experts(x, *pairs[number % len(pairs)], routing=routing, activation=Activation.SILU)
 
         return timed_us(run) / len(routings)
 
@@ -273,12 +273,12 @@ class Experts:
         """Return the mean bytes of the experts that are chosen."""
         routings = self._routings[len(x)]
         num_used = sum(len(torch.unique(one.ids)) for one in routings) / len(routings)
-        return num_used / self.num_experts * sum(stack.nbytes for stack in pair)
+        return num_used / self.num_experts * float(sum(stack.nbytes for stack in pair))
 
     def error(self, pair: Any, x: Tensor) -> float:
         """Compare some rows."""
         routing = self._routings[len(x)][0]
-        found = run_experts(x, *pair, routing, Activation.SILU)
+        found = run_experts(x, *pair, routing=routing, activation=Activation.SILU)
         gate_up, down = (PackedStack(in_fp32(stack.whole), len(stack)) for stack in pair)
         rows = sorted({0, len(x) - 1, *torch.randint(0, len(x), (CHECKED_ROWS,)).tolist()})
         exact = torch.zeros((len(rows), self.inputs), dtype=torch.float64, device="cuda")

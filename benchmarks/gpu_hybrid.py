@@ -23,7 +23,6 @@ from harness import say
 
 from quire.backends.kv_spec import KVSpec
 from quire.bench.driver import driven
-from quire.core.values import PackedPrompt
 
 MODELS = (QWEN35, QWEN35_MOE, GPT_OSS, GEMMA4)
 
@@ -39,14 +38,12 @@ def resend(machine: Machine, scale: Scale, repeats: int) -> None:
         second_ms, again = machine.send(prompt)
         turn = prompt + again.tokens + random_prompt(rng, scale, added)
         third_ms, last = machine.send(turn)
-        started_s = time.perf_counter()
-        PackedPrompt.of(prompt)  # a server packs prompts in another process
-        times.append((first_ms, second_ms, third_ms, 1000 * (time.perf_counter() - started_s)))
-    first, second, third, packing = map(statistics.median, zip(*times[1:], strict=True))
+        times.append((first_ms, second_ms, third_ms, again.num_cached_tokens, len(turn) - last.num_cached_tokens))
+    first, second, third, reused, computed = map(statistics.median, zip(*times[1:], strict=True))
     say(
         f"  {length:,} tokens: first {first:.1f} ms; again {second:.2f} ms, {first / second:.1f} times faster,"
-        f" {again.num_cached_tokens:,} reused (with packing: {first + packing:.1f} ms; {second + packing:.2f} ms);"
-        f" + {added} tokens {third:.2f} ms, {len(turn) - last.num_cached_tokens} of {len(turn):,} computed"
+        f" {reused:,.0f} reused;"
+        f" + {added} tokens {third:.2f} ms, {computed:.0f} of {length + 1 + added:,} computed"
     )
 
 

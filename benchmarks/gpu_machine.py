@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from gpu_workloads import Scale, Workload, first_turn_of_tree, next_turn_of_tree, write_shape
+from harness import say
 
 from quire.bench.driver import Session, Track
-from quire.core.step import StepPlan
 from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine
@@ -37,21 +37,10 @@ def engine_config(scale: Scale, device: str = "auto", **settings: Any) -> Engine
 
 
 @dataclass(slots=True)
-class StepRecord:
-    num_requests: int
-    num_tokens: int
-    done_s: float = 0.0  # when its call returned, since the start of the run
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.num_tokens > self.num_requests
-
-
-@dataclass(slots=True)
 class Run:
     wall_s: float
     tracks: list[Track]
-    steps: list[StepRecord]
+    num_steps: int
 
     @property
     def num_out(self) -> int:
@@ -81,49 +70,27 @@ class Machine:
         self.next_id = itertools.count().__next__
         calm_collector()  # as a worker does
 
-    def prepare(self) -> list[float]:
-        """Capture all graphs, as an idle server does. Return the seconds of each."""
-        took_s: list[float] = []
-        while True:
-            started_s = time.perf_counter()
-            if not self.engine.runner.prepare():
-                return took_s
-            took_s.append(time.perf_counter() - started_s)
-
     def uncached_engine(self) -> Engine:
         """Return a scheduler over the same weights without prefix cache. Only one of the two may have requests."""
         runner = self.engine.runner
         return Engine(runner, make_scheduler(runner, replace(self.config, enable_prefix_caching=False)))
 
-    def run(
-        self,
-        workload: Workload,
-        engine: Engine | None = None,
-        on_step: Callable[[int], None] = lambda _number: None,
-        *,
-        keeps_cache: bool = False,
-    ) -> Run:
-        """Run from the first request to the last token. `on_step` is called with the number of each step before it."""
+    def run(self, workload: Workload, engine: Engine | None = None, *, keeps_cache: bool = False) -> Run:
+        """Run from the first request to the last token."""
         engine = engine or self.engine
         if not keeps_cache:
             engine.clear_cache()
-        steps: list[StepRecord] = []
-
-        def note(plan: StepPlan) -> None:
-            steps.append(StepRecord(len(plan.slices), plan.num_tokens))
-
-        engine.on_plan = note
         session = Session(engine, self.next_id)
+        num_steps = 0
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         started_s = time.perf_counter()
         for prompt, sampling in zip(workload.prompts, workload.samplings, strict=True):
             session.add(prompt, sampling)
         while engine.has_work:
-            on_step(len(steps))
             session.step()
-            steps[-1].done_s = time.perf_counter() - started_s
-        run = Run(time.perf_counter() - started_s, list(session.tracks.values()), steps)
+            num_steps += 1
+        run = Run(time.perf_counter() - started_s, list(session.tracks.values()), num_steps)
         if run.num_out != workload.num_out:
             raise RuntimeError(f"{workload.name}: {run.num_out} tokens were generated, not {workload.num_out}")
         return run
@@ -142,8 +109,8 @@ class Machine:
             histories = [[*one, *track.tokens] for one, track in zip(turn.prompts, runs[-1].tracks, strict=True)]
             turn = next_turn_of_tree(self.scale, number, histories)
             runs.append(self.run(turn, keeps_cache=True))
-        tracks, steps = [track for run in runs for track in run.tracks], [step for run in runs for step in run.steps]
-        return Run(sum(run.wall_s for run in runs), tracks, steps)
+        tracks = [track for run in runs for track in run.tracks]
+        return Run(sum(run.wall_s for run in runs), tracks, sum(run.num_steps for run in runs))
 
 
 @contextmanager
@@ -153,12 +120,14 @@ def loaded(
     """A machine whose graphs are captured. Frees everything, so that the card is empty for the next shape."""
     machine = Machine(shape, scale, config, folder, num_layers)
     try:
-        graphs_s = machine.prepare()
+        started_s, num_graphs = time.perf_counter(), 0
+        while machine.engine.runner.prepare():
+            num_graphs += 1
+        prepared_s = time.perf_counter() - started_s
         facts, num_blocks = machine.engine.runner.facts(), machine.engine.capacity.num_blocks
-        print(
+        say(
             f"{shape}: loaded in {machine.loaded_s:.1f} s; {num_blocks} blocks, {facts.kv_bytes / 1e9:.1f} GB;"
-            f" {len(graphs_s)} graphs in {sum(graphs_s):.1f} s, longest {max(graphs_s, default=0.0):.2f} s",
-            flush=True,
+            f" {num_graphs} graphs in {prepared_s:.1f} s"
         )
         yield machine
     finally:

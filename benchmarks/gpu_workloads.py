@@ -228,7 +228,6 @@ class Scale:
     t_out: int = 100
     greedy_prompts: int = 24
     greedy_out: int = 48
-    profiled_steps: int = 150
 
 
 FULL = Scale()
@@ -254,7 +253,6 @@ QUICK = Scale(
     t_out=4,
     greedy_prompts=4,
     greedy_out=6,
-    profiled_steps=6,
 )
 
 

@@ -155,16 +155,15 @@ class Stages:
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self.took_s: dict[str, float] = {}
 
-    def attempt(self, what: str, action: Callable[..., object], *arguments: Any) -> None:
-        started_s = time.perf_counter()
+    def attempt(self, what: str, action: Callable[..., T], *arguments: Any) -> T | None:
+        """Return the result; None if it failed."""
         try:
-            action(*arguments)
+            return action(*arguments)
         except Exception:
             self.failures.append(what)
             say(f"{what}: FAILED\n{traceback.format_exc()}")
-        self.took_s[what] = round(time.perf_counter() - started_s, 1)
+            return None
 
     def check(self) -> None:
         if self.failures:

@@ -18,7 +18,6 @@ import json
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -144,8 +143,6 @@ def run(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Result]
             say(line(load.name, result, "; ".join(missed(shape, load.name, result))))
             if load is FRESH:
                 time.sleep(args.settle)
-        if args.log:
-            print(server.log[-args.log :], file=sys.stderr)
     return found
 
 
@@ -156,7 +153,6 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--settle", type=float, default=10.0, help="seconds of idle time after the fresh burst")
     parser.add_argument("--serve", action="append", default=[], help="an argument for `quire serve`; repeatable")
-    parser.add_argument("--log", type=int, default=0, help="print this many characters of the server's log")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Measures the cost of HTTP: against the bare engine, and the CPU time of the server process without a model.
 
     python benchmarks/serve.py                      1, 8 and 32 clients on the default model, three rounds each
-    python benchmarks/serve.py --only cpu           256 streams and bursts of 256 requests on the fake backend
+    python benchmarks/serve.py --only cpu           256 streams on the fake backend
     python benchmarks/serve.py --only cpu --endpoints completions,messages,ollama
     python benchmarks/serve.py --quick              a smoke run
 
@@ -25,12 +25,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import harness
-from harness import percentile, say
+from harness import say
 
 from quire.bench.http_load import HttpStream, run_load
 from quire.cli.bench_server import ServerProcess, serving
@@ -151,40 +152,17 @@ def num_generated(process: ServerProcess) -> float:
 
 
 class Client(threading.Thread):
-    """Reads one stream. Counts its reads, and notes when it got its first byte."""
+    """Reads one stream. Counts its reads."""
 
-    def __init__(self, process: ServerProcess, endpoint: str, text: str, num_tokens: int) -> None:
+    def __init__(self, stream: HttpStream) -> None:
         super().__init__(daemon=True)
-        path, body = ENDPOINTS[endpoint]
-        self.stream = HttpStream(process.url, path, {**STREAM, **body(text, num_tokens)})
+        self.stream = stream
         self.num_reads = 0
-        self.waited_s = 0.0
-        self.problem: QuireError | None = None
 
     def run(self) -> None:
-        start_s = time.perf_counter()
-        try:
+        with suppress(QuireError):
             for _ in self.stream.reads():
-                self.waited_s = self.waited_s or time.perf_counter() - start_s
                 self.num_reads += 1
-        except QuireError as error:
-            self.problem = error
-
-
-def start(process: ServerProcess, endpoint: str, count: int, num_words: int, num_tokens: int) -> list[Client]:
-    random = Random(time.time_ns())  # nothing is cached
-    texts = [" ".join(random.choices(WORDS, k=num_words)) for _ in range(count)]
-    clients = [Client(process, endpoint, text, num_tokens) for text in texts]
-    for client in clients:
-        client.start()
-    return clients
-
-
-def end(clients: list[Client]) -> None:
-    for client in clients:
-        client.join()
-        if client.problem is not None and not client.stream.is_cut:
-            raise client.problem
 
 
 def counters(process: ServerProcess, clients: list[Client]) -> tuple[float, ...]:
@@ -195,16 +173,22 @@ def counters(process: ServerProcess, clients: list[Client]) -> tuple[float, ...]
 
 def measure_streams(process: ServerProcess, endpoint: str, count: int, window_s: float) -> None:
     """Print the server's CPU time per token over a window in which all streams run."""
-    clients = start(process, endpoint, count, 12, 4000)
+    path, body = ENDPOINTS[endpoint]
+    texts = [" ".join(Random(seed).choices(WORDS, k=12)) for seed in range(count)]
+    clients = [Client(HttpStream(process.url, path, {**STREAM, **body(text, 4000)})) for text in texts]
+    for client in clients:
+        client.start()
     while any(client.is_alive() and not client.num_reads for client in clients):
         time.sleep(0.05)
+    if not all(client.num_reads for client in clients):
+        raise SystemExit(f"{path}: a stream failed")
     time.sleep(WARM_UP_S)
     before = counters(process, clients)
     time.sleep(window_s)
     after = counters(process, clients)
     for client in clients:
         client.stream.cut()
-    end(clients)
+        client.join()
     tokens, used_s, reads, took_s = (now - then for now, then in zip(after, before, strict=True))
     tokens = max(tokens, 1)
     say(
@@ -214,32 +198,16 @@ def measure_streams(process: ServerProcess, endpoint: str, count: int, window_s:
     time.sleep(WARM_UP_S)  # the server ends the streams
 
 
-def measure_requests(process: ServerProcess, endpoint: str, count: int) -> None:
-    """Print the server's CPU time per request, and the times to the first byte in a burst."""
-    before_s = cpu_s(process)
-    clients = start(process, endpoint, count, 256, 1)
-    end(clients)
-    used_us = 1e6 * (cpu_s(process) - before_s) / count
-    p50, p99 = (1e3 * percentile([client.waited_s for client in clients], share) for share in (0.5, 0.99))
-    say(f"| {endpoint:<11} | {used_us:8.0f} | {p50:6.0f} | {p99:6.0f} |")
-
-
 def measure_cpu(args: argparse.Namespace) -> None:
     count, window_s, rounds, step = (8, 0.5, 1, "5ms") if args.quick else (args.streams, 10.0, args.rounds, "75ms")
-    options = ("--backend", "fake", "--num-blocks", "16384", "--max-num-seqs", str(count), "--max-queue", "4096")
-    options += ("--served-model-name", MODEL, "--log-level", "warning")
+    options = ["--backend", "fake", "--num-blocks", "16384", "--max-num-seqs", str(count), "--max-queue", "4096"]
+    options += ["--served-model-name", MODEL, "--log-level", "warning", "--device", step]
     print(f"\n{count} streams, a step of {step}, CPU of the server process only")
     say("| endpoint | tokens/s | busy | us/token | reads/token |\n|---|---|---|---|---|")
-    with serving(args.model, (*options, "--device", step)) as process:
+    with serving(args.model, options) as process:
         for _ in range(rounds):
             for endpoint in args.endpoints:
                 measure_streams(process, endpoint, count, window_s)
-    print(f"\nbursts of {count} requests, prompts of 256 words, one token; us of server CPU per request")
-    say("| endpoint | us/request | first byte p50 ms | p99 ms |\n|---|---|---|---|")
-    with serving(args.model, options) as process:
-        for _ in range(rounds + 1):  # the first warms up
-            for endpoint in args.endpoints:
-                measure_requests(process, endpoint, count)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from quire.errors import InvalidRequest, RequestFailed
 if TYPE_CHECKING:
     from quire.backends.base import Runner
     from quire.engine.llm import LLM
+    from quire.engine.structured.masks import Matcher
     from quire.text.tokenizer import Tokenizer
 
 
@@ -65,12 +66,19 @@ class Session:
         self.num_prefill_tokens = 0
         self._next_id = next_id
 
-    def add(self, prompt: Sequence[int] | PackedPrompt, sampling: SamplingParams | int, *, salt: str = "") -> Track:
+    def add(
+        self,
+        prompt: Sequence[int] | PackedPrompt,
+        sampling: SamplingParams | int,
+        *,
+        salt: str = "",
+        matcher: Matcher | None = None,
+    ) -> Track:
         """Add a request. A number of tokens for parameters: greedy, and exactly so many, as it has no stop tokens."""
         track = Track(self._next_id())
         if isinstance(sampling, int):
             sampling = SamplingParams(temperature=0.0, max_tokens=sampling)
-        self.engine.add(track.request_id, prompt, sampling, salt=salt)
+        self.engine.add(track.request_id, prompt, sampling, salt=salt, matcher=matcher)
         self.tracks[track.request_id] = track
         return track
 
