@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -287,12 +286,10 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    started_s = time.perf_counter()
     args = parse()
     with TemporaryDirectory() as folder:
         report = Bench(args, Path(folder)).run()
     say(f"\n{report.facts['device']}, torch {report.facts['torch']}, medians of {args.repeats}\n\n{report.text()}")
-    say(f"\n{time.perf_counter() - started_s:.0f} s in total")
     broken = [str(check) for check in report.checks if not check.is_held] + report.stages.failures
     if broken:
         sys.exit("not correct: " + "; ".join(broken))

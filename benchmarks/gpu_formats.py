@@ -265,7 +265,8 @@ class Experts:
 
         def run() -> None:
             for number, routing in enumerate(routings):
-                run_experts(x, *pairs[number % len(pairs)], routing=routing, activation=Activation.SILU)
+                gate_up, down = pairs[number % len(pairs)]
+                run_experts(x, gate_up, down, routing, Activation.SILU)
 
         return timed_us(run) / len(routings)
 
@@ -278,7 +279,7 @@ class Experts:
     def error(self, pair: Any, x: Tensor) -> float:
         """Compare some rows."""
         routing = self._routings[len(x)][0]
-        found = run_experts(x, *pair, routing=routing, activation=Activation.SILU)
+        found = run_experts(x, pair[0], pair[1], routing, Activation.SILU)
         gate_up, down = (PackedStack(in_fp32(stack.whole), len(stack)) for stack in pair)
         rows = sorted({0, len(x) - 1, *torch.randint(0, len(x), (CHECKED_ROWS,)).tolist()})
         exact = torch.zeros((len(rows), self.inputs), dtype=torch.float64, device="cuda")
